@@ -1,0 +1,44 @@
+# `make demo` and `make test` set up .venv by themselves, once; nothing after that needs a network.
+PYTHON ?= python3
+READY := .venv/.ready
+
+# Spinning OpenMP threads starve each other on a busy machine.
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint docs gpu tiny-model clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	@.venv/bin/keyhole demo
+
+test: lint
+	@.venv/bin/python -m pytest
+
+lint: $(READY)
+	@.venv/bin/python -m ruff check --quiet .
+	@.venv/bin/python -m ruff format --check --quiet .
+	@.venv/bin/python -m mypy --no-error-summary
+
+docs: $(READY)
+	@.venv/bin/python -m keyhole.cli.docs
+
+gpu:
+	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
+
+tiny-model: $(READY)
+	@.venv/bin/python -m keyhole.models.tiny.train
+
+# -qq: errors only.
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up .venv"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install -qq --constraint constraints.txt torch
+	@.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(READY)
+	@find keyhole tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

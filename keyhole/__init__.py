@@ -1,0 +1,102 @@
+"""Keyhole: long contexts with Hugging Face models, reading only the keys and values that matter.
+
+    from keyhole import LLM, Delta
+    llm = LLM(keyhole.tiny(), policy=Delta(token_budget=256))
+    print(llm.generate("...").text)
+
+Names are loaded on first use: `import keyhole` imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keyhole.config import SamplingParams
+    from keyhole.engine.llm import LLM, Piece, Result
+    from keyhole.engine.sequence import Stats
+    from keyhole.errors import (
+        CapacityError,
+        ConfigError,
+        KeyholeError,
+        ModelError,
+        NumericalError,
+        PromptTooLongError,
+        RequestError,
+        UnknownNameError,
+    )
+    from keyhole.policy import policies
+    from keyhole.policy.base import Policy
+    from keyhole.policy.delta import Delta
+    from keyhole.policy.full import Full
+    from keyhole.policy.quest import Quest
+    from keyhole.policy.sliding_window import SlidingWindow
+    from keyhole.policy.streaming_llm import StreamingLLM
+
+__version__ = "0.1.0"
+
+_PLACES = {
+    "LLM": "keyhole.engine.llm",
+    "Result": "keyhole.engine.llm",
+    "Piece": "keyhole.engine.llm",
+    "Stats": "keyhole.engine.sequence",
+    "SamplingParams": "keyhole.config",
+    "Policy": "keyhole.policy.base",
+    "policies": "keyhole.policy",
+    "Full": "keyhole.policy.full",
+    "SlidingWindow": "keyhole.policy.sliding_window",
+    "StreamingLLM": "keyhole.policy.streaming_llm",
+    "Quest": "keyhole.policy.quest",
+    "Delta": "keyhole.policy.delta",
+    "KeyholeError": "keyhole.errors",
+    "ConfigError": "keyhole.errors",
+    "UnknownNameError": "keyhole.errors",
+    "ModelError": "keyhole.errors",
+    "RequestError": "keyhole.errors",
+    "PromptTooLongError": "keyhole.errors",
+    "CapacityError": "keyhole.errors",
+    "NumericalError": "keyhole.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "ConfigError",
+    "Delta",
+    "Full",
+    "KeyholeError",
+    "ModelError",
+    "NumericalError",
+    "Piece",
+    "Policy",
+    "PromptTooLongError",
+    "Quest",
+    "RequestError",
+    "Result",
+    "SamplingParams",
+    "SlidingWindow",
+    "Stats",
+    "StreamingLLM",
+    "UnknownNameError",
+    "policies",
+    "tiny",
+]
+
+
+def tiny() -> str:
+    """Folder of the bundled model: a small Llama that really uses its long context, offline."""
+    return str(Path(__file__).parent / "models" / "tiny" / "checkpoint")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PLACES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

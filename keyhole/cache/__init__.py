@@ -1,0 +1,1 @@
+"""Where keys and values live: layouts, pages with reference counts, shared prompt starts."""

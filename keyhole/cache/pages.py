@@ -1,0 +1,171 @@
+"""The paged KV cache: pages that sequences share by reference count and copy before writing.
+
+A page holds `page_size` tokens in every layer at once, so one page number serves all layers. Per
+layer the keys are one tensor [pages, Hkv, page_size, D] (a head's page is contiguous), the values
+another, and beside them lies what the policy keeps per page. Tensors grow as pages are used, up to
+`max_pages`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from keyhole.cache.layout import Geometry
+from keyhole.errors import CapacityError
+
+# Pages of the first allocation; each growth doubles, so a page is moved O(1) times on average.
+_FIRST_PAGES = 64
+
+
+class PageCache:
+    """Pages of keys and values of all layers, and who uses them.
+
+    keys, values: per layer, [capacity, Hkv, page_size, D or Dv]; with shared values (MLA) `values`
+        is a view into `keys`.
+    data: per layer, the policy's side data by name, [capacity, ...].
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        max_pages: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_data: Sequence[Mapping[str, tuple[int, ...]]] | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.page_size = geometry.page_size
+        self.max_pages = max_pages
+        self._shapes = page_data or [{} for _ in geometry.layers]
+        self._refs: list[int] = []
+        self._free: list[int] = []
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.data: list[dict[str, Tensor]] = []
+        for layout, shapes in zip(geometry.layers, self._shapes, strict=True):
+            heads, size = layout.num_kv_heads, self.page_size
+            key = empty.new_empty(0, heads, size, layout.key_dim)
+            value = empty.new_empty(0, heads, size, layout.value_dim)
+            self.keys.append(key)
+            self.values.append(key[..., : layout.value_dim] if layout.shared_values else value)
+            self.data.append({name: empty.new_empty(0, *shape) for name, shape in shapes.items()})
+
+    @property
+    def capacity(self) -> int:
+        """Pages that tensors exist for."""
+        return len(self._refs)
+
+    @property
+    def available(self) -> int:
+        """Pages that can still be allocated."""
+        return len(self._free) + self.max_pages - self.capacity
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: keys, values and side data of all layers."""
+        return bytes_per_page(self.geometry, self._shapes)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages with one reference each, or None (and nothing changed) if they are out."""
+        if count > self.available:
+            return None
+        while len(self._free) < count:
+            self._grow()
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more reference to each page."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
+            self._refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One reference less to each page; a page without any is free."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} is already free"
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                self._free.append(page)
+
+    def references(self, page: int) -> int:
+        """How many hold this page."""
+        return self._refs[page]
+
+    def writable(self, page: int) -> int | None:
+        """A page that only the caller holds, with the same content: the page itself, or a copy.
+
+        The caller's reference moves to the copy. None (nothing changed) if no page is left.
+        """
+        if self._refs[page] == 1:
+            return page
+        fresh = self.allocate(1)
+        if fresh is None:
+            return None
+        for tensor in self._tensors():
+            tensor[fresh[0]] = tensor[page]
+        self.release([page])
+        return fresh[0]
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Asserts that each page has as many references as `holders` list it; the rest is free."""
+        held = Counter(page for pages in holders for page in pages)
+        for page, count in enumerate(self._refs):
+            assert count == held[page], (
+                f"page {page} has {count} references, held {held[page]} times"
+            )
+        free = sorted(self._free)
+        assert free == [page for page, count in enumerate(self._refs) if count == 0], "free list"
+
+    def _tensors(self) -> Iterable[Tensor]:
+        for key, value, data, layout in zip(
+            self.keys, self.values, self.data, self.geometry.layers, strict=True
+        ):
+            yield key
+            if not layout.shared_values:
+                yield value
+            yield from data.values()
+
+    def _grow(self) -> None:
+        """Doubles the tensors, one after the other, so that little is held twice at any time."""
+        capacity = min(self.max_pages, max(_FIRST_PAGES, 2 * self.capacity))
+        try:
+            for i, layout in enumerate(self.geometry.layers):
+                self.keys[i] = _enlarged(self.keys[i], capacity)
+                if layout.shared_values:
+                    self.values[i] = self.keys[i][..., : layout.value_dim]
+                else:
+                    self.values[i] = _enlarged(self.values[i], capacity)
+                for name, tensor in self.data[i].items():
+                    self.data[i][name] = _enlarged(tensor, capacity)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            need = capacity * self.page_bytes / 2**20
+            raise CapacityError(
+                f"the KV cache could not grow to {need:.0f} MiB ({capacity} pages of "
+                f"{self.page_size} tokens); set memory= to less, or lower max_batch or max_length"
+            ) from error
+        self._free.extend(range(capacity - 1, self.capacity - 1, -1))
+        self._refs.extend([0] * (capacity - self.capacity))
+
+
+def bytes_per_page(geometry: Geometry, page_data: Sequence[Mapping[str, tuple[int, ...]]]) -> int:
+    """Bytes of one page of all layers with the policy's side data."""
+    shapes = [shape for shapes in page_data for shape in shapes.values()]
+    side = sum(int(torch.Size(shape).numel()) for shape in shapes)
+    return geometry.page_size * geometry.token_bytes + side * geometry.itemsize
+
+
+def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
+    if tensor.shape[0] >= capacity:  # a growth that failed half-way is taken up again
+        return tensor
+    larger = tensor.new_empty(capacity, *tensor.shape[1:])
+    larger[: tensor.shape[0]] = tensor
+    return larger

@@ -1,0 +1,222 @@
+"""The engine: schedule, run, sample, finish. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence as Tokens
+
+import torch
+from torch import Tensor
+
+from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.cache.prefix import PrefixIndex
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.runner import Runner
+from keyhole.engine.sampler import sample, top_logprobs
+from keyhole.engine.scheduler import Plan, Scheduler
+from keyhole.engine.sequence import Counters, Sequence
+from keyhole.errors import (
+    CapacityError,
+    ConfigError,
+    NumericalError,
+    PromptTooLongError,
+    RequestError,
+)
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+
+# Share of the free memory that the KV cache may take when no limit is given; the rest is for
+# activations and for the other programs of the machine.
+_SHARE_OF_FREE = 0.8
+
+
+class Engine:
+    """Many sequences over one model, one cache and one policy."""
+
+    def __init__(self, model: Model, policy: Policy, config: EngineConfig) -> None:
+        self.model = model
+        self.config = config
+        self.geometry = model.geometry(config.page_size)
+        self.policy = policy.resolve(self.geometry)
+        self.max_length = _max_length(model, config)
+        page_data = [
+            {} if layout.window is not None else self.policy.page_data(layout)
+            for layout in self.geometry.layers
+        ]
+        page_bytes = bytes_per_page(self.geometry, page_data)
+        memory = _free_memory(model.device) if config.memory is None else config.memory
+        self.max_pages = memory // page_bytes
+        if self.max_pages < 1:
+            raise ConfigError(f"memory {memory} bytes holds no page of {page_bytes} bytes")
+        self.cache = PageCache(
+            self.geometry,
+            self.max_pages,
+            dtype=model.dtype,
+            device=model.device,
+            page_data=page_data,
+        )
+        self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
+        self.scheduler = Scheduler(self.cache, self.prefix, config, dense=self.policy.dense)
+        self._runner = Runner(model, self.cache, self.policy)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def add(
+        self,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        *,
+        given: Tokens[int] = (),
+        keep_logits: bool = False,
+        reuse_approximate: bool = False,
+    ) -> Sequence:
+        """Takes a request; raises RequestError or CapacityError if it can never be served.
+
+        given: tokens after the prompt that are decoded under the policy instead of sampled ones.
+        keep_logits: keep the logits of every generated token, float32 on the CPU, and of each
+        given one. reuse_approximate: known pages of a sparse decode may serve as prompt.
+        """
+        params = params.resolve(self.model.defaults)
+        sequence = Sequence(
+            list(prompt),
+            params,
+            Detokenizer(self.model.tokenizer, params.stop),
+            given=given,
+            keep_logits=keep_logits,
+            reuse_approximate=reuse_approximate,
+        )
+        self.check(sequence.tokens, params)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def check(self, tokens: Tokens[int], params: SamplingParams) -> None:
+        """Raises if a request with these tokens can never be served."""
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token")
+        wrong = [t for t in tokens if not 0 <= t < self.model.vocab_size]
+        if wrong:
+            right = f"0 to {self.model.vocab_size - 1}"
+            raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
+        if params.stop and self.model.tokenizer is None:
+            raise RequestError("stop texts need a tokenizer, and this model has none")
+        if len(tokens) >= self.max_length:
+            reason = self.model.length_reason
+            if self.max_length < self.model.max_length:
+                reason = "set by max_length"
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens, this model takes at most "
+                f"{self.max_length - 1} and one new token ({reason})"
+            )
+        length = min(len(tokens) + params.max_tokens, self.max_length)
+        pages = -(-length // self.config.page_size)
+        if pages > self.max_pages:
+            need, have = (n * self.cache.page_bytes / 2**20 for n in (pages, self.max_pages))
+            raise CapacityError(
+                f"{length} tokens (prompt and max_tokens) need {need:.1f} MiB of KV cache, the "
+                f"limit is {have:.1f} MiB; raise memory= or lower max_tokens"
+            )
+
+    def step(self) -> list[Sequence]:
+        """Runs one step; returns the sequences that got a token or finished."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if not plan.decodes and not plan.chunks:
+            return []
+        ready, logits, reads = self._runner.run(plan)
+        for sequence, _ in plan.chunks:
+            if sequence.is_decoding:
+                self.scheduler.remember(sequence)
+        changed = self._advance(ready, logits) if ready else []
+        self._count(plan, reads, time.perf_counter() - begin)
+        return changed
+
+    def abort(self, sequence: Sequence) -> None:
+        """Takes a sequence out before its end and frees its pages."""
+        if not sequence.is_finished:
+            self._finish(sequence, "abort")
+
+    def check_integrity(self) -> None:
+        """Asserts that every page is held by exactly those who list it (for tests)."""
+        holders = [sequence.pages for sequence in self.scheduler.running]
+        holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
+        self.cache.check_integrity(holders)
+
+    def _advance(self, ready: list[Sequence], logits: Tensor) -> list[Sequence]:
+        """Samples a token for each sequence and ends those that are done."""
+        good = (~logits.isnan().any(-1) & logits.isfinite().any(-1)).tolist()
+        tokens = sample(logits.nan_to_num(), ready)
+        most = max((s.params.logprobs or 0 for s in ready), default=0)
+        wanted = any(s.params.logprobs is not None for s in ready)
+        best = [x.tolist() for x in top_logprobs(logits, tokens, most)] if wanted else None
+        now = time.perf_counter()
+        for i, (sequence, token) in enumerate(zip(ready, tokens.tolist(), strict=True)):
+            if sequence.keep_logits:
+                sequence.logits.append(logits[i].float().cpu())
+            if not good[i]:
+                place = len(sequence.tokens)
+                sequence.error = NumericalError(
+                    f"the model gave NaN logits after {place} tokens; try dtype='float32' or check "
+                    "the checkpoint"
+                )
+                self._finish(sequence, "error")
+                continue
+            if best is not None and sequence.params.logprobs is not None:
+                ids, values = best[0][i], best[1][i]
+                shown = [*range(sequence.params.logprobs), -1]
+                sequence.logprobs.append({ids[j]: values[j] for j in shown})
+            sequence.first_token = sequence.first_token or now
+            sequence.tokens.append(token)
+            self._end_if_done(sequence, token)
+        return ready
+
+    def _end_if_done(self, sequence: Sequence, token: int) -> None:
+        params = sequence.params
+        eos = token in self.model.eos_token_ids and not params.ignore_eos
+        if eos or token in params.stop_token_ids:
+            self._finish(sequence, "stop")
+            return
+        sequence.detokenizer.append(token)
+        if sequence.detokenizer.stopped:
+            self._finish(sequence, "stop")
+        elif (
+            len(sequence.generated) >= len(sequence.given) + params.max_tokens
+            or len(sequence.tokens) >= self.max_length
+        ):
+            self._finish(sequence, "length")
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.detokenizer.finish()
+        sequence.finish_reason = "stop" if sequence.detokenizer.stopped else reason
+        self.scheduler.finish(sequence)
+
+    def _count(self, plan: Plan, reads: Tensor, seconds: float) -> None:
+        for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):
+            fraction, kv_bytes, other_bytes = row
+            sequence.counters += Counters(fraction, kv_bytes, other_bytes, 1)
+            sequence.step_ms.append(1e3 * seconds)
+
+
+def _max_length(model: Model, config: EngineConfig) -> int:
+    if config.max_length is None:
+        return model.max_length
+    if config.max_length > model.max_length:
+        raise ConfigError(
+            f"max_length {config.max_length} is more than {model.max_length}: {model.length_reason}"
+        )
+    return config.max_length
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that the KV cache may take of what is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        names = os.sysconf_names
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
+        free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return int(_SHARE_OF_FREE * free)

@@ -1,0 +1,232 @@
+"""`LLM`: text in, text out. Everything else of the engine hides behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from tqdm import tqdm
+
+from keyhole.config import EngineConfig, SamplingParams, parse_bytes
+from keyhole.engine.core import Engine
+from keyhole.engine.sequence import Sequence, Stats
+from keyhole.errors import RequestError
+from keyhole.models.loading import Model, load
+from keyhole.policy import make_policy
+from keyhole.policy.base import Policy
+
+#: Text, or {"prompt_token_ids": [...]}.
+Prompt = str | Mapping[str, Several[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a request gave.
+
+    finish_reason: "stop" (end token, stop text or id), "length" or "abort".
+    logprobs: per generated token a dict token id -> log-probability, if asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+    prompt_token_ids: list[int]
+    logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one step of a stream gave; the last piece carries the whole result."""
+
+    text: str
+    token_ids: list[int]
+    result: Result | None = None
+
+
+class LLM:
+    """A language model that reads, at each step, only what its policy selects.
+
+    model: a folder, a hub id, or a model from `keyhole.models.loading.load` to share its weights.
+    policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", or None (dense).
+    device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
+    "bfloat16", "float16". memory: the most that the KV cache may take, bytes or "2GiB"; None: most
+    of what is free. The others as in `EngineConfig`.
+
+    Raises ModelError for the model, ConfigError for settings.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        policy: Policy | str | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        memory: int | str | None = None,
+        max_batch: int = EngineConfig.max_batch,
+        page_size: int = EngineConfig.page_size,
+        prefill_chunk: int = EngineConfig.prefill_chunk,
+        prefix_cache: bool = EngineConfig.prefix_cache,
+        max_length: int | None = None,
+    ) -> None:
+        config = EngineConfig(
+            max_batch=max_batch,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+            memory=None if memory is None else parse_bytes(memory),
+            max_length=max_length,
+        )
+        chosen = make_policy(policy)
+        loaded = model if isinstance(model, Model) else load(model, device, dtype)
+        self.engine = Engine(loaded, chosen, config)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use, every "auto" settled."""
+        return self.engine.policy
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, None if it has none."""
+        return self.engine.model.tokenizer
+
+    @overload
+    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(
+        self, prompts: list[Prompt], params: SamplingParams | None = None
+    ) -> list[Result]: ...
+    def generate(
+        self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None
+    ) -> Result | list[Result]:
+        """One Result for one prompt, a list of Results for a list of prompts.
+
+        All prompts are checked before the first one runs. An interrupt frees all of them.
+        """
+        alone = isinstance(prompts, str | Mapping)
+        wanted: list[Any] = [prompts] if alone else list(prompts)
+        results = self._run([self._tokens(prompt) for prompt in wanted], params)
+        return results[0] if alone else results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Yields text as it comes; leaving the loop early frees the request."""
+        return self._stream(self._add(self._tokens(prompt), params))
+
+    def chat(
+        self,
+        messages: Several[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        reuse_generated: bool = False,
+    ) -> Result:
+        """The next message of a conversation, by the model's chat template.
+
+        reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
+        instead of computing them again exactly. A dense policy always keeps it.
+        """
+        sequence = self._add(self._chat_tokens(messages), params, reuse_generated)
+        return self._finish([sequence])[0]
+
+    def stream_chat(
+        self,
+        messages: Several[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        reuse_generated: bool = False,
+    ) -> Iterator[Piece]:
+        """`chat`, as it comes."""
+        return self._stream(self._add(self._chat_tokens(messages), params, reuse_generated))
+
+    def _add(
+        self, tokens: list[int], params: SamplingParams | None, reuse_approximate: bool = False
+    ) -> Sequence:
+        params = params or SamplingParams()
+        return self.engine.add(tokens, params, reuse_approximate=reuse_approximate)
+
+    def _run(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Result]:
+        params = params or SamplingParams()
+        for tokens in prompts:
+            self.engine.check(tokens, params)
+        return self._finish([self._add(tokens, params) for tokens in prompts])
+
+    def _finish(self, sequences: list[Sequence]) -> list[Result]:
+        left = set(sequences)
+        bar = tqdm(total=len(left), unit="request", disable=None if len(left) > 1 else True)
+        try:
+            with bar:
+                while left:
+                    done = {s for s in self.engine.step() if s.is_finished} & left
+                    left -= done
+                    bar.update(len(done))
+        finally:
+            for sequence in left:
+                self.engine.abort(sequence)
+        return [_result(sequence) for sequence in sequences]
+
+    def _stream(self, sequence: Sequence) -> Iterator[Piece]:
+        given = 0
+        try:
+            while not sequence.is_finished:
+                self.engine.step()
+                text = sequence.detokenizer.take(final=sequence.is_finished)
+                tokens = sequence.generated[given:]
+                given += len(tokens)
+                if sequence.is_finished:
+                    yield Piece(text=text, token_ids=tokens, result=_result(sequence))
+                elif text or tokens:
+                    yield Piece(text=text, token_ids=tokens)
+        finally:
+            self.engine.abort(sequence)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise RequestError(
+                    f"a prompt as a dict has the one key 'prompt_token_ids', not {list(prompt)}"
+                )
+            return [int(token) for token in prompt["prompt_token_ids"]]
+        if not isinstance(prompt, str):
+            raise RequestError(
+                f"a prompt is text or a dict of token ids, not {type(prompt).__name__}"
+            )
+        return self._encode(prompt, special=True)
+
+    def _chat_tokens(self, messages: Several[Mapping[str, str]]) -> list[int]:
+        if not messages:
+            raise RequestError("the conversation is empty; give at least one message")
+        for message in messages:
+            if not isinstance(message, Mapping) or {"role", "content"} - set(message):
+                raise RequestError(f"a message needs 'role' and 'content', not {message!r}")
+        tokenizer = self.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise RequestError("this model has no chat template; use generate with a prompt")
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; give {'prompt_token_ids': [...]}")
+        if not text.strip():
+            raise RequestError("the prompt is empty; give at least one word")
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=special).input_ids]
+
+
+def _result(sequence: Sequence) -> Result:
+    if sequence.error is not None:
+        raise sequence.error
+    assert sequence.finish_reason is not None
+    return Result(
+        text=sequence.detokenizer.text,
+        token_ids=sequence.generated,
+        finish_reason=sequence.finish_reason,
+        stats=sequence.stats(),
+        prompt_token_ids=list(sequence.prompt),
+        logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+    )

@@ -1,0 +1,135 @@
+"""Runs one planned step: packs the tokens in a row, calls the model, counts what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.cache.layout import Geometry
+from keyhole.cache.pages import PageCache
+from keyhole.engine.scheduler import Plan
+from keyhole.engine.sequence import Sequence
+from keyhole.models.batch import Batch, Chunk
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy, Selection, Step
+
+
+class Runner:
+    """The model with its cache and policy."""
+
+    def __init__(self, model: Model, cache: PageCache, policy: Policy) -> None:
+        self._model = model
+        self._cache = cache
+        self._policy = policy
+        self._keeps_data = any(cache.data)
+
+    def run(self, plan: Plan) -> tuple[list[Sequence], Tensor, Tensor]:
+        """One step. Returns the sequences whose last known token ran, their logits, and reads.
+
+        Logits [R, vocabulary]; reads float64 [B, 3], for each decoding sequence the attended
+        fraction (mean over layers), bytes of keys and values, and other bytes. Advances
+        `num_computed`.
+        """
+        spans = [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes]
+        spans += [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
+        batch = self._batch(plan, spans)
+        tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
+        positions = _join(np.arange(start, end) for _, start, end in spans)
+        ends = np.cumsum([end - start for _, start, end in spans])
+        ready = [i for i, (s, _, end) in enumerate(spans) if end == len(s.tokens)]
+        logits = self._model.forward(
+            self._send(tokens), self._send(positions), batch, self._send(ends[ready] - 1)
+        )
+        for sequence, _, end in spans:
+            sequence.num_computed = end
+        return [spans[i][0] for i in ready], logits, self._reads(batch)
+
+    def _batch(self, plan: Plan, spans: list[tuple[Sequence, int, int]]) -> Batch:
+        size = self._cache.page_size
+        slots, touched, filled, chunks = [], [], [], []
+        row = 0
+        for i, (sequence, start, end) in enumerate(spans):
+            pages = np.asarray(sequence.pages)
+            position = np.arange(start, end)
+            slots.append(pages[position // size] * size + position % size)
+            written = np.arange(start // size, (end - 1) // size + 1)
+            touched.append(pages[written])
+            filled.append(np.minimum(end - written * size, size))
+            if i >= len(plan.decodes):
+                used = self._send(pages[: -(-end // size)])
+                chunks.append(Chunk(slice(row, row + end - start), start, used))
+            row += end - start
+        keep = self._keeps_data
+        return Batch(
+            cache=self._cache,
+            policy=self._policy,
+            slots=self._send(_join(slots)),
+            num_decode=len(plan.decodes),
+            step=self._step(plan.decodes) if plan.decodes else None,
+            chunks=chunks,
+            touched=self._send(_join(touched)) if keep else None,
+            filled=self._send(_join(filled)) if keep else None,
+        )
+
+    def _step(self, decodes: list[Sequence]) -> Step:
+        size = self._cache.page_size
+        lengths = np.asarray([s.num_computed + 1 for s in decodes], np.int32)
+        pages = -(-lengths // size)
+        table = np.zeros((len(decodes), int(pages.max())), np.int32)
+        for row, sequence, count in zip(table, decodes, pages, strict=True):
+            row[:count] = sequence.pages[:count]
+        return Step(
+            lengths=self._send(lengths),
+            pages=self._send(pages),
+            max_length=int(lengths.max()),
+            page_table=self._send(table),
+            page_size=size,
+            page_data=self._cache.data,
+        )
+
+    def _reads(self, batch: Batch) -> Tensor:
+        step, geometry = batch.step, self._cache.geometry
+        if step is None:
+            return torch.zeros(0, 3, dtype=torch.float64)
+        fraction, kv_bytes = _attended(batch.reads, step, geometry)
+        other = self._policy.overhead_bytes(geometry, step)
+        other = torch.zeros_like(kv_bytes) if other is None else other.double()
+        return torch.stack([fraction, kv_bytes, other], 1)
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+
+
+def _attended(
+    reads: list[Selection | None], step: Step, geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    """Attended fraction (mean over layers) and bytes of keys and values, float64 [B] each."""
+    length = step.lengths.double()
+    tokens: dict[object, Tensor] = {}
+    fraction, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
+    for layer, selection in zip(geometry.layers, reads, strict=True):
+        # Layers that share a selection or a window share the count.
+        key = layer.window if selection is None else id(selection)
+        if key not in tokens:
+            tokens[key] = _tokens(selection, layer.window, step)
+        fraction += tokens[key] / length
+        kv_bytes += tokens[key] * (layer.numbers_per_token * geometry.itemsize)
+    return fraction / len(reads), kv_bytes
+
+
+def _tokens(selection: Selection | None, window: int | None, step: Step) -> Tensor:
+    """Tokens read per KV head, float64 [B], mean over the heads."""
+    if selection is None:
+        read = step.lengths if window is None else step.lengths.clamp(max=window)
+        return read.double()
+    counts = selection.counts.double().mean(1)
+    # All pages are full but the newest, which is always selected.
+    missing = step.pages * step.page_size - step.lengths if selection.unit > 1 else 0
+    return counts * selection.unit - missing
+
+
+def _join(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate(list(parts)).astype(np.int64)

@@ -1,0 +1,158 @@
+"""Who runs in the next step: decoding sequences first, then prompt chunks, then new arrivals.
+
+When pages run out, the youngest running sequence gives its pages back and waits at the head of the
+queue; later its prompt is computed again and its generated tokens are replayed one per step under
+the policy, so that it goes on exactly where it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from keyhole.cache.pages import PageCache
+from keyhole.cache.prefix import PrefixIndex
+from keyhole.config import EngineConfig
+from keyhole.engine.sequence import Sequence
+
+
+@dataclass
+class Plan:
+    """One step: sequences that decode one token, and (sequence, tokens) of prompts."""
+
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Holds waiting and running sequences and shares out pages, slots and prompt tokens."""
+
+    def __init__(
+        self, cache: PageCache, prefix: PrefixIndex | None, config: EngineConfig, *, dense: bool
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._cache = cache
+        self._prefix = prefix
+        self._config = config
+        self._dense = dense
+        self._slots = list(range(config.max_batch - 1, -1, -1))
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence at the end of the queue."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Plan:
+        """The next step, with pages for all its tokens; an empty plan means nothing to do."""
+        plan = Plan()
+        budget = self._config.prefill_chunk
+        for sequence in list(self.running):
+            if sequence.slot < 0:  # pre-empted a moment ago for an older one
+                continue
+            count = 1 if sequence.is_decoding else min(budget, _left(sequence))
+            if count and self._reserve_or_preempt(sequence, count, plan):
+                budget -= self._enter(sequence, count, plan)
+        while budget and self.waiting and self._slots and not plan.preempted:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.waiting.popleft()
+            count = 1 if sequence.is_decoding else min(budget, _left(sequence))
+            budget -= self._enter(sequence, count, plan)
+        return plan
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is; its full pages stay known for later prompts."""
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self.remember(sequence)
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def remember(self, sequence: Sequence) -> None:
+        """Makes the computed full pages of a sequence known to later prompts."""
+        if self._prefix is None:
+            return
+        exact = 0
+        if sequence.exact:
+            exact = sequence.num_computed if self._dense else len(sequence.prompt)
+        computed = sequence.tokens[: sequence.num_computed]
+        self._prefix.insert(computed, sequence.pages, exact)
+
+    def _enter(self, sequence: Sequence, count: int, plan: Plan) -> int:
+        """Puts a sequence into the plan; returns the prompt tokens that it takes."""
+        if sequence.is_decoding:
+            plan.decodes.append(sequence)
+            return 0
+        plan.chunks.append((sequence, count))
+        return count
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence a slot, known pages and new ones for all its tokens."""
+        sequence.prefill_end = len(sequence.tokens if self._dense else sequence.prompt)
+        self._reuse(sequence)
+        # One page more for each that runs: whoever enters must not push another out at once.
+        spare = len(self.running)
+        if not self._reserve(sequence, len(sequence.tokens), spare):
+            self._cache.release(sequence.pages)
+            sequence.pages, sequence.num_computed = [], 0
+            return False
+        sequence.slot = self._slots.pop()
+        self.running.append(sequence)
+        return True
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Takes known pages of the prompt; the last token is always computed, for its logits."""
+        if self._prefix is None:
+            return
+        known = sequence.tokens[: sequence.prefill_end]
+        pages, sequence.exact = self._prefix.match(known, approximate=sequence.reuse_approximate)
+        size = self._cache.page_size
+        computed = len(pages) * size
+        if computed == len(sequence.tokens):
+            # The last token is written again, into a page that others may hold.
+            page = self._cache.writable(pages[-1])
+            if page is None:
+                self._cache.release([pages.pop()])
+                computed -= size
+            else:
+                pages[-1] = page
+                computed -= 1
+        sequence.pages, sequence.num_computed = pages, computed
+        sequence.num_cached = max(sequence.num_cached, min(computed, len(sequence.prompt)))
+
+    def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        while not self._reserve(sequence, sequence.num_computed + count):
+            youngest = self.running.pop()
+            self._leave(youngest)
+            youngest.num_computed = 0
+            self.waiting.appendleft(youngest)
+            plan.preempted.append(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _reserve(self, sequence: Sequence, length: int, spare: int = 0) -> bool:
+        """Pages for `length` tokens, if `spare` more are left then."""
+        need = max(0, -(-length // self._cache.page_size) - len(sequence.pages))
+        short = need + spare - self._cache.available
+        if short > 0 and self._prefix is not None:
+            short -= self._prefix.evict(short)
+        if short > 0:
+            return False
+        pages = self._cache.allocate(need)
+        assert pages is not None
+        sequence.pages += pages
+        return True
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._cache.release(sequence.pages)
+        sequence.pages = []
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+
+
+def _left(sequence: Sequence) -> int:
+    return sequence.prefill_end - sequence.num_computed

@@ -1,0 +1,126 @@
+"""One request on its way: its tokens, its pages, what it has counted. State only."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from keyhole.config import SamplingParams
+from keyhole.engine.detokenizer import Detokenizer
+from keyhole.errors import KeyholeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What one request cost. None: does not apply.
+
+    Fractions and bytes are of decode steps only, as prefill is always exact and full.
+    attended_fraction: keys read / keys there, mean over layers and steps.
+    kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
+    """
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    ttft_ms: float | None
+    step_ms: float | None
+    attended_fraction: float | None
+    kv_bytes_read: int
+    other_bytes_read: int
+    moved_bytes: int | None = None
+    hit_rate: float | None = None
+    offloaded_layers: int | None = None
+    sequence_ratio: float | None = None
+    recompute_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Sums over the decode steps of a sequence."""
+
+    attended_fraction: float = 0.0
+    kv_bytes: float = 0.0
+    other_bytes: float = 0.0
+    steps: int = 0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(
+            self.attended_fraction + other.attended_fraction,
+            self.kv_bytes + other.kv_bytes,
+            self.other_bytes + other.other_bytes,
+            self.steps + other.steps,
+        )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what was generated after it.
+
+    tokens: prompt and generated tokens. num_computed: how many have keys and values in `pages`.
+    prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
+    under the policy, also when they are already known (replay after pre-emption, given tokens).
+    exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    detokenizer: Detokenizer
+    given: Tokens[int] = ()
+    keep_logits: bool = False
+    reuse_approximate: bool = False
+
+    tokens: list[int] = field(init=False)
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    prefill_end: int = 0
+    exact: bool = True
+    slot: int = -1
+    num_cached: int = 0
+    finish_reason: str | None = None
+    error: KeyholeError | None = None
+    counters: Counters = Counters()
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    arrival: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    step_ms: list[float] = field(default_factory=list)
+    random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.prompt, *self.given]
+        self.random = random.Random(self.params.seed)
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next token runs under the policy."""
+        return self.num_computed >= self.prefill_end
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.finish_reason is not None
+
+    def stats(self) -> Stats:
+        """The counters so far."""
+        steps = self.counters.steps
+        ttft = None if self.first_token is None else 1e3 * (self.first_token - self.arrival)
+        return Stats(
+            prompt_tokens=len(self.prompt),
+            cached_prompt_tokens=self.num_cached,
+            generated_tokens=len(self.tokens) - len(self.prompt),
+            ttft_ms=ttft,
+            step_ms=statistics.median(self.step_ms) if self.step_ms else None,
+            attended_fraction=self.counters.attended_fraction / steps if steps else None,
+            kv_bytes_read=round(self.counters.kv_bytes),
+            other_bytes_read=round(self.counters.other_bytes),
+        )

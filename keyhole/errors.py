@@ -1,0 +1,56 @@
+"""Every error that Keyhole raises for a user.
+
+    KeyholeError
+    ├── ConfigError             a setting or combination that cannot work   (a ValueError)
+    │   └── UnknownNameError    a name not in a table; offers the nearest   (a LookupError)
+    ├── ModelError              cannot be found, read or supported          (a ValueError)
+    ├── RequestError            one request that cannot be served           (a ValueError)
+    │   └── PromptTooLongError  more tokens than the model can take
+    ├── CapacityError           memory is out; says what helps              (a MemoryError)
+    └── NumericalError          the model gave NaN logits                   (an ArithmeticError)
+
+A message says what is wrong, which value was given and what would be right, in one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KeyholeError(Exception):
+    """The root: `except KeyholeError` catches all that is meant for a user."""
+
+
+class ConfigError(KeyholeError, ValueError):
+    """A setting, a policy or a combination of them that cannot work."""
+
+
+class UnknownNameError(ConfigError, LookupError):
+    """A name that is not in a table."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {kind} {name!r}{hint} (known: {', '.join(known) or 'none'})")
+
+
+class ModelError(KeyholeError, ValueError):
+    """A model that cannot be found, read or supported."""
+
+
+class RequestError(KeyholeError, ValueError):
+    """One request that cannot be served; the others go on."""
+
+
+class PromptTooLongError(RequestError):
+    """A prompt (with what it may generate) that the model or the cache cannot hold."""
+
+
+class CapacityError(KeyholeError, MemoryError):
+    """Memory is out: says how much was needed and which setting helps."""
+
+
+class NumericalError(KeyholeError, ArithmeticError):
+    """The model gave NaN or infinite logits."""

@@ -1,0 +1,58 @@
+"""The operations on paged keys and values, and the choice of who computes them.
+
+Every operation is defined by its plain PyTorch twin in `reference`; a faster backend has the same
+signature and the same result. The backend is loaded at the first use of an operation, so that a
+policy, its settings and `--help` need no torch.
+
+    append           write new keys and values into pages
+    attend           one query token per sequence over all, some pages or some tokens
+    attend_and_score the same over all, and reduced attention weights beside it
+    prefill          the query tokens of one sequence, causal, over its pages
+    page_bounds      elementwise minimum and maximum of the keys of a page
+    bound_scores     Quest's upper bound of a query's score on every page
+    top_indices      deterministic top-k with places that are always taken
+    recent_indices   the first and the last positions
+
+Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row
+of the page table), Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, n entries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from keyhole.kernels.selection import ScoreRequest, Selection
+
+if TYPE_CHECKING:
+    from keyhole.kernels.reference import (
+        append,
+        attend,
+        attend_and_score,
+        bound_scores,
+        page_bounds,
+        prefill,
+        recent_indices,
+        top_indices,
+    )
+
+__all__ = [
+    "ScoreRequest",
+    "Selection",
+    "append",
+    "attend",
+    "attend_and_score",
+    "bound_scores",
+    "page_bounds",
+    "prefill",
+    "recent_indices",
+    "top_indices",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    operation = getattr(importlib.import_module("keyhole.kernels.reference"), name)
+    globals()[name] = operation
+    return operation

@@ -1,0 +1,36 @@
+"""What a decode step reads (`Selection`) and which scores it gives back (`ScoreRequest`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Tokens or pages to attend to, for every sequence of a decode step.
+
+    indices: int32 [B, Hkv or 1, n], ascending and unique along n, padded with -1 at the end; a
+        second dimension of 1 means that all KV heads share the choice.
+    counts: int32 [B, Hkv or 1], how many entries are real. The newest token is always among them.
+    unit: tokens per entry: 1 (token positions) or the page size (page numbers of the sequence).
+    """
+
+    indices: Tensor
+    counts: Tensor
+    unit: int
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Attention weights wanted from a full-attention decode step, reduced over all query heads.
+
+    reduce: "max" or "sum" over the query heads, for each token.
+    unit: 1 for a score per token, the page size for their sum over each page.
+    """
+
+    reduce: Literal["max", "sum"]
+    unit: int

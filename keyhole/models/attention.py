@@ -1,0 +1,145 @@
+"""The one function that every transformers model calls for attention, and the cache stand-in.
+
+Registered as "keyhole" in transformers' own table, so that no model is forked or patched: a model
+loaded with `attn_implementation="keyhole"` hands each layer's rotated queries, keys and values to
+`attention`, with our `Batch` beside them as the keyword argument `keyhole`. `PassThrough` stands
+where transformers expects a cache: it returns the new keys and values as they are (and keeps MLA's
+latents), because the pages are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from keyhole import kernels
+from keyhole.errors import ConfigError
+from keyhole.models import mla
+from keyhole.models.batch import Batch
+
+NAME = "keyhole"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    keyhole: Batch | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer for a packed row: write, then read what the policy selects.
+
+    query [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, Dv] as transformers wants.
+    """
+    if keyhole is None:
+        raise ConfigError("this model was loaded for keyhole.LLM; it has no attention of its own")
+    batch, layer = keyhole, int(module.layer_idx)  # type: ignore[arg-type]
+    layout = batch.cache.geometry.layers[layer]
+    assert sliding_window == layout.window, f"layer {layer}: {sliding_window} != {layout.window}"
+
+    rows = query[0].transpose(0, 1)
+    if layout.shared_values:
+        rows = mla.absorb(module, rows)
+        new_key, new_value = torch.cat(batch.latents.pop(layer), -1), None
+    else:
+        new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    out = _paged(batch, layer, rows, new_key, new_value, layout.window, options)
+    if layout.shared_values:
+        out = mla.expand(module, out)
+    return out[None], None
+
+
+def _paged(
+    batch: Batch,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Writes key and value [T, Hkv, D], reads for query [T, Hq, D]; returns [T, Hq, Dv]."""
+    cache = batch.cache
+    keys, values = cache.keys[layer], cache.values[layer]
+    kernels.append(keys, None if value is None else values, key, value, batch.slots)
+    if batch.touched is not None and batch.filled is not None and window is None:
+        batch.policy.on_append(keys, cache.data[layer], batch.touched, batch.filled)
+    parts = []
+    if batch.step is not None:
+        parts.append(_decode(batch, layer, query[: batch.num_decode], window, options))
+    parts += [
+        kernels.prefill(
+            query[chunk.rows], keys, values, chunk.pages, chunk.start, window=window, **options
+        )
+        for chunk in batch.chunks
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(
+    batch: Batch, layer: int, query: Tensor, window: int | None, options: dict[str, Any]
+) -> Tensor:
+    """The decoding sequences: query [B, Hq, D] over what the policy selects."""
+    step, policy = batch.step, batch.policy
+    assert step is not None
+    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
+    paged = (query, keys, values, step.page_table, step.lengths)
+    if window is not None:
+        batch.reads.append(None)
+        return kernels.attend(*paged, window=window, **options)
+    requests = policy.needs_scores(layer, step)
+    if requests:
+        batch.reads.append(None)
+        out, scores = kernels.attend_and_score(*paged, requests=requests, **options)
+        policy.on_scores(layer, scores, step)
+        return out
+    selection = policy.select(layer, query, step)
+    batch.reads.append(selection)
+    return kernels.attend(*paged, selection=selection, **options)
+
+
+class PassThrough:
+    """Stands where transformers expects `past_key_values`: gives back what it gets."""
+
+    is_compileable = False
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns key and value as they came; for MLA they are the latents, kept for `attention`.
+
+        key [1, 1, T, kv_lora_rank] and value [1, 1, T, qk_rope_head_dim] in that case.
+        """
+        if self._batch.cache.geometry.layers[layer_idx].shared_values:
+            latent, rope = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            self._batch.latents[layer_idx] = latent, rope
+        return key, value
+
+    def get_seq_length(self, *_: Any) -> int:
+        """No past as far as transformers knows: positions are given with each step."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        """Sizes for a mask that is never made, as none is registered under our name."""
+        return int(query_length), 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        """As `get_seq_length`."""
+        return 0
+
+
+AttentionInterface.register(NAME, attention)

@@ -1,0 +1,45 @@
+"""One step's tokens, packed in a row, as the attention function sees them.
+
+Row layout: first one token of each decoding sequence, then the prompt chunks one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from keyhole.cache.pages import PageCache
+from keyhole.policy.base import Policy, Selection, Step
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens `start` .. of one sequence, at rows `rows` of the packed row."""
+
+    rows: slice
+    start: int
+    pages: Tensor  # int64 [M], all pages of the sequence up to the chunk's end
+
+
+@dataclass
+class Batch:
+    """Everything that attention needs in one step. Travels through `model.forward` as a keyword.
+
+    slots: int64 [T], where each token's key and value go: page * page_size + place.
+    touched, filled: int64 [n], pages written in this step and tokens in them afterwards; None if
+        the policy keeps nothing per page.
+    reads: what each layer read for the decoding sequences, appended as layers run.
+    latents: MLA's new latents on their way from the cache hook to the attention function.
+    """
+
+    cache: PageCache
+    policy: Policy
+    slots: Tensor
+    num_decode: int
+    step: Step | None
+    chunks: list[Chunk]
+    touched: Tensor | None = None
+    filled: Tensor | None = None
+    reads: list[Selection | None] = field(default_factory=list)
+    latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -1,0 +1,189 @@
+"""Finds, checks and loads a model: what transformers knows of it, in the form the engine needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from keyhole.cache.layout import Geometry
+from keyhole.errors import ConfigError, ModelError, UnknownNameError
+from keyhole.models import families
+from keyhole.models.attention import NAME, PassThrough
+from keyhole.models.batch import Batch
+
+#: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
+CALIBRATION_FILE = "keyhole-delta.json"
+
+
+@dataclass
+class Model:
+    """A loaded model, its tokenizer (None if it has none) and what its files say.
+
+    defaults: the generation_config as a dictionary. max_length: tokens that a sequence may have.
+    length_reason: why it is not more.
+    """
+
+    name: str
+    network: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_length: int
+    length_reason: str
+    eos_token_ids: frozenset[int]
+    defaults: dict[str, Any]
+    calibration: Path | None = None
+
+    def geometry(self, page_size: int) -> Geometry:
+        """The model's shape for a cache of this page size."""
+        config = self.network.config
+        return Geometry(
+            layers=families.layouts(config),
+            num_query_heads=int(config.num_attention_heads),
+            page_size=page_size,
+            itemsize=self.dtype.itemsize,
+            calibration=self.calibration,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the logits."""
+        return int(self.network.config.vocab_size)
+
+    @torch.no_grad()
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
+        """Logits [len(rows), vocabulary] of a packed row.
+
+        token_ids, positions: int64 [T]; rows: int64, the places whose logits are wanted.
+        """
+        out = self.network(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            past_key_values=PassThrough(batch),
+            use_cache=False,
+            logits_to_keep=rows,
+            keyhole=batch,
+        )
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
+    """Loads a checkpoint from a folder or by its hub id.
+
+    ModelError for a model that cannot be found, is damaged or is of an unsupported family.
+    """
+    place, name = _device(device), str(name)
+    config = _read(AutoConfig, name)
+    families.check(config, name)
+    try:
+        network, report = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=_dtype(dtype),
+            attn_implementation=NAME,
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers, safetensors and the file system each have their own
+        raise ModelError(f"the weights of {name!r} cannot be loaded: {_line(error)}") from error
+    missing = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
+    if missing:
+        raise ModelError(
+            f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of another "
+            f"shape, the first is {missing[0]}"
+        )
+    network = network.to(place).eval()
+    max_length, reason = families.max_length(config)
+    folder = Path(name)
+    calibration = folder / CALIBRATION_FILE
+    return Model(
+        name=folder.name if folder.is_dir() else name,
+        network=network,
+        tokenizer=_tokenizer(name, int(config.vocab_size)),
+        device=place,
+        dtype=network.dtype,
+        max_length=max_length,
+        length_reason=reason,
+        eos_token_ids=_eos(network, config),
+        defaults=network.generation_config.to_dict(),
+        calibration=calibration if calibration.is_file() else None,
+    )
+
+
+def _read(reader: Any, name: str) -> Any:
+    folder = Path(name)
+    try:
+        return reader.from_pretrained(name)
+    except Exception as error:  # any library on the way may fail in its own manner
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise ModelError(f"folder {name!r} holds no model: it has no config.json") from error
+        if folder.is_dir():
+            raise ModelError(f"the config of {name!r} cannot be read: {_line(error)}") from error
+        near = _nearest_folder(folder)
+        raise ModelError(
+            f"unknown model {name!r}: it is no folder{near} and no model of that name could be "
+            "loaded from the hub or its local cache"
+        ) from error
+
+
+def _nearest_folder(folder: Path) -> str:
+    if not folder.parent.is_dir():
+        return ""
+    known = [path.name for path in folder.parent.iterdir() if (path / "config.json").is_file()]
+    message = str(UnknownNameError("folder", folder.name, known))
+    return " (" + message.partition("; ")[2].partition(" (")[0] + ")" if "; " in message else ""
+
+
+def _tokenizer(name: str, vocab_size: int) -> Any:
+    if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_line(error)}") from error
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= vocab_size:
+        raise ModelError(
+            f"the tokenizer of {name!r} gives ids up to {largest}, the model knows {vocab_size}: "
+            "they do not belong together"
+        )
+    return tokenizer
+
+
+def _eos(network: Any, config: Any) -> frozenset[int]:
+    found = network.generation_config.eos_token_id
+    found = config.eos_token_id if found is None else found
+    found = [] if found is None else found
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}: write auto, cpu, cuda or cuda:0") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} is not there; write device='cpu' or 'auto'")
+    return place
+
+
+def _dtype(dtype: str) -> Any:
+    known = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+    known["float16"] = torch.float16
+    if dtype not in known:
+        raise UnknownNameError("dtype", str(dtype), known)
+    return known[dtype]
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

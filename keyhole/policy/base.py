@@ -1,0 +1,87 @@
+"""What a policy is: frozen settings and a few pure functions that say what a decode step reads.
+
+A policy never remembers a sequence. What it keeps per page (`page_data`) belongs to the cache; what
+one layer leaves for later layers of the same step (`Step.carry`) lives and ends with the step.
+Prefill is exact whatever the policy, and layers with a sliding window of their own never ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.kernels import ScoreRequest, Selection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Policy", "ScoreRequest", "Selection", "Step"]
+
+
+@dataclass
+class Step:
+    """The decoding sequences of one step, as a policy sees them.
+
+    lengths: int32 [B], tokens of each sequence, the newest included.
+    pages: int32 [B], pages of each sequence.
+    max_length: the largest of `lengths`, known without asking the device.
+    page_table: int32 [B, M]; row b lists the physical pages of sequence b, the rest is 0.
+    page_data: per layer, the side data that the policy declared, [P, ...] each.
+    carry: what a layer of this step left for the layers after it.
+    """
+
+    lengths: Tensor
+    pages: Tensor
+    max_length: int
+    page_table: Tensor
+    page_size: int
+    page_data: Sequence[Mapping[str, Tensor]]
+    carry: Selection | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a decode step attends to. Subclass it, set `name`, write `select`."""
+
+    name: ClassVar[str]
+    #: True only if every step reads everything; generated tokens are then as good as a prefill.
+    dense: ClassVar[bool] = False
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """This policy with every "auto" value settled for a model; the engine uses the result.
+
+        Raises ConfigError for settings that this model or page size cannot have.
+        """
+        return self
+
+    def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
+        """Name and shape, per page, of what this policy keeps beside the keys of a layer."""
+        return {}
+
+    def on_append(
+        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
+    ) -> None:
+        """Brings the side data of `pages` (int64 [n], `filled` tokens each) up to date, in place.
+
+        Called in prefill and decode, for every layer with full attention, after keys were written.
+        """
+
+    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
+        """Scores that this layer must give; a layer that scores attends to everything."""
+        return ()
+
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+        """Takes the scores asked for, float32 [B, 1, n] each; may leave `step.carry`."""
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """What this layer reads in this step; None is everything.
+
+        query [B, Hq, D], rotated as the keys are.
+        """
+        raise AssertionError(f"{type(self).__name__} must define select")
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """Bytes read in this step besides keys and values, per sequence [B]; None is nothing."""
+        return None

@@ -1,0 +1,112 @@
+"""DELTA: a few layers read everything and choose the pages that the layers after them read.
+
+Zarch et al., DELTA: Dynamic Layer-Aware Token Attention for Efficient Long-Context Reasoning
+(2025), section 4. Layers are of three kinds: `full_layers` (the first ones) read everything;
+`delta_layers` read everything and score it; all others read the pages chosen by the nearest delta
+layer before them. A token's score is the largest attention weight that any query head gives it, a
+page's score the sum over its tokens; the newest pages are always kept. The choice is made anew at
+every token and nothing is evicted.
+
+Cost per step: full and delta layers read the whole cache, the others `token_budget` tokens.
+
+Differences from the paper: layers other than full attention (sliding windows) are left alone;
+default delta layers are scaled to the model's depth, or measured (`keyhole calibrate`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, setting
+from keyhole.errors import ConfigError
+from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policy.calibration import Calibration
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta(Policy):
+    """One list of pages for all heads, refreshed at every token by a few selection layers."""
+
+    name: ClassVar[str] = "delta"
+    token_budget: int = setting(1024, "tokens a sparse layer reads, in whole pages")
+    recent_pages: int | None = setting(None, "newest pages always read; None: 1/8 of the budget")
+    full_layers: tuple[int, ...] | None = setting(None, "layers that read everything; None: 0,1")
+    delta_layers: tuple[int, ...] | None = setting(None, "layers that choose; None: by depth")
+    layers: str | None = setting(None, "file of `keyhole calibrate` with both lists of layers")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Settles recent pages and layers: as given, else calibrated, else scaled to the depth."""
+        size = geometry.page_size
+        require(
+            is_count(self.token_budget, size),
+            "token_budget",
+            self.token_budget,
+            f"at least one page of {size} tokens",
+        )
+        pages = self.token_budget // size
+        # An eighth of the budget, as in the authors' code (8 of 64 pages); table 1 of the paper
+        # shows that smaller budgets want relatively more.
+        recent = max(1, pages // 8) if self.recent_pages is None else self.recent_pages
+        right = f"from 1 to {pages}, the pages in token_budget {self.token_budget}"
+        require(is_count(recent) and recent <= pages, "recent_pages", recent, right)
+        full, delta = self._layers(geometry)
+        return dataclasses.replace(
+            self, recent_pages=recent, full_layers=full, delta_layers=delta, layers=None
+        )
+
+    def _layers(self, geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        given = self.full_layers is not None or self.delta_layers is not None
+        if self.layers is not None and given:
+            raise ConfigError("give either layers (a file) or full_layers and delta_layers")
+        source = Path(self.layers) if self.layers is not None else geometry.calibration
+        if source is not None and not given:
+            calibration = Calibration.load(source)
+            calibration.check_depth(geometry.num_layers)
+            full, delta = calibration.full_layers, calibration.delta_layers
+        else:
+            full = (0, 1) if self.full_layers is None else self.full_layers
+            delta = (
+                default_delta_layers(geometry) if self.delta_layers is None else self.delta_layers
+            )
+        usable = geometry.full_attention
+        for layer in delta:
+            require(layer in usable, "delta_layers", delta, f"full-attention layers of {usable}")
+        for layer in full:
+            require(is_count(layer, 0), "full_layers", full, "layer numbers >= 0")
+        return tuple(sorted(set(full))), tuple(sorted(set(delta)))
+
+    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
+        """Delta layers score pages: largest weight over the heads, summed over the page."""
+        if layer not in (self.delta_layers or ()) or step.max_length <= self._tokens(step):
+            return ()
+        return (ScoreRequest("max", step.page_size),)
+
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+        """Chooses the pages for the layers that follow."""
+        pages = self._tokens(step) // step.page_size
+        step.carry = kernels.top_indices(
+            scores[0], step.pages, pages, step.page_size, last=self.recent_pages or 1
+        )
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The pages of the delta layer before; everything in full layers and before the first."""
+        return None if layer in (self.full_layers or ()) else step.carry
+
+    def _tokens(self, step: Step) -> int:
+        return self.token_budget // step.page_size * step.page_size
+
+
+def default_delta_layers(geometry: Geometry) -> tuple[int, ...]:
+    """The paper's {2, 14, 22} of 28 layers scaled to this depth, among full-attention layers."""
+    usable = geometry.full_attention
+    depth = geometry.num_layers
+    wanted = {min(2, depth - 1), round(depth / 2), round(0.78 * depth)}
+    return tuple(sorted({min(usable, key=lambda i: (abs(i - layer), i)) for layer in wanted}))

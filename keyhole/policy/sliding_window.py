@@ -1,0 +1,39 @@
+"""Sliding window: a step reads the newest tokens and nothing else.
+
+The simplest bound on what a step reads (Longformer, Beltagy et al., arXiv 2004.05150, section 3.1,
+used here at decode time only). What leaves the window is lost to the step, not to the cache.
+
+Cost per step and layer: `token_budget` keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, setting
+from keyhole.policy.base import Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow(Policy):
+    """The last `token_budget` tokens."""
+
+    name: ClassVar[str] = "sliding_window"
+    token_budget: int = setting(1024, "tokens a step reads per KV head: the window")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks the budget."""
+        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        return self
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The newest tokens, the same for all heads."""
+        if step.max_length <= self.token_budget:
+            return None
+        return kernels.recent_indices(step.lengths, self.token_budget)

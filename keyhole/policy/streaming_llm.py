@@ -1,0 +1,46 @@
+"""StreamingLLM: the first few tokens ("attention sinks") and a window of the newest.
+
+Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024
+(arXiv 2309.17453), section 3.2.
+
+Cost per step and layer: `token_budget` keys and values.
+
+Differences from the paper: tokens keep their true positions, the paper renumbers them inside the
+cache; what leaves the window is skipped, not deleted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, setting
+from keyhole.policy.base import Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Policy):
+    """The first `sink_size` tokens and the newest `token_budget - sink_size`."""
+
+    name: ClassVar[str] = "streaming_llm"
+    token_budget: int = setting(1024, "tokens a step reads per KV head, the sinks included")
+    sink_size: int = setting(4, "first tokens that are always read")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that a window is left beside the sinks."""
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        least = self.sink_size + 1
+        right = f"at least {least}: sink_size {self.sink_size} and the newest token"
+        require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
+        return self
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """Sinks and the newest tokens, the same for all heads."""
+        if step.max_length <= self.token_budget:
+            return None
+        return kernels.recent_indices(step.lengths, self.token_budget, first=self.sink_size)

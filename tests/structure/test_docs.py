@@ -1,0 +1,76 @@
+"""The documents are true: links lead somewhere, generated pages are what the program says."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`[^`\n]*`")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+_LINK = re.compile(r"\]\(<?([^)\s>]+)[^)]*\)|(?:src|href)=\"([^\"]+)\"")
+_ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors GitHub gives to the headings of a Markdown text."""
+    headings = _HEADING.findall(_FENCE.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """Relative links of a Markdown page that lead to no file, or to no heading of it."""
+    prose = _CODE.sub("", _FENCE.sub("", page.read_text()))
+    for match in _LINK.finditer(prose):
+        link = match[1] or match[2]
+        if _ABSOLUTE.match(link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            yield f"{page.name}: {link}"
+
+
+def stale(rendered: dict[str, str], root: Path) -> list[str]:
+    """Paths, relative to `root`, whose file is not there or differs from its rendered text."""
+    return [
+        name
+        for name, text in rendered.items()
+        if not (root / name).is_file() or (root / name).read_text() != text
+    ]
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert not [link for page in pages for link in broken_links(page)]
+
+
+def test_the_readme_has_fewer_than_200_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+def test_generated_documents_are_up_to_date() -> None:
+    rendered = importlib.import_module("keyhole.cli.docs").render()
+    assert rendered
+    assert not stale(rendered, ROOT), "run `make docs`"
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# One thing: `two`\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](other.md) [b](other.md#one-thing-two) [c](#here) [d](https://x.org/y.md)\n"
+        "[e](gone.md) ![f](gone.png 'title') [g](other.md#three) [h](#there) <img src=\"no.svg\">\n"
+        "`[i](code.md)`\n```\n[j](code.md)\n```\n"
+    )
+    links = [fault.removeprefix("page.md: ") for fault in broken_links(page)]
+    assert links == ["gone.md", "gone.png", "other.md#three", "#there", "no.svg"]
+
+
+def test_a_stale_document_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "same.md").write_text("text\n")
+    (tmp_path / "old.md").write_text("old text\n")
+    rendered = dict.fromkeys(("same.md", "old.md", "missing.md"), "text\n")
+    assert stale(rendered, tmp_path) == ["old.md", "missing.md"]

@@ -1,0 +1,187 @@
+"""Imports point down, and stand at the top of their file."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+LAYERS = (
+    {"errors"},
+    {"config"},
+    {"kernels", "planner"},
+    {"cache"},
+    {"retrieval"},
+    {"policy", "reuse"},
+    {"models"},
+    {"engine"},
+    {"server", "integrations", "bench", "evaluate", "hf"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+LAZY_PARTS = {"cli", "__init__"}
+"""Parts that import on use: a command pays for what it needs, `import keyhole` for nothing."""
+
+LAZY_FILES = {
+    "keyhole/kernels/__init__.py",  # chooses its backend at the first use of an operation
+    "keyhole/policy/__init__.py",  # the table, with entries from other packages
+}
+"""Files whose job is to import by name."""
+
+OPTIONAL = {"matplotlib"}
+"""Packages that may be absent, and so may be imported inside the function that needs them."""
+
+
+class Import(NamedTuple):
+    line: int
+    target: str
+    in_function: bool
+
+
+class _Imports(ast.NodeVisitor):
+    def __init__(self, package: str) -> None:
+        self.package = package.split(".")
+        self.found: list[Import] = []
+        self.depth = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self._add(node, *(alias.name for alias in node.names))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        above = self.package[: len(self.package) - node.level + 1] if node.level else []
+        base = ".".join([*above, *([node.module] if node.module else [])])
+        names = [alias.name for alias in node.names]
+        self._add(node, *(f"{base}.{name}" for name in names) if base == "keyhole" else (base,))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else None
+        called = node.func.id if isinstance(node.func, ast.Name) else called
+        if called in ("import_module", "__import__") and node.args:
+            first = node.args[0]
+            name = first.value if isinstance(first, ast.Constant) else "a computed name"
+            self._add(node, str(name))
+        self.generic_visit(node)
+
+    def _add(self, node: ast.stmt | ast.expr, *targets: str) -> None:
+        self.found += [Import(node.lineno, target, self.depth > 0) for target in targets]
+
+
+def imports(source: str, package: str) -> list[Import]:
+    """Every import in `source`, a module directly inside `package`, with absolute targets."""
+    visitor = _Imports(package)
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+def part_of(module: str) -> str:
+    """The part of Keyhole that `module` belongs to; the top level for any other public name."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 and names[1] in LEVEL else "__init__"
+
+
+def upward(part: str, found: list[Import]) -> Iterator[str]:
+    for line, target, _ in found:
+        if target.split(".")[0] != "keyhole":
+            continue
+        other = part_of(target)
+        if other != part and LEVEL[other] >= LEVEL[part]:
+            yield f"line {line}: {part} imports {target}, which is not below it"
+
+
+def hidden(part: str, found: list[Import]) -> Iterator[str]:
+    for line, target, in_function in found:
+        if in_function and part not in LAZY_PARTS and target.split(".")[0] not in OPTIONAL:
+            yield f"line {line}: imports {target} inside a function"
+
+
+def modules() -> Iterator[tuple[str, str, list[Import]]]:
+    """Path, part and imports of every module of the package."""
+    for path in sorted((ROOT / "keyhole").rglob("*.py")):
+        inside = path.relative_to(ROOT)
+        part = inside.parts[1].removesuffix(".py")
+        yield str(inside), part, imports(path.read_text(), ".".join(inside.parts[:-1]))
+
+
+def test_every_part_of_the_package_has_a_layer() -> None:
+    assert {part for _, part, _ in modules()} <= set(LEVEL)
+
+
+def test_imports_point_down() -> None:
+    assert not [
+        f"{path} {fault}" for path, part, found in modules() for fault in upward(part, found)
+    ]
+
+
+def test_imports_stand_at_the_top_of_the_file() -> None:
+    assert not [
+        f"{path} {fault}"
+        for path, part, found in modules()
+        if path not in LAZY_FILES
+        for fault in hidden(part, found)
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import keyhole.engine",
+        "from keyhole import engine",
+        "from keyhole import LLM",
+        "import keyhole",
+        "from keyhole.engine.llm import LLM",
+        "from ..engine import llm",
+        "from .. import engine",
+        "from keyhole.reuse import base",
+        "if True:\n    from keyhole.models import loading",
+        "importlib.import_module('keyhole.engine')",
+    ],
+)
+def test_an_import_that_does_not_point_down_is_found(source: str) -> None:
+    assert len(list(upward("policy", imports(source, "keyhole.policy")))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from keyhole import errors",
+        "from keyhole.cache.pages import Pages",
+        "from ..kernels import attend",
+        "from . import base",
+        "from keyhole.policy.base import Policy",
+        "import torch, keyholes",
+    ],
+)
+def test_an_import_that_points_down_is_accepted(source: str) -> None:
+    assert not list(upward("policy", imports(source, "keyhole.policy")))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    import torch",
+        "class A:\n    async def f(self):\n        from keyhole import errors",
+        "def f(name):\n    return importlib.import_module(name)",
+        "f = lambda: __import__('torch')",
+    ],
+)
+def test_an_import_inside_a_function_is_found(source: str) -> None:
+    found = imports(source, "keyhole.policy")
+    assert len(list(hidden("policy", found))) == 1
+    assert not list(hidden("cli", found))
+
+
+def test_an_optional_package_may_be_imported_inside_a_function() -> None:
+    found = imports("def plot():\n    from matplotlib import pyplot", "keyhole.evaluate")
+    assert not list(hidden("evaluate", found))
