@@ -78,8 +78,8 @@ class Engine:
         """Takes a request; raises RequestError or CapacityError if it can never be served.
 
         given: tokens after the prompt that are decoded under the policy instead of sampled ones.
-        keep_logits: keep the logits of every generated token, float32 on the CPU, and of each
-        given one. reuse_approximate: known pages of a sparse decode may serve as prompt.
+        keep_logits: keep the logits after the prompt and after each later token, given ones too,
+        float32 on the CPU. reuse_approximate: known pages of a sparse decode may serve as prompt.
         """
         params = params.resolve(self.model.defaults)
         sequence = Sequence(
@@ -127,13 +127,18 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan.decodes and not plan.chunks:
             return []
-        ready, logits, reads = self._runner.run(plan)
+        wanted, logits, reads = self._runner.run(plan)
         for sequence, _ in plan.chunks:
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
-        changed = self._advance(ready, logits) if ready else []
+        for i, sequence in enumerate(wanted):
+            if sequence.wants_logits:
+                sequence.logits.append(logits[i].float().cpu())
+        ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
+        if ready:
+            self._advance([wanted[i] for i in ready], logits[ready])
         self._count(plan, reads, time.perf_counter() - begin)
-        return changed
+        return [wanted[i] for i in ready]
 
     def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out before its end and frees its pages."""
@@ -146,17 +151,16 @@ class Engine:
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
 
-    def _advance(self, ready: list[Sequence], logits: Tensor) -> list[Sequence]:
+    def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
         """Samples a token for each sequence and ends those that are done."""
+        # A masked vocabulary has -inf, a broken computation NaN, or nothing finite at all.
         good = (~logits.isnan().any(-1) & logits.isfinite().any(-1)).tolist()
-        tokens = sample(logits.nan_to_num(), ready)
+        tokens = sample(logits if all(good) else logits.nan_to_num(), ready)
         most = max((s.params.logprobs or 0 for s in ready), default=0)
         wanted = any(s.params.logprobs is not None for s in ready)
         best = [x.tolist() for x in top_logprobs(logits, tokens, most)] if wanted else None
         now = time.perf_counter()
         for i, (sequence, token) in enumerate(zip(ready, tokens.tolist(), strict=True)):
-            if sequence.keep_logits:
-                sequence.logits.append(logits[i].float().cpu())
             if not good[i]:
                 place = len(sequence.tokens)
                 sequence.error = NumericalError(
@@ -172,7 +176,6 @@ class Engine:
             sequence.first_token = sequence.first_token or now
             sequence.tokens.append(token)
             self._end_if_done(sequence, token)
-        return ready
 
     def _end_if_done(self, sequence: Sequence, token: int) -> None:
         params = sequence.params
@@ -192,7 +195,7 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.detokenizer.finish()
         sequence.finish_reason = "stop" if sequence.detokenizer.stopped else reason
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, remember=sequence.error is None)
 
     def _count(self, plan: Plan, reads: Tensor, seconds: float) -> None:
         for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):

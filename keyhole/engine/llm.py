@@ -160,7 +160,8 @@ class LLM:
         try:
             with bar:
                 while left:
-                    done = {s for s in self.engine.step() if s.is_finished} & left
+                    self.engine.step()
+                    done = {sequence for sequence in left if sequence.is_finished}
                     left -= done
                     bar.update(len(done))
         finally:

@@ -27,7 +27,7 @@ class Runner:
         self._keeps_data = any(cache.data)
 
     def run(self, plan: Plan) -> tuple[list[Sequence], Tensor, Tensor]:
-        """One step. Returns the sequences whose last known token ran, their logits, and reads.
+        """One step. Returns the sequences whose logits are wanted, these logits, and reads.
 
         Logits [R, vocabulary]; reads float64 [B, 3], for each decoding sequence the attended
         fraction (mean over layers), bytes of keys and values, and other bytes. Advances
@@ -39,13 +39,13 @@ class Runner:
         tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
         positions = _join(np.arange(start, end) for _, start, end in spans)
         ends = np.cumsum([end - start for _, start, end in spans])
-        ready = [i for i, (s, _, end) in enumerate(spans) if end == len(s.tokens)]
-        logits = self._model.forward(
-            self._send(tokens), self._send(positions), batch, self._send(ends[ready] - 1)
-        )
         for sequence, _, end in spans:
             sequence.num_computed = end
-        return [spans[i][0] for i in ready], logits, self._reads(batch)
+        wanted = [i for i, (s, _, _) in enumerate(spans) if s.is_ready or s.wants_logits]
+        logits = self._model.forward(
+            self._send(tokens), self._send(positions), batch, self._send(ends[wanted] - 1)
+        )
+        return [spans[i][0] for i in wanted], logits, self._reads(batch)
 
     def _batch(self, plan: Plan, spans: list[tuple[Sequence, int, int]]) -> Batch:
         size = self._cache.page_size

@@ -62,11 +62,12 @@ class Scheduler:
             budget -= self._enter(sequence, count, plan)
         return plan
 
-    def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is; its full pages stay known for later prompts."""
+    def finish(self, sequence: Sequence, *, remember: bool = True) -> None:
+        """Takes a sequence out, wherever it is; its full pages may stay known to later prompts."""
         if sequence.slot >= 0:
             self.running.remove(sequence)
-            self.remember(sequence)
+            if remember:
+                self.remember(sequence)
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -91,7 +92,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a slot, known pages and new ones for all its tokens."""
-        sequence.prefill_end = len(sequence.tokens if self._dense else sequence.prompt)
+        at_once = self._dense and not sequence.given
+        sequence.prefill_end = len(sequence.tokens if at_once else sequence.prompt)
         self._reuse(sequence)
         # One page more for each that runs: whoever enters must not push another out at once.
         spare = len(self.running)
@@ -111,7 +113,7 @@ class Scheduler:
         pages, sequence.exact = self._prefix.match(known, approximate=sequence.reuse_approximate)
         size = self._cache.page_size
         computed = len(pages) * size
-        if computed == len(sequence.tokens):
+        if computed == sequence.prefill_end:
             # The last token is written again, into a page that others may hold.
             page = self._cache.writable(pages[-1])
             if page is None:

@@ -101,6 +101,17 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all known tokens are computed, so that the next one can be chosen."""
+        return self.num_computed == len(self.tokens)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits after the last computed token are to be kept and not yet kept."""
+        place = self.num_computed - len(self.prompt)
+        return self.keep_logits and place == len(self.logits)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next token runs under the policy."""
         return self.num_computed >= self.prefill_end

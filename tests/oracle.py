@@ -1,0 +1,193 @@
+"""What the operations and methods must give, written down once more as plainly as possible.
+
+Nothing here calls keyhole: loops over heads and positions in float64, positions as Python numbers,
+a cache as nothing but "the key of token i". `SparseModel` runs a whole transformers model under a
+method: it needs no cache at all, as a token that is forced to read a subset of its past is one row
+of a mask, and all rows can be computed in one forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def float64(tensor: Tensor) -> Array:
+    return np.asarray(tensor.detach().to(torch.float64).numpy())
+
+
+def in_order(pages: Tensor, table: Sequence[int], length: int) -> Array:
+    """The keys or values of one sequence, token after token: [Hkv, length, D]."""
+    size = pages.shape[2]
+    tokens = [float64(pages[table[i // size], :, i % size]) for i in range(length)]
+    return np.stack(tokens, axis=1)
+
+
+def visible(length: int, window: int | None = None) -> list[int]:
+    """Positions that the newest of `length` tokens may read."""
+    return [i for i in range(length) if window is None or i > length - 1 - window]
+
+
+def attention(
+    query: Array,
+    keys: Array,
+    values: Array,
+    read: Sequence[Sequence[int]],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
+    """One token's attention: query [Hq, D] over keys [Hkv, N, D], values [Hkv, N, Dv].
+
+    read: for each KV head the positions that count. Returns [Hq, Dv] and all weights [Hq, N].
+    """
+    group = len(query) // len(keys)
+    out = np.zeros((len(query), values.shape[2]))
+    weights = np.zeros((len(query), keys.shape[1]))
+    for head in range(len(query)):
+        kv = head // group
+        logits = [scale * float(query[head] @ keys[kv, i]) for i in read[kv]]
+        if softcap is not None:
+            logits = [softcap * math.tanh(logit / softcap) for logit in logits]
+        rest = [] if sinks is None else [float(sinks[head])]
+        top = max(logits + rest)
+        total = sum(math.exp(logit - top) for logit in logits + rest)
+        for i, logit in zip(read[kv], logits, strict=True):
+            weights[head, i] = math.exp(logit - top) / total
+            out[head] += weights[head, i] * values[kv, i]
+    return out, weights
+
+
+def token_scores(weights: Array, reduce: str) -> list[float]:
+    """Weights [Hq, N] reduced over the heads."""
+    pick = max if reduce == "max" else math.fsum
+    return [pick(float(w) for w in column) for column in weights.T]
+
+
+def per_page(scores: Sequence[float], page_size: int) -> list[float]:
+    """Token scores summed over each page."""
+    pages = range(0, len(scores), page_size)
+    return [math.fsum(scores[i : i + page_size]) for i in pages]
+
+
+def bounds(keys: Array, page_size: int) -> tuple[Array, Array]:
+    """Smallest and largest number of each key dimension per page: [Hkv, pages, D] each."""
+    pages = range(0, keys.shape[1], page_size)
+    low = [keys[:, i : i + page_size].min(axis=1) for i in pages]
+    high = [keys[:, i : i + page_size].max(axis=1) for i in pages]
+    return np.stack(low, axis=1), np.stack(high, axis=1)
+
+
+def bound(query: Array, low: Array, high: Array) -> list[list[float]]:
+    """Quest's bound of a page, the largest of each group of query heads; per KV head and page."""
+    group = len(query) // len(low)
+    result = []
+    for kv in range(len(low)):
+        heads = query[kv * group : (kv + 1) * group]
+        result.append(
+            [
+                max(
+                    math.fsum(max(q * a, q * b) for q, a, b in zip(head, low_, high_, strict=True))
+                    for head in heads
+                )
+                for low_, high_ in zip(low[kv], high[kv], strict=True)
+            ]
+        )
+    return result
+
+
+def best(scores: Sequence[float], k: int, *, first: int = 0, last: int = 0) -> list[int]:
+    """The k best entries, ascending: the first and last ones always, equal scores to the earlier."""
+    n = len(scores)
+    always = [i for i in range(n) if i < first or i >= n - last]
+    others = sorted((i for i in range(n) if i not in always), key=lambda i: (-scores[i], i))
+    return sorted((always + others)[:k])
+
+
+def tokens_of(pages: Sequence[int], page_size: int, length: int) -> list[int]:
+    """The tokens of some pages of a sequence with `length` tokens."""
+    return [
+        i for page in pages for i in range(page * page_size, (page + 1) * page_size) if i < length
+    ]
+
+
+#: What one token reads in one layer: per KV head (or one list for all) the pages or tokens of its
+#: choice, and the same in tokens. None: everything.
+Choice = tuple[list[list[int]], list[list[int]]] | None
+#: choose(layer, query [Hq, D], keys [Hkv, N, D], scale, token) -> Choice
+Choose = Callable[[int, Array, Array, float, int], Choice]
+
+
+@dataclass
+class SparseModel:
+    """A transformers model whose tokens from `start` on read what `choose` says.
+
+    choices: (layer, length) -> what the newest of `length` tokens chose there.
+    """
+
+    network: Any
+    choose: Choose
+    start: int = 0
+    choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], start: int) -> Tensor:
+        """Logits [len(tokens), vocabulary], the first `start` tokens exact and dense."""
+        self.start = start
+        self.choices.clear()
+        self.network.set_attn_implementation("oracle")
+        out = self.network(input_ids=torch.tensor([list(tokens)]), use_cache=False, oracle=self)
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def attend(
+        self, layer: int, query: Array, keys: Array, values: Array, options: dict[str, Any]
+    ) -> Array:
+        """query [Hq, T, D], keys and values [Hkv, T, ...]; returns [T, Hq, Dv]."""
+        window = options.pop("window")
+        rows = []
+        for t in range(query.shape[1]):
+            seen = visible(t + 1, window)
+            read = [seen] * len(keys)
+            if t >= self.start and window is None:
+                past = keys[:, : t + 1]
+                choice = self.choose(layer, query[:, t], past, options["scale"], t)
+                self.choices[layer, t + 1] = choice
+                if choice is not None:
+                    tokens = choice[1]
+                    read = tokens * len(keys) if len(tokens) == 1 else tokens
+            rows.append(attention(query[:, t], keys, values, read, **options)[0])
+        return np.stack(rows)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    oracle: SparseModel,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    options = {"scale": scaling, "softcap": softcap, "window": sliding_window}
+    options["sinks"] = None if s_aux is None else float64(s_aux)
+    layer: Any = module.layer_idx
+    out = oracle.attend(layer, float64(query[0]), float64(key[0]), float64(value[0]), options)
+    return torch.from_numpy(out).to(query.dtype)[None], None
+
+
+AttentionInterface.register("oracle", _attention)
