@@ -107,7 +107,7 @@ def bound(query: Array, low: Array, high: Array) -> list[list[float]]:
 
 
 def best(scores: Sequence[float], k: int, *, first: int = 0, last: int = 0) -> list[int]:
-    """The k best entries, ascending: the first and last ones always, equal scores to the earlier."""
+    """The k best entries, ascending: first and last ones always, equal scores to the earlier."""
     n = len(scores)
     always = [i for i in range(n) if i < first or i >= n - last]
     others = sorted((i for i in range(n) if i not in always), key=lambda i: (-scores[i], i))

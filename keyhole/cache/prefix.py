@@ -47,7 +47,7 @@ class PrefixIndex:
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_exact: int) -> None:
         """Remembers the full pages of `tokens`; tokens from `num_exact` on are approximate."""
         size = self._cache.page_size
-        digests = list(_digests(tokens, size))
+        digests = list(_digests(tokens, size))[: len(pages)]
         for i, (digest, page) in enumerate(zip(digests, pages, strict=False)):
             exact = (i + 1) * size <= num_exact
             known = self._pages.get(digest)

@@ -172,15 +172,17 @@ class LLM:
     def _stream(self, sequence: Sequence) -> Iterator[Piece]:
         given = 0
         try:
-            while not sequence.is_finished:
-                self.engine.step()
-                text = sequence.detokenizer.take(final=sequence.is_finished)
+            done = False
+            while not done:
+                if not sequence.is_finished:  # the step of another stream may have finished it
+                    self.engine.step()
+                done = sequence.is_finished
+                text = sequence.detokenizer.take(final=done)
                 tokens = sequence.generated[given:]
                 given += len(tokens)
-                if sequence.is_finished:
-                    yield Piece(text=text, token_ids=tokens, result=_result(sequence))
-                elif text or tokens:
-                    yield Piece(text=text, token_ids=tokens)
+                if done or tokens:
+                    result = _result(sequence) if done else None
+                    yield Piece(text=text, token_ids=tokens, result=result)
         finally:
             self.engine.abort(sequence)
 

@@ -78,22 +78,23 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
 
     ModelError for a model that cannot be found, is damaged or is of an unsupported family.
     """
-    place, name = _device(device), str(name)
+    place, number, name = _device(device), _dtype(dtype), str(name)
     config = _read(AutoConfig, name)
     families.check(config, name)
     try:
         network, report = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
-            dtype=_dtype(dtype),
+            dtype=number,
             attn_implementation=NAME,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with their names
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers, safetensors and the file system each have their own
         raise ModelError(f"the weights of {name!r} cannot be loaded: {_line(error)}") from error
-    missing = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
+    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
             f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of another "

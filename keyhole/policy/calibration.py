@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from keyhole.config import is_count
+from keyhole.config import is_count, require
 from keyhole.errors import ConfigError
 
 
@@ -69,42 +71,48 @@ class Calibration:
 
 def place_by_shift(shift: Sequence[float], candidates: Sequence[int], count: int) -> list[int]:
     """The `count` candidate layers of largest shift; equal shifts go to the earlier layer."""
+    _check_count(count, candidates)
     return sorted(sorted(candidates, key=lambda layer: (-shift[layer], layer))[:count])
 
 
 def place_by_recall(
     recall: Sequence[Sequence[float]], candidates: Sequence[int], count: int
 ) -> list[int]:
-    """The `count` candidate layers that maximise the summed recall of all candidate layers.
+    """The choice of `count` candidate layers that keeps the most attention in the others.
 
-    recall[a][b], a < b: share of layer b's attention mass kept under layer a's selection. A chosen
-    layer counts 1, and so does a layer before the first chosen one: it reads everything. The first
-    candidate is therefore always chosen first: without it, layers before the first chosen one
-    would be full for free, and the placement of least work would win nothing.
+    recall[a][b], a < b: share of layer b's attention that is kept under layer a's selection.
+    Maximised is the sum, over the candidates that were not chosen, of their recall under the
+    nearest chosen layer before them, given that exactly `count` candidates read everything. A layer
+    before the first chosen one would read everything too, and so count as one of them; choosing it
+    costs the same and loses nothing. The first candidate is therefore always chosen. Of equally
+    good choices the one with the earlier layers is taken.
     """
+    _check_count(count, candidates)
     layers = sorted(candidates)
-    if not 0 < count <= len(layers):
-        raise ConfigError(
-            f"num_delta_layers {count} must be from 1 to {len(layers)} for this model"
-        )
-
-    def kept(a: int, b: int) -> float:
-        """Recall summed over chosen layer a and the layers after it, before position b."""
-        return 1.0 + sum(recall[layers[a]][layers[i]] for i in range(a + 1, b))
-
-    # best[n][i]: (recall of layers from i on, the layers chosen) if i is chosen, n more to come.
     end = len(layers)
-    best: list[dict[int, tuple[float, list[int]]]] = [
-        {i: (kept(i, end), [layers[i]]) for i in range(end)}
+    # kept[a][b - a - 1]: recall under layer a's selection, summed over the layers between a and b.
+    kept = [
+        list(accumulate((recall[a][b] for b in layers[i + 1 :]), initial=0.0))
+        for i, a in enumerate(layers)
     ]
+    # best[i]: the most that the layers after i can keep if i is chosen, and some number more.
+    best = [row[-1] for row in kept]
+    following: list[list[int]] = []
     for more in range(1, count):
-        row: dict[int, tuple[float, list[int]]] = {}
-        for i in range(end - more):
-            options = [
-                (kept(i, j) + best[more - 1][j][0], [layers[i], *best[more - 1][j][1]])
-                for j in range(i + 1, end)
-                if j in best[more - 1]
-            ]
-            row[i] = max(options, key=lambda option: option[0])
-        best.append(row)
-    return best[count - 1][0][1]
+
+        def value(i: int, j: int, best: list[float] = best) -> float:
+            return kept[i][j - i - 1] + best[j]
+
+        starts = range(end - more)
+        nexts = [max(range(i + 1, end - more + 1), key=partial(value, i)) for i in starts]
+        best = [value(i, j) for i, j in zip(starts, nexts, strict=True)]
+        following.append(nexts)
+    chosen = [0]
+    for nexts in reversed(following):
+        chosen.append(nexts[chosen[-1]])
+    return [layers[i] for i in chosen]
+
+
+def _check_count(count: int, candidates: Sequence[int]) -> None:
+    right = f"from 1 to {len(candidates)}, the full-attention layers that are not in full_layers"
+    require(is_count(count) and count <= len(candidates), "num_delta_layers", count, right)

@@ -107,6 +107,8 @@ class Delta(Policy):
 def default_delta_layers(geometry: Geometry) -> tuple[int, ...]:
     """The paper's {2, 14, 22} of 28 layers scaled to this depth, among full-attention layers."""
     usable = geometry.full_attention
+    if not usable:
+        return ()
     depth = geometry.num_layers
     wanted = {min(2, depth - 1), round(depth / 2), round(0.78 * depth)}
     return tuple(sorted({min(usable, key=lambda i: (abs(i - layer), i)) for layer in wanted}))

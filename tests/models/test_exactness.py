@@ -1,4 +1,4 @@
-"""The dense engine gives the logits of transformers' eager attention, however the work is cut up."""
+"""The dense engine gives the logits of transformers, eager attention, however work is cut up."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Measurements: each appends a JSON line to `results/`, with all that it needs to be repeated."""

@@ -1,0 +1,144 @@
+"""What every benchmark shares: the machine, versions, time, read bandwidth, a line of results."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import keyhole
+
+ROOT = Path(__file__).parents[1]
+
+# Far more than any cache holds, so that a sum over it reads memory.
+_BANDWIDTH_BYTES = 1 << 29
+_BANDWIDTH_RUNS = 7
+
+
+def header(benchmark: str, device: torch.device, note: str) -> dict[str, Any]:
+    """What a line says about how, where and when it was measured."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "commit": commit(),
+        "note": note,
+        "machine": machine(device),
+        "versions": versions(),
+    }
+
+
+def device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Processor, cores, threads of torch, memory, load now, and the device."""
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    cuda = device.type == "cuda"
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(pages * size / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 2),
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "keyhole": keyhole.__version__,
+    }
+
+
+def commit() -> str | None:
+    """The git commit, with a "+" if tracked files differ from it; None without git."""
+    try:
+        name = _git("rev-parse", "--short=12", "HEAD").strip()
+        changed = _git("status", "--porcelain", "--untracked-files=no").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name + ("+" if changed else "")
+
+
+def time_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds that `run` takes, until the device is done."""
+    synchronize(device)
+    begin = time.perf_counter()
+    run()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a sum over a large tensor reads with all threads; the best of a few."""
+    numbers = torch.ones(_BANDWIDTH_BYTES // 4, device=device)
+    best = min(time_ms(numbers.sum, device) for _ in range(_BANDWIDTH_RUNS))
+    return _BANDWIDTH_BYTES / (1e-3 * best)
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Adds one JSON line to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """Some columns of the rows as an aligned table of text."""
+    cells = [list(columns), *([_cell(row[name]) for name in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and value < 100 else _whole(value)
+
+
+def _whole(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    family = f"family {fields['cpu family']}" if "cpu family" in fields else ""
+    return " ".join([fields.get("model name", platform.machine()), family]).strip()
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout

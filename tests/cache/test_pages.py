@@ -1,0 +1,135 @@
+"""Pages: their bytes, their growth, and mistakes that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keyhole.cache import pages as pages_module
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.errors import CapacityError
+
+PLAIN = LayerLayout(num_kv_heads=2, key_dim=8, value_dim=6)
+LATENT = LayerLayout(num_kv_heads=1, key_dim=10, value_dim=7, shared_values=True)
+
+
+def make_cache(
+    *layers: LayerLayout, most: int = 8, dtype: torch.dtype = torch.float32, size: int = 4
+) -> PageCache:
+    geometry = Geometry(
+        layers=layers or (PLAIN,), num_query_heads=2, page_size=size, itemsize=dtype.itemsize
+    )
+    data = [{"low": (layer.num_kv_heads, 3), "stamp": ()} for layer in geometry.layers]
+    return PageCache(geometry, most, dtype=dtype, device=torch.device("cpu"), page_data=data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [(PLAIN,), (PLAIN, PLAIN), (LATENT, LATENT), (PLAIN, LATENT)])
+def test_page_bytes_are_those_of_the_tensors(
+    layers: tuple[LayerLayout, ...], dtype: torch.dtype
+) -> None:
+    cache = make_cache(*layers, dtype=dtype)
+    cache.allocate(3)
+    tensors = [*cache.keys, *cache.values, *(t for data in cache.data for t in data.values())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(storages.values()) == cache.capacity * cache.page_bytes
+
+
+def test_page_bytes_count_side_data_in_the_cache_s_dtype() -> None:
+    geometry = Geometry(layers=(PLAIN, LATENT), num_query_heads=2, page_size=4, itemsize=2)
+    tokens = 4 * (2 * (8 + 6) + 10) * 2
+    assert bytes_per_page(geometry, [{}, {}]) == tokens
+    assert bytes_per_page(geometry, [{"low": (2, 3)}, {"stamp": ()}]) == tokens + (6 + 1) * 2
+
+
+def test_pages_are_contiguous_per_head() -> None:
+    cache = make_cache(PLAIN)
+    cache.allocate(2)
+    assert cache.keys[0].shape == (8, 2, 4, 8)
+    assert cache.values[0].shape == (8, 2, 4, 6)
+    assert cache.keys[0][1, 1].is_contiguous()
+
+
+def test_shared_values_are_the_start_of_the_keys_also_after_growth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages_module, "_FIRST_PAGES", 1)
+    cache = make_cache(LATENT)
+    for number in range(4):
+        pages = cache.allocate(1)
+        assert pages is not None
+        cache.keys[0][pages[0]] = number
+    assert cache.capacity == 4
+    assert cache.values[0].data_ptr() == cache.keys[0].data_ptr()
+    assert cache.values[0].shape == (4, 1, 4, 7)
+    assert cache.values[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_nothing_is_allocated_before_it_is_needed() -> None:
+    cache = make_cache(most=10**6)
+    assert cache.capacity == 0
+    cache.allocate(1)
+    assert cache.capacity == 64
+    assert cache.available == 10**6 - 1
+
+
+def test_too_many_pages_change_nothing() -> None:
+    cache = make_cache(most=3)
+    assert cache.allocate(4) is None
+    assert cache.available == 3
+    assert cache.allocate(3) is not None
+    assert cache.allocate(1) is None
+    assert cache.allocate(0) == []
+
+
+def test_memory_that_is_not_there_is_an_error_that_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache(PLAIN, PLAIN, most=100)
+    first = cache.allocate(2)
+    assert first is not None
+    cache.keys[1][first] = 7.0
+    enlarged = pages_module._enlarged
+    calls = iter(range(100))
+
+    def fails_half_way(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
+        if next(calls) == 3:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return enlarged(tensor, capacity)
+
+    monkeypatch.setattr(pages_module, "_enlarged", fails_half_way)
+    with pytest.raises(CapacityError, match="memory="):
+        cache.allocate(63)
+    assert cache.available == 98
+    cache.check_integrity([first])
+    # What is free in the old size can still be had, and growth can be tried again.
+    second = cache.allocate(62)
+    third = cache.allocate(30)
+    assert second is not None
+    assert third is not None
+    assert cache.capacity == 100
+    assert (cache.keys[1][first] == 7.0).all()
+    cache.check_integrity([first, second, third])
+
+
+def test_a_page_that_is_free_can_neither_be_shared_nor_released() -> None:
+    cache = make_cache()
+    pages = cache.allocate(1)
+    assert pages is not None
+    cache.release(pages)
+    with pytest.raises(AssertionError, match="free"):
+        cache.release(pages)
+    with pytest.raises(AssertionError, match="free"):
+        cache.share(pages)
+
+
+def test_integrity_sees_a_lost_and_a_borrowed_page() -> None:
+    cache = make_cache()
+    pages = cache.allocate(2)
+    assert pages is not None
+    cache.check_integrity([pages])
+    with pytest.raises(AssertionError, match="references"):
+        cache.check_integrity([pages[:1]])
+    with pytest.raises(AssertionError, match="references"):
+        cache.check_integrity([pages, pages])

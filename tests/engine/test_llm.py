@@ -1,0 +1,266 @@
+"""What a user of `LLM` sees: results, streams, chats, statistics, errors."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from keyhole import (
+    LLM,
+    CapacityError,
+    ConfigError,
+    Delta,
+    PromptTooLongError,
+    Quest,
+    RequestError,
+    SamplingParams,
+    UnknownNameError,
+)
+from keyhole.engine.core import Engine
+from keyhole.engine.sequence import Sequence
+from tests.checkpoints import make_model
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+def test_one_prompt_gives_one_result_and_a_list_gives_a_list(llm: LLM) -> None:
+    alone = llm.generate("hello", GREEDY)
+    several = llm.generate(["hello", "a longer prompt than that"], GREEDY)
+    assert several[0].token_ids == alone.token_ids
+    assert [len(result.token_ids) for result in several] == [20, 20]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_token_ids_stand_for_text(llm: LLM) -> None:
+    ids = llm.generate("hello", GREEDY).prompt_token_ids
+    assert (
+        llm.generate({"prompt_token_ids": ids}, GREEDY).text == llm.generate("hello", GREEDY).text
+    )
+
+
+def test_more_prompts_than_places_all_run(checkpoint: Path) -> None:
+    small = LLM(checkpoint, device="cpu", max_batch=2)
+    prompts = [f"prompt number {i} " * (i + 1) for i in range(7)]
+    wanted = [small.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    assert [result.token_ids for result in small.generate(prompts, GREEDY)] == wanted
+    small.engine.check_integrity()
+
+
+def test_streamed_pieces_make_the_result(llm: LLM) -> None:
+    pieces = list(llm.stream("hello", GREEDY))
+    result = pieces[-1].result
+    assert result is not None
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert list(itertools.chain(*(piece.token_ids for piece in pieces))) == result.token_ids
+    assert result.token_ids == llm.generate("hello", GREEDY).token_ids
+
+
+def test_leaving_a_stream_early_frees_its_pages(llm: LLM) -> None:
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    assert llm.engine.has_work
+    stream.close()
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
+def test_two_streams_run_side_by_side(llm: LLM) -> None:
+    wanted = [llm.generate(prompt, GREEDY).text for prompt in ("hello", "goodbye then")]
+    streams = [llm.stream("hello", GREEDY), llm.stream("goodbye then", GREEDY)]
+    texts = ["", ""]
+    for pieces in itertools.zip_longest(*streams):
+        for i, piece in enumerate(pieces):
+            texts[i] += piece.text if piece else ""
+    assert texts == wanted
+
+
+def test_an_interrupt_frees_every_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = llm.engine.step, itertools.count()
+
+    def interrupted() -> object:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["hello", "goodbye"], GREEDY)
+    monkeypatch.undo()
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
+def test_a_stop_text_ends_before_itself_and_is_never_streamed(llm: LLM) -> None:
+    text = llm.generate("hello", GREEDY).text
+    stop = text[6:9]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop=(stop, "never"))
+    pieces = list(llm.stream("hello", params))
+    result = pieces[-1].result
+    assert result is not None
+    assert result.finish_reason == "stop"
+    assert result.text == text[: text.index(stop)]
+    assert "".join(piece.text for piece in pieces) == result.text
+
+
+def test_stop_ids_and_eos_end_a_request(llm: LLM) -> None:
+    ids = llm.generate("hello", GREEDY).token_ids
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop_token_ids=(ids[4],))
+    result = llm.generate("hello", params)
+    assert result.token_ids == ids[: ids.index(ids[4]) + 1]
+    assert result.finish_reason == "stop"
+
+
+def test_the_length_of_the_model_ends_a_request(checkpoint: Path) -> None:
+    short = LLM(checkpoint, device="cpu", max_length=30)
+    result = short.generate({"prompt_token_ids": [5] * 20}, SamplingParams(ignore_eos=True))
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 10)
+
+
+def test_logprobs_hold_the_best_and_the_chosen_token(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=1.5, seed=3, logprobs=2, ignore_eos=True)
+    result = llm.generate("hello", params)
+    assert result.logprobs is not None
+    for token, table in zip(result.token_ids, result.logprobs, strict=True):
+        assert token in table
+        assert len(table) in (2, 3)
+        assert table[token] <= max(table.values()) <= 0
+    assert llm.generate("hello", GREEDY).logprobs is None
+
+
+def test_a_chat_uses_the_template_of_the_model(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}]
+    result = llm.chat([*messages, {"role": "user", "content": "more"}], GREEDY)
+    text = llm.tokenizer.decode(result.prompt_token_ids)
+    assert text == "[user]what?\n[assistant]this\n[user]more\n[assistant]"
+    pieces = list(llm.stream_chat([*messages, {"role": "user", "content": "more"}], GREEDY))
+    assert "".join(piece.text for piece in pieces) == result.text
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user"}], ["hello"]])
+def test_a_bad_conversation_is_refused(llm: LLM, messages: list) -> None:
+    with pytest.raises(RequestError, match=r"conversation is empty|needs 'role' and 'content'"):
+        llm.chat(messages)
+
+
+def test_what_a_sparse_policy_generated_is_kept_for_those_who_ask_only(checkpoint: Path) -> None:
+    def engine() -> Engine:
+        return LLM(checkpoint, Quest(token_budget=16), device="cpu", page_size=8).engine
+
+    def run(engine: Engine, prompt: list[int], reuse: bool) -> Sequence:
+        sequence = engine.add(prompt, GREEDY, reuse_approximate=reuse)
+        while engine.has_work:
+            engine.step()
+        engine.check_integrity()
+        return sequence
+
+    used = engine()
+    first = run(used, [7, 9] * 15, False)
+    longer = [*first.tokens, 8, 8, 8]
+    kept = run(used, longer, True)
+    plain = run(used, longer, False)
+    assert kept.num_cached == 48  # 30 of the prompt, then generated ones
+    assert plain.num_cached == 24
+    assert plain.generated == run(engine(), longer, False).generated
+    # What was computed on top of approximate pages is approximate too.
+    even_longer = [*kept.tokens, 8]
+    assert run(used, even_longer, False).num_cached <= len(longer)
+    assert run(engine(), even_longer, False).generated == run(used, even_longer, False).generated
+
+
+def test_stats_of_a_dense_run(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, device="cpu", page_size=8)
+    stats = llm.generate({"prompt_token_ids": [5] * 20}, GREEDY).stats
+    assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generated_tokens) == (20, 0, 20)
+    # The first token comes from the prompt; 19 decode steps read 21 .. 39 tokens, each of them
+    # 4 layers x 2 heads x (8 + 8) numbers of 4 bytes.
+    assert stats.kv_bytes_read == sum(range(21, 40)) * 4 * 2 * 16 * 4
+    assert stats.attended_fraction == pytest.approx(1.0)
+    assert stats.other_bytes_read == 0
+    assert stats.moved_bytes is None
+    again = llm.generate({"prompt_token_ids": [5] * 20}, GREEDY).stats
+    assert again.cached_prompt_tokens == 16
+
+
+def test_stats_of_a_sparse_run(checkpoint: Path) -> None:
+    policy = Quest(token_budget=16, full_layers=(0, 1))
+    llm = LLM(checkpoint, policy, device="cpu", page_size=8)
+    stats = llm.generate({"prompt_token_ids": [5] * 33}, GREEDY).stats
+    lengths = range(34, 53)
+    # Two pages, of which the newest is partly filled.
+    sparse = [8 + (n - 1) % 8 + 1 for n in lengths]
+    token_bytes = 2 * 16 * 4
+    assert stats.kv_bytes_read == 2 * token_bytes * (sum(lengths) + sum(sparse))
+    fractions = [(1 + s / n) / 2 for s, n in zip(sparse, lengths, strict=True)]
+    assert stats.attended_fraction == pytest.approx(sum(fractions) / len(fractions))
+    # Two bounds of 2 heads x 8 numbers per page in two sparse layers.
+    assert stats.other_bytes_read == sum(-(-n // 8) * 2 * 2 * 2 * 8 * 4 for n in lengths)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ("  \n", "empty"),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt_token_ids": [5, 9999]}, "9999"),
+        ({"prompt_token_ids": [-1]}, "-1"),
+        ({"token_ids": [1]}, "prompt_token_ids"),
+        (7, "int"),
+    ],
+)
+def test_a_bad_prompt_is_refused_by_name(llm: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(["fine", prompt])  # type: ignore[list-item]
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_longer_than_the_model_is_refused_with_the_numbers(llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match=r"512 tokens.* at most 511"):
+        llm.generate({"prompt_token_ids": [5] * 512})
+
+
+def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, device="cpu", memory="64KiB")
+    with pytest.raises(CapacityError, match=r"raise memory= or lower max_tokens"):
+        llm.generate({"prompt_token_ids": [5] * 100}, SamplingParams(max_tokens=100))
+    assert llm.generate("hello", GREEDY).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory": "2 gigs"}, "2 gigs"),
+        ({"memory": 10}, "holds no page"),
+        ({"max_batch": 0}, "max_batch 0"),
+        ({"page_size": 0}, "page_size 0"),
+        ({"prefill_chunk": -1}, "prefill_chunk -1"),
+        ({"max_length": 10**6}, "max_length 1000000"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "cpuu"}, "cpuu"),
+        ({"dtype": "float31"}, "did you mean 'float32'"),
+        ({"policy": "delt"}, "did you mean 'delta'"),
+        ({"policy": Delta(token_budget=4)}, "token_budget 4"),
+        ({"policy": Delta(token_budget=32, recent_pages=9)}, "recent_pages 9"),
+        ({"policy": Delta(token_budget=32, delta_layers=(9,))}, "delta_layers"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(checkpoint: Path, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(checkpoint, **settings)
+
+
+def test_unknown_names_are_both_config_errors_and_lookup_errors(checkpoint: Path) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        LLM(checkpoint, policy="quests")
+    assert isinstance(caught.value, LookupError)
+
+
+def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
+    llm = LLM(make_model("qwen3", tmp_path), device="cpu")
+    with pytest.raises(RequestError, match="prompt_token_ids"):
+        llm.generate("hello")
+    with pytest.raises(RequestError, match="tokenizer"):
+        llm.generate({"prompt_token_ids": [5]}, SamplingParams(stop=("x",)))
+    assert len(llm.generate({"prompt_token_ids": [5]}, GREEDY).token_ids) == 20

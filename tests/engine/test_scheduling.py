@@ -1,0 +1,110 @@
+"""Batches that come and go, pages that run out, and replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole import LLM, Delta, NumericalError, Policy, Quest, SamplingParams, StreamingLLM
+from keyhole.engine.core import Engine
+
+PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+PROMPTS = [[5 + i] * (10 + 7 * i) for i in range(5)]
+POLICIES = [
+    None,
+    Quest(token_budget=16),
+    Delta(token_budget=16, delta_layers=(2,)),
+    StreamingLLM(token_budget=16),
+]
+
+
+def engine(checkpoint: Path, policy: Policy | None, **settings: object) -> Engine:
+    return LLM(checkpoint, policy, device="cpu", page_size=8, **settings).engine
+
+
+def run(engine: Engine, params: SamplingParams = PARAMS) -> tuple[list[list[int]], int]:
+    sequences = [engine.add(prompt, params) for prompt in PROMPTS]
+    replays = 0
+    schedule = engine.scheduler.schedule
+
+    def counted() -> object:
+        nonlocal replays
+        plan = schedule()
+        replays += len(plan.preempted)
+        return plan
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign, assignment]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    return [sequence.generated for sequence in sequences], replays
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_running_out_of_pages_changes_nothing(
+    checkpoint: Path, policy: Policy | None, prefix_cache: bool
+) -> None:
+    wanted, none = run(engine(checkpoint, policy, prefix_cache=prefix_cache))
+    page_bytes = engine(checkpoint, policy).cache.page_bytes
+    # Five requests end at 70 to 98 tokens, 9 to 13 pages each; only 20 pages for all.
+    tight = engine(checkpoint, policy, prefix_cache=prefix_cache, memory=20 * page_bytes)
+    found, some = run(tight)
+    assert (none, some > 0) == (0, True)
+    assert found == wanted
+
+
+def test_sampled_tokens_survive_replay(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=4, ignore_eos=True)
+    policy = Quest(token_budget=16)
+    wanted, _ = run(engine(checkpoint, policy), params)
+    page_bytes = engine(checkpoint, policy).cache.page_bytes
+    found, some = run(engine(checkpoint, policy, memory=20 * page_bytes), params)
+    assert some > 0
+    assert found == wanted
+
+
+def test_a_single_request_may_fill_the_whole_memory(checkpoint: Path) -> None:
+    page_bytes = engine(checkpoint, None).cache.page_bytes
+    full = engine(checkpoint, None, memory=9 * page_bytes)
+    for _ in range(2):  # the second finds its whole prompt in the prefix cache
+        sequence = full.add([7] * 16, SamplingParams(max_tokens=56, temperature=0, ignore_eos=True))
+        while full.has_work:
+            full.step()
+        assert len(sequence.generated) == 56
+        full.check_integrity()
+
+
+def test_sequences_never_exceed_the_batch(checkpoint: Path) -> None:
+    small = engine(checkpoint, None, max_batch=2)
+    for prompt in PROMPTS:
+        small.add(prompt, PARAMS)
+    while small.has_work:
+        small.step()
+        assert len(small.scheduler.running) <= 2
+
+
+def test_nan_ends_only_the_request_that_has_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine(checkpoint, None)
+    good, bad = one.add([5] * 10, PARAMS), one.add([6] * 20, PARAMS)
+    forward, calls = one.model.forward, []
+
+    def broken(
+        token_ids: torch.Tensor, positions: torch.Tensor, batch: object, rows: torch.Tensor
+    ) -> torch.Tensor:
+        logits = forward(token_ids, positions, batch, rows)  # type: ignore[arg-type]
+        calls.append(len(logits))
+        if len(calls) == 5:
+            logits[1, 3] = float("nan")
+        return logits
+
+    monkeypatch.setattr(one.model, "forward", broken)
+    while one.has_work:
+        one.step()
+    assert isinstance(bad.error, NumericalError)
+    assert (bad.finish_reason, good.finish_reason, len(good.generated)) == ("error", "length", 60)
+    one.check_integrity()

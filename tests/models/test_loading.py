@@ -1,0 +1,129 @@
+"""Models that cannot run are refused by name, with what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FalconConfig
+
+from keyhole import LLM, ModelError, PromptTooLongError, SamplingParams
+from keyhole.models.loading import load
+from tests.checkpoints import make_model
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(make_model("llama", tmp_path, tokenizer=True))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_an_unknown_folder_offers_the_nearest(checkpoint: Path) -> None:
+    wrong = checkpoint.with_name(checkpoint.name + "s")
+    with pytest.raises(ModelError, match=f"unknown model .*did you mean {checkpoint.name!r}"):
+        load(wrong)
+
+
+def test_an_unknown_hub_id_is_named() -> None:
+    with pytest.raises(ModelError, match="unknown model 'nobody/nothing'"):
+        load("nobody/nothing")
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(tmp_path)
+
+
+def test_a_damaged_config_is_named(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ModelError, match=r"config of .* cannot be read"):
+        load(checkpoint)
+
+
+def test_cut_off_weights_are_named(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelError, match=r"weights of .* cannot be loaded"):
+        load(checkpoint)
+
+
+def test_a_missing_weight_is_named_and_never_made_up(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.2.self_attn.k_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"damaged: 1 weights .*layers\.2\.self_attn\.k_proj"):
+        load(checkpoint)
+
+
+def test_a_weight_of_another_shape_is_refused(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.norm"):
+        load(checkpoint)
+
+
+def test_an_unsupported_family_is_refused_by_name(tmp_path: Path) -> None:
+    config = FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="family 'falcon', which is not supported; supported are"):
+        load(tmp_path)
+
+
+def test_an_unsupported_kind_of_layer_is_refused(checkpoint: Path) -> None:
+    edit(checkpoint / "config.json", layer_types=["linear_attention"] * 4)
+    with pytest.raises(ModelError, match="linear_attention"):
+        load(checkpoint)
+
+
+def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    small = Path(make_model("llama", tmp_path, vocab_size=100))
+    for file in checkpoint.glob("*token*"):
+        (small / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match=r"tokenizer .* gives ids up to 258, the model knows 100"):
+        load(small)
+
+
+def test_several_end_tokens_all_end(tmp_path: Path) -> None:
+    path = Path(make_model("llama", tmp_path))
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    ids = LLM(path, device="cpu").generate({"prompt_token_ids": [9, 8, 7]}, greedy).token_ids
+    edit(path / "generation_config.json", eos_token_id=[2, ids[3]])
+    llm = LLM(path, device="cpu")
+    result = llm.generate({"prompt_token_ids": [9, 8, 7]}, SamplingParams(temperature=0))
+    assert result.token_ids == ids[: ids.index(ids[3]) + 1]
+    assert result.finish_reason == "stop"
+
+
+def test_rope_that_depends_on_the_batch_runs_up_to_where_it_changes(tmp_path: Path) -> None:
+    path = make_model(
+        "phi3", tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64
+    )
+    llm = LLM(path, device="cpu", dtype="float32")
+    with pytest.raises(PromptTooLongError, match=r"at most 63 .*'longrope' RoPE changes"):
+        llm.generate({"prompt_token_ids": [5] * 64})
+    # Up to the last token before the change it is exact, beside a short request.
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [5, 6] * 26}, {"prompt_token_ids": [9]}]
+    ours = llm.generate(prompts, params)
+    assert len(ours[0].token_ids) == 12
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for prompt, result in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        new = len(result.token_ids)
+        theirs = network.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=-1)
+        assert result.token_ids == theirs[0, ids.shape[1] :].tolist()
