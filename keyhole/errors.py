@@ -54,3 +54,9 @@ class CapacityError(KeyholeError, MemoryError):
 
 class NumericalError(KeyholeError, ArithmeticError):
     """The model gave NaN or infinite logits."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch says so: by its own class on a GPU, by a plain RuntimeError on a CPU."""
+    text = str(error)
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text

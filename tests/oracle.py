@@ -121,11 +121,11 @@ def tokens_of(pages: Sequence[int], page_size: int, length: int) -> list[int]:
     ]
 
 
-#: What one token reads in one layer: per KV head (or one list for all) the pages or tokens of its
-#: choice, and the same in tokens. None: everything.
+#: What one token reads in one layer: for each KV head, or once for all of them, the entries that a
+#: method chose (pages or tokens) and the tokens that they mean. None is everything.
 Choice = tuple[list[list[int]], list[list[int]]] | None
-#: choose(layer, query [Hq, D], keys [Hkv, N, D], scale, token) -> Choice
-Choose = Callable[[int, Array, Array, float, int], Choice]
+#: choose(layer, query [Hq, D], keys [Hkv, N, D], options of `attention`) for the newest of N tokens
+Choose = Callable[[int, Array, Array, dict[str, Any]], Choice]
 
 
 @dataclass
@@ -151,21 +151,23 @@ class SparseModel:
         return logits
 
     def attend(
-        self, layer: int, query: Array, keys: Array, values: Array, options: dict[str, Any]
+        self,
+        layer: int,
+        query: Array,
+        keys: Array,
+        values: Array,
+        window: int | None,
+        options: dict[str, Any],
     ) -> Array:
-        """query [Hq, T, D], keys and values [Hkv, T, ...]; returns [T, Hq, Dv]."""
-        window = options.pop("window")
+        """query [Hq, T, D], keys [Hkv, T, D], values [Hkv, T, Dv]; returns [T, Hq, Dv]."""
         rows = []
         for t in range(query.shape[1]):
-            seen = visible(t + 1, window)
-            read = [seen] * len(keys)
+            read = [visible(t + 1, window)] * len(keys)
             if t >= self.start and window is None:
-                past = keys[:, : t + 1]
-                choice = self.choose(layer, query[:, t], past, options["scale"], t)
+                choice = self.choose(layer, query[:, t], keys[:, : t + 1], options)
                 self.choices[layer, t + 1] = choice
                 if choice is not None:
-                    tokens = choice[1]
-                    read = tokens * len(keys) if len(tokens) == 1 else tokens
+                    read = choice[1] * len(keys) if len(choice[1]) == 1 else choice[1]
             rows.append(attention(query[:, t], keys, values, read, **options)[0])
         return np.stack(rows)
 
@@ -183,10 +185,11 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    options = {"scale": scaling, "softcap": softcap, "window": sliding_window}
-    options["sinks"] = None if s_aux is None else float64(s_aux)
+    sinks = None if s_aux is None else float64(s_aux)
+    options = {"scale": scaling, "softcap": softcap, "sinks": sinks}
     layer: Any = module.layer_idx
-    out = oracle.attend(layer, float64(query[0]), float64(key[0]), float64(value[0]), options)
+    rows = (float64(x[0]) for x in (query, key, value))
+    out = oracle.attend(layer, *rows, window=sliding_window, options=options)
     return torch.from_numpy(out).to(query.dtype)[None], None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.layout import Geometry
-from keyhole.errors import CapacityError
+from keyhole.errors import CapacityError, is_out_of_memory
 
 # Pages of the first allocation; each growth doubles, so a page is moved O(1) times on average.
 _FIRST_PAGES = 64
@@ -146,7 +146,9 @@ class PageCache:
                     self.values[i] = _enlarged(self.values[i], capacity)
                 for name, tensor in self.data[i].items():
                     self.data[i][name] = _enlarged(tensor, capacity)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             need = capacity * self.page_bytes / 2**20
             raise CapacityError(
                 f"the KV cache could not grow to {need:.0f} MiB ({capacity} pages of "

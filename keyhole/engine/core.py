@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence as Tokens
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from keyhole.errors import (
     NumericalError,
     PromptTooLongError,
     RequestError,
+    is_out_of_memory,
 )
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
@@ -30,6 +32,8 @@ from keyhole.policy.base import Policy
 # Share of the free memory that the KV cache may take when no limit is given; the rest is for
 # activations and for the other programs of the machine.
 _SHARE_OF_FREE = 0.8
+
+_MEMINFO = Path("/proc/meminfo")
 
 
 class Engine:
@@ -127,12 +131,21 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan.decodes and not plan.chunks:
             return []
-        wanted, logits, reads = self._runner.run(plan)
+        try:
+            wanted, logits, reads = self._runner.run(plan)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"a step of {len(plan.decodes)} decoding sequences and "
+                f"{sum(count for _, count in plan.chunks)} prompt tokens did not fit in memory; "
+                "lower max_batch, prefill_chunk or memory="
+            ) from error
         for sequence, _ in plan.chunks:
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
         for i, sequence in enumerate(wanted):
-            if sequence.wants_logits:
+            if sequence.keeps_logits(sequence.num_computed):
                 sequence.logits.append(logits[i].float().cpu())
         ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
         if ready:
@@ -218,8 +231,10 @@ def _free_memory(device: torch.device) -> int:
     """Bytes that the KV cache may take of what is free now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+    elif _MEMINFO.is_file():
+        # MemAvailable counts what the kernel would give up, such as cached files; MemFree does not.
+        text = _MEMINFO.read_text()
+        free = 1024 * int(text[text.index("MemAvailable:") :].split()[1])
     else:
-        names = os.sysconf_names
-        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
-        free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return int(_SHARE_OF_FREE * free)

@@ -39,12 +39,12 @@ class Runner:
         tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
         positions = _join(np.arange(start, end) for _, start, end in spans)
         ends = np.cumsum([end - start for _, start, end in spans])
-        for sequence, _, end in spans:
-            sequence.num_computed = end
-        wanted = [i for i, (s, _, _) in enumerate(spans) if s.is_ready or s.wants_logits]
+        wanted = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
         logits = self._model.forward(
             self._send(tokens), self._send(positions), batch, self._send(ends[wanted] - 1)
         )
+        for sequence, _, end in spans:
+            sequence.num_computed = end
         return [spans[i][0] for i in wanted], logits, self._reads(batch)
 
     def _batch(self, plan: Plan, spans: list[tuple[Sequence, int, int]]) -> Batch:

@@ -71,6 +71,8 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            self._cache.release(sequence.pages)  # if an error stopped it while it was let in
+            sequence.pages = []
 
     def remember(self, sequence: Sequence) -> None:
         """Makes the computed full pages of a sequence known to later prompts."""
@@ -111,6 +113,7 @@ class Scheduler:
             return
         known = sequence.tokens[: sequence.prefill_end]
         pages, sequence.exact = self._prefix.match(known, approximate=sequence.reuse_approximate)
+        sequence.pages = pages
         size = self._cache.page_size
         computed = len(pages) * size
         if computed == sequence.prefill_end:
@@ -122,7 +125,7 @@ class Scheduler:
             else:
                 pages[-1] = page
                 computed -= 1
-        sequence.pages, sequence.num_computed = pages, computed
+        sequence.num_computed = computed
         sequence.num_cached = max(sequence.num_cached, min(computed, len(sequence.prompt)))
 
     def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: Plan) -> bool:

@@ -105,11 +105,13 @@ class Sequence:
         """Whether all known tokens are computed, so that the next one can be chosen."""
         return self.num_computed == len(self.tokens)
 
-    @property
-    def wants_logits(self) -> bool:
-        """Whether the logits after the last computed token are to be kept and not yet kept."""
-        place = self.num_computed - len(self.prompt)
-        return self.keep_logits and place == len(self.logits)
+    def wants_logits(self, end: int) -> bool:
+        """Whether the logits after the first `end` tokens are needed, to choose or to keep."""
+        return end == len(self.tokens) or self.keeps_logits(end)
+
+    def keeps_logits(self, end: int) -> bool:
+        """Whether the logits after the first `end` tokens are to be kept and not kept yet."""
+        return self.keep_logits and end - len(self.prompt) == len(self.logits)
 
     @property
     def is_decoding(self) -> bool:

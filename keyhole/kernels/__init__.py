@@ -36,6 +36,9 @@ if TYPE_CHECKING:
         top_indices,
     )
 
+#: Who computes, for people.
+BACKEND = "reference (PyTorch)"
+
 __all__ = [
     "ScoreRequest",
     "Selection",

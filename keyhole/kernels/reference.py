@@ -109,15 +109,15 @@ def _weights(
     key, value = (pages[where] for pages in (key_pages, value_pages))
     if selection is None or selection.unit > 1:
         key, value = key.flatten(2, 3), value.flatten(2, 3)
-    key, value = key.float(), value.float()
+    key, value = key.float(), value.float()  # indexing made copies: they may be changed in place
 
     valid = (position >= 0) & (position < lengths[:, None, None])
     if window is not None:
         valid &= position >= (lengths - window)[:, None, None]
-    value = value.masked_fill(~valid[..., None], 0.0)
+    value.masked_fill_(~valid[..., None], 0.0)
     grouped = _grouped(query.float(), num_kv_heads)
     scores = _cap((grouped @ key.transpose(-1, -2)) * scale, softcap)
-    scores = scores.masked_fill(~valid[:, :, None], float("-inf"))
+    scores.masked_fill_(~valid[:, :, None], float("-inf"))
     return value, _softmax(scores, sinks)
 
 

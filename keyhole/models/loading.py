@@ -11,7 +11,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from keyhole.cache.layout import Geometry
-from keyhole.errors import ConfigError, ModelError, UnknownNameError
+from keyhole.errors import (
+    CapacityError,
+    ConfigError,
+    ModelError,
+    UnknownNameError,
+    is_out_of_memory,
+)
 from keyhole.models import families
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch
@@ -90,8 +96,6 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with their names
         )
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # transformers, safetensors and the file system each have their own
         raise ModelError(f"the weights of {name!r} cannot be loaded: {_line(error)}") from error
     missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
@@ -100,7 +104,16 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
             f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of another "
             f"shape, the first is {missing[0]}"
         )
-    network = network.to(place).eval()
+    try:
+        network = network.to(place).eval()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        need = sum(p.numel() * p.element_size() for p in network.parameters()) / 2**30
+        raise CapacityError(
+            f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
+            "smaller dtype"
+        ) from error
     max_length, reason = families.max_length(config)
     folder = Path(name)
     calibration = folder / CALIBRATION_FILE

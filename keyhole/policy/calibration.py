@@ -53,10 +53,13 @@ class Calibration:
             raise ConfigError(
                 f"{str(path)!r} is not a calibration: it must be an object with {sorted(names)}"
             )
+        lists = ("full_layers", "delta_layers", "recall")
+        for name in lists:
+            if not isinstance(stored[name], list):
+                raise ConfigError(f"{str(path)!r}: {name} {stored[name]!r} must be a list")
         for name in ("full_layers", "delta_layers"):
             if not all(is_count(layer, 0) for layer in stored[name]):
                 raise ConfigError(f"{str(path)!r}: {name} {stored[name]!r} must be layer numbers")
-        lists = ("full_layers", "delta_layers", "recall")
         fields: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in stored.items()}
         return cls(**fields)
 

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole import LLM, Delta, NumericalError, Policy, Quest, SamplingParams, StreamingLLM
+from keyhole import (
+    LLM,
+    CapacityError,
+    Delta,
+    NumericalError,
+    Policy,
+    Quest,
+    SamplingParams,
+    StreamingLLM,
+)
 from keyhole.engine.core import Engine
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -108,3 +117,25 @@ def test_nan_ends_only_the_request_that_has_it(
     assert isinstance(bad.error, NumericalError)
     assert (bad.finish_reason, good.finish_reason, len(good.generated)) == ("error", "length", 60)
     one.check_integrity()
+
+
+@pytest.mark.parametrize("when", ["forward", "growth"])
+def test_running_out_of_memory_says_what_helps_and_loses_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    llm = LLM(checkpoint, device="cpu", page_size=8)
+    wanted = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids
+
+    def fails(*_: object) -> torch.Tensor:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory")
+
+    if when == "forward":
+        monkeypatch.setattr(llm.engine.model, "forward", fails)
+    else:
+        monkeypatch.setattr("keyhole.cache.pages._enlarged", fails)
+    with pytest.raises(CapacityError, match="memory=") as caught:
+        llm.generate([{"prompt_token_ids": [4 + i] * 300} for i in range(3)], PARAMS)
+    assert "MiB" in str(caught.value) or "prompt tokens" in str(caught.value)
+    monkeypatch.undo()
+    llm.engine.check_integrity()
+    assert llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids == wanted
