@@ -63,6 +63,12 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def require_layers(name: str, value: object, right: str = "layer numbers such as (0, 1)") -> None:
+    """Raises ConfigError unless `value` is a tuple or list of layer numbers."""
+    good = isinstance(value, tuple | list) and all(is_count(layer, 0) for layer in value)
+    require(good, name, value, right)
+
+
 def is_number(value: object) -> bool:
     """Whether `value` is a finite number (a bool is not)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -24,10 +24,7 @@ _TABLE = {
 
 def policies() -> dict[str, type[Policy]]:
     """Every policy by name: ours in the order of the table, then those of entry points."""
-    table = dict(_TABLE)
-    for point in entry_points(group="keyhole.policies"):
-        table.setdefault(point.name, point.value)
-    return {name: _load(name, place) for name, place in table.items()}
+    return {name: _load(name, place) for name, place in _places().items()}
 
 
 def make_policy(policy: Policy | str | None, settings: dict[str, Any] | None = None) -> Policy:
@@ -39,19 +36,28 @@ def make_policy(policy: Policy | str | None, settings: dict[str, Any] | None = N
             )
         return policy
     name = "full" if policy is None else policy
-    table = policies()
-    if name not in table:
-        raise UnknownNameError("policy", str(name), table)
-    made = from_settings(table[name], f"policy {name}", settings or {})
+    places = _places()
+    if name not in places:
+        raise UnknownNameError("policy", str(name), places)
+    # Only this one is loaded: a package of others that is broken harms nobody who does not use it.
+    made = from_settings(_load(name, places[name]), f"policy {name}", settings or {})
     assert isinstance(made, Policy)
     return made
+
+
+def _places() -> dict[str, str]:
+    """Where each policy is, "module:Class" by name; ours cannot be replaced."""
+    places = dict(_TABLE)
+    for point in entry_points(group="keyhole.policies"):
+        places.setdefault(point.name, point.value)
+    return places
 
 
 def _load(name: str, place: str) -> type[Policy]:
     module, _, attribute = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a module of others may fail in its own manner while it is loaded
         raise ConfigError(f"policy {name!r} cannot be loaded from {place!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(f"policy {name!r}: {place!r} is not a subclass of keyhole.Policy")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, require, require_layers, setting
 from keyhole.errors import ConfigError
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policy.calibration import Calibration
@@ -76,11 +76,11 @@ class Delta(Policy):
             delta = (
                 default_delta_layers(geometry) if self.delta_layers is None else self.delta_layers
             )
+        require_layers("full_layers", full)
+        require_layers("delta_layers", delta)
         usable = geometry.full_attention
         for layer in delta:
             require(layer in usable, "delta_layers", delta, f"full-attention layers of {usable}")
-        for layer in full:
-            require(is_count(layer, 0), "full_layers", full, "layer numbers >= 0")
         return tuple(sorted(set(full))), tuple(sorted(set(delta)))
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, require, require_layers, setting
 from keyhole.policy.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class Quest(Policy):
         size = geometry.page_size
         right = f"at least one page of {size} tokens"
         require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
-        for layer in self.full_layers:
-            require(is_count(layer, 0), "full_layers", self.full_layers, "layer numbers >= 0")
+        require_layers("full_layers", self.full_layers)
         return self
 
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:

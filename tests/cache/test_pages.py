@@ -113,6 +113,36 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_helps(
     cache.check_integrity([first, second, third])
 
 
+def test_a_shared_page_is_copied_before_it_is_written() -> None:
+    cache = make_cache(PLAIN, LATENT)
+    pages = cache.allocate(1)
+    assert pages is not None
+    page = pages[0]
+    assert cache.writable(page) == page
+    tensors = [*cache.keys, *cache.values, *(t for data in cache.data for t in data.values())]
+    for number, tensor in enumerate(tensors):
+        tensor[page] = number
+    cache.share(pages)
+    copy = cache.writable(page)
+    assert copy is not None
+    assert copy != page
+    assert [cache.references(page), cache.references(copy)] == [1, 1]
+    for tensor in tensors:
+        assert torch.equal(tensor[copy], tensor[page])
+    for tensor in tensors:
+        tensor[copy] = -1.0
+        assert (tensor[page] >= 0).all()
+
+
+def test_no_page_is_left_for_a_copy() -> None:
+    cache = make_cache(most=1)
+    pages = cache.allocate(1)
+    assert pages is not None
+    cache.share(pages)
+    assert cache.writable(pages[0]) is None
+    assert cache.references(pages[0]) == 2
+
+
 def test_a_page_that_is_free_can_neither_be_shared_nor_released() -> None:
     cache = make_cache()
     pages = cache.allocate(1)

@@ -50,8 +50,7 @@ def test_the_same_tokens_after_another_past_do_not_match(
     assert index.match([*A, *A]) == (first[:1], True)
 
 
-def test_page_ends_count_not_only_the_tokens(cache: PageCache, index: PrefixIndex) -> None:
-    """Tokens of any size: 258 is not the two bytes 2 and 1."""
+def test_large_token_ids_are_not_cut(cache: PageCache, index: PrefixIndex) -> None:
     index.insert([258, 0, 0, 0], pages_of(cache, 1), 4)
     assert index.match([2, 1, 0, 0]) == ([], True)
     assert index.match([2, 0, 0, 0]) == ([], True)
@@ -85,6 +84,14 @@ def test_an_approximate_page_never_takes_the_place_of_an_exact_one(
     assert index.match([*A, *B]) == (exact, True)
     assert index.match([*A, *B], approximate=True) == (exact, True)
     assert [cache.references(page) for page in rough] == [1, 1]
+
+
+def test_of_two_approximate_pages_the_first_stays(cache: PageCache, index: PrefixIndex) -> None:
+    first, second = pages_of(cache, 1), pages_of(cache, 1)
+    index.insert(A, first, 0)
+    index.insert(A, second, 3)
+    assert index.match(A, approximate=True) == (first, False)
+    assert cache.references(second[0]) == 1
 
 
 def test_the_least_recently_used_goes_first_and_ends_go_before_starts(

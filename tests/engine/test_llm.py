@@ -244,6 +244,9 @@ def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(checkpoint
         ({"policy": Delta(token_budget=4)}, "token_budget 4"),
         ({"policy": Delta(token_budget=32, recent_pages=9)}, "recent_pages 9"),
         ({"policy": Delta(token_budget=32, delta_layers=(9,))}, "delta_layers"),
+        ({"policy": Delta(token_budget=32, delta_layers=3)}, "delta_layers 3"),
+        ({"policy": Quest(token_budget=32, full_layers=3)}, "full_layers 3"),
+        ({"policy": Quest(token_budget=32, full_layers=(-1,))}, "full_layers"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(checkpoint: Path, settings: dict, message: str) -> None:

@@ -57,6 +57,12 @@ def lengths_around(page_size: int) -> st.SearchStrategy[int]:
     return st.sampled_from(edges)
 
 
+def _windows(page_size: int) -> st.SearchStrategy[int | None]:
+    """None, and windows that start at the end and at the beginning of a page."""
+    around = {page_size + i for i in (-1, 0, 1, 2)}
+    return st.sampled_from([None, *sorted({1, 2} | around), 1000])
+
+
 @st.composite
 def paged(draw: st.DrawFn, *, windows: bool = True, max_batch: int = 3) -> Paged:
     size = draw(st.sampled_from(PAGE_SIZES))
@@ -97,7 +103,7 @@ def paged(draw: st.DrawFn, *, windows: bool = True, max_batch: int = 3) -> Paged
         scale=draw(st.sampled_from((dim**-0.5, 0.5))),
         softcap=draw(st.sampled_from((None, 5.0))),
         sinks=torch.randn(heads * group, generator=random).to(dtype) if with_sinks else None,
-        window=draw(st.sampled_from((None, 1, size - 1, size + 1, 1000))) if windows else None,
+        window=draw(_windows(size)) if windows else None,
     )
 
 

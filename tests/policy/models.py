@@ -1,0 +1,28 @@
+"""Tiny models with their twins in plain transformers, for comparing whole runs with the oracle."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from keyhole.models.loading import Model, load
+from tests.checkpoints import make_config, make_model, make_network
+
+VOCAB = 64
+
+
+def twins(kind: str, folder: Path, *, dtype: str = "float32", **fields: Any) -> tuple[Model, Any]:
+    """A model of 8 layers for keyhole and the same weights as transformers has them."""
+    fields = {"num_hidden_layers": 8, "vocab_size": VOCAB} | fields
+    model = load(make_model(kind, folder, **fields), "cpu", dtype)
+    return model, make_network(make_config(kind, **fields))
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    """Token ids, none of them special."""
+    return random.Random(1000 * seed + count).choices(range(3, VOCAB), k=count)
+
+
+#: One token, one more than a page, prompts of several chunks; 13 or more apart.
+PROMPTS = [prompt(1), prompt(17), prompt(32), prompt(51)]
