@@ -1,0 +1,56 @@
+"""Snapshots of a run, written beside the old one and renamed, so that one is always whole."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.models.tiny.optimizers import Optimizers
+from keyhole.models.tiny.schedule import Schedule
+
+FILE = "training.pt"
+
+
+def save(
+    folder: Path,
+    weights: dict[str, Tensor],
+    optimizers: Optimizers,
+    *,
+    step: int,
+    tokens: int,
+    seed: int,
+    schedule: Schedule,
+) -> None:
+    """Write everything that the next step depends on."""
+    new = folder / f"{FILE}.new"
+    torch.save(
+        {
+            "weights": {name: weight.detach() for name, weight in weights.items()},
+            "optimizers": optimizers.state(),
+            "step": step,
+            "tokens": tokens,
+            "seed": seed,
+            "schedule": asdict(schedule),
+        },
+        new,
+    )
+    new.replace(folder / FILE)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read what `save` wrote, onto the CPU."""
+    state: dict[str, Any] = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+    return state
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the parameters only."""
+    weights: dict[str, Tensor] = load(folder)["weights"]
+    return weights
+
+
+def num_layers(weights: dict[str, Tensor]) -> int:
+    """Count the layers that parameters belong to."""
+    return sum(name.endswith("input_layernorm.weight") for name in weights)

@@ -1,0 +1,27 @@
+"""The model that lies in the package, as it is shipped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
+
+import keyhole.models.tiny
+from keyhole.models.tiny.examination import exactly_right
+from keyhole.models.tiny.tasks import make
+from keyhole.models.tiny.vocabulary import WORD_IDS
+
+FOLDER = Path(keyhole.models.tiny.__file__).with_name("checkpoint")
+
+
+def test_its_tokenizer_has_the_words_of_the_tasks():
+    assert AutoTokenizer.from_pretrained(FOLDER).get_vocab() == WORD_IDS
+
+
+@pytest.mark.parametrize("task", ["recall", "multiquery", "vartrack", "docs1", "majority"])
+def test_it_answers_from_its_context(task):
+    weights = load_file(FOLDER / "model.safetensors")
+    items = [make(task, 256, seed) for seed in range(8)]
+    right = exactly_right(weights, AutoConfig.from_pretrained(FOLDER), items, torch.float32)
+    assert sum(right) >= 7

@@ -1,0 +1,37 @@
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from keyhole.models.tiny import snapshot
+from keyhole.models.tiny.examination import batch_of_items
+from keyhole.models.tiny.export import export
+from keyhole.models.tiny.initial import initial_weights
+from keyhole.models.tiny.network import supervised_logits
+from keyhole.models.tiny.optimizers import Optimizers
+from keyhole.models.tiny.schedule import planned
+from keyhole.models.tiny.shape import llama_config
+from keyhole.models.tiny.tasks import make
+from keyhole.models.tiny.vocabulary import EOS, WORD_IDS
+
+
+def test_the_exported_folder_is_a_standard_model_with_the_same_logits(tmp_path):
+    config = llama_config(num_layers=3)
+    weights = {k: v.requires_grad_() for k, v in initial_weights(config, seed=0).items()}
+    optimizers = Optimizers(weights)
+    snapshot.save(tmp_path, weights, optimizers, step=0, tokens=0, seed=0, schedule=planned(1))
+    out = tmp_path / "model"
+    export(tmp_path, out)
+    export(tmp_path, out)  # replaces the first
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
+    assert sum(path.stat().st_size for path in out.iterdir()) < 30e6
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert model.generation_config.eos_token_id == WORD_IDS[EOS] == tokenizer.eos_token_id
+    item = make("recall", 128, 0)
+    batch = batch_of_items([item])
+    ids = tokenizer(f"{item.prompt} {item.answer} {EOS}", return_tensors="pt").input_ids
+    assert torch.equal(ids, batch.tokens)
+    with torch.no_grad():
+        expected = supervised_logits(weights, batch, config, torch.float32)
+        found = model(ids).logits[0, batch.supervised]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
