@@ -6,6 +6,9 @@ what is selected. Pages may hold anything (NaN too) where no token was written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +17,12 @@ from keyhole.kernels.selection import ScoreRequest, Selection
 
 # The explicit path of `prefill` holds at most this many scores at once (256 MiB in float32).
 _MAX_SCORES = 1 << 26
+
+# Numbers of keys or values gathered at once. On a CPU small buffers stay in the caches: at 32k
+# tokens this is seven times as fast as gathering all (benchmarks/LOG.md). A GPU wants few and large
+# steps.
+_GATHERED = {"cpu": 1 << 19}
+_GATHERED_ELSEWHERE = 1 << 26
 
 
 def append(
@@ -58,10 +67,9 @@ def attend(
     """
     if selection is None and window is not None:
         selection = _window_pages(lengths, window, key_pages.shape[2], page_table.shape[1])
-    value, weights = _weights(
-        query, key_pages, value_pages, page_table, lengths, selection, scale, window, softcap, sinks
-    )
-    return (weights @ value).flatten(1, 2).to(query.dtype)
+    reads = _reads(key_pages, page_table, lengths, selection, window)
+    weights = _weights(query, key_pages, reads, scale, softcap, sinks)
+    return _mix(weights, value_pages, reads).to(query.dtype)
 
 
 def attend_and_score(
@@ -80,45 +88,82 @@ def attend_and_score(
 
     n = M * page_size / unit; entries past the sequence are 0.
     """
-    value, weights = _weights(
-        query, key_pages, value_pages, page_table, lengths, None, scale, None, softcap, sinks
-    )
+    reads = _reads(key_pages, page_table, lengths, None, None)
+    weights = _weights(query, key_pages, reads, scale, softcap, sinks)
     scores = []
     for request in requests:
         tokens = weights.flatten(1, 2)
         tokens = tokens.amax(1) if request.reduce == "max" else tokens.sum(1)
         scores.append(tokens.unflatten(1, (-1, request.unit)).sum(2)[:, None])
-    return (weights @ value).flatten(1, 2).to(query.dtype), tuple(scores)
+    return _mix(weights, value_pages, reads).to(query.dtype), tuple(scores)
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What a decode step reads, as indices into pages.
+
+    where: the index of n entries (pages or tokens) per sequence and KV head. size: tokens of an
+    entry. valid: bool [B, Hkv or 1, n * size], False where there is no token or it is not seen.
+    """
+
+    where: tuple[Tensor, ...]
+    size: int
+    valid: Tensor
+
+    def blocks(self, pages: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Parts of the keys or values, float32 [B, Hkv, m, D], and the tokens that they are."""
+        entries = self.valid.shape[-1] // self.size
+        numbers = self.valid.shape[0] * pages.shape[1] * self.size * pages.shape[-1]
+        step = max(1, _GATHERED.get(pages.device.type, _GATHERED_ELSEWHERE) // numbers)
+        for start in range(0, entries, step):
+            end = min(start + step, entries)
+            index = tuple(i[..., start:end] if i.shape[-1] == entries else i for i in self.where)
+            part = pages[index]
+            part = part.flatten(2, 3) if self.size > 1 else part
+            yield part.float(), slice(start * self.size, end * self.size)
+
+
+def _reads(
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    selection: Selection | None,
+    window: int | None,
+) -> _Reads:
+    position, where = _places(page_table, selection, key_pages.shape[1], key_pages.shape[2])
+    valid = (position >= 0) & (position < lengths[:, None, None])
+    if window is not None:
+        valid &= position >= (lengths - window)[:, None, None]
+    size = key_pages.shape[2] if selection is None else selection.unit
+    return _Reads(where, size, valid.expand(len(lengths), -1, -1))
 
 
 def _weights(
     query: Tensor,
     key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    selection: Selection | None,
+    reads: _Reads,
     scale: float,
-    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Values that are read, float32 [B, Hkv, n, Dv], and weights float32 [B, Hkv, G, n]."""
-    num_kv_heads = key_pages.shape[1]
-    position, where = _places(page_table, selection, num_kv_heads, key_pages.shape[2])
-    key, value = (pages[where] for pages in (key_pages, value_pages))
-    if selection is None or selection.unit > 1:
-        key, value = key.flatten(2, 3), value.flatten(2, 3)
-    key, value = key.float(), value.float()  # indexing made copies: they may be changed in place
+) -> Tensor:
+    """Attention weights, float32 [B, Hkv, G, n]."""
+    grouped = _grouped(query.float(), key_pages.shape[1])
+    scores = grouped.new_empty(*grouped.shape[:3], reads.valid.shape[-1])
+    for key, tokens in reads.blocks(key_pages):
+        scores[..., tokens] = grouped @ key.transpose(-1, -2)
+    scores = _cap(scores.mul_(scale), softcap)
+    scores.masked_fill_(~reads.valid[:, :, None], float("-inf"))
+    return _softmax(scores, sinks)
 
-    valid = (position >= 0) & (position < lengths[:, None, None])
-    if window is not None:
-        valid &= position >= (lengths - window)[:, None, None]
-    value.masked_fill_(~valid[..., None], 0.0)
-    grouped = _grouped(query.float(), num_kv_heads)
-    scores = _cap((grouped @ key.transpose(-1, -2)) * scale, softcap)
-    scores.masked_fill_(~valid[:, :, None], float("-inf"))
-    return value, _softmax(scores, sinks)
+
+def _mix(weights: Tensor, value_pages: Tensor, reads: _Reads) -> Tensor:
+    """Values under weights [B, Hkv, G, n], float32 [B, Hq, Dv]."""
+    out = weights.new_zeros(*weights.shape[:3], value_pages.shape[-1])
+    for value, tokens in reads.blocks(value_pages):
+        # What was gathered is a copy. Where no token was written it may hold NaN.
+        value.masked_fill_(~reads.valid[..., tokens, None], 0.0)
+        out += weights[..., tokens] @ value
+    return out.flatten(1, 2)
 
 
 def _places(
