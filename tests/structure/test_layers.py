@@ -19,8 +19,9 @@ LAYERS = (
     {"models"},
     {"engine"},
     {"server", "integrations", "bench", "evaluate", "hf"},
-    {"cli"},
-    {"__init__", "__main__"},
+    {"__init__"},
+    {"cli"},  # a user of the public interface
+    {"__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

@@ -1,0 +1,74 @@
+"""The command line: one module per command, each with `add_arguments` and `run`.
+
+Modules import what is heavy when a command runs, so that `--help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import keyhole
+from keyhole.cli.parser import Parser, check_leftover, usage
+from keyhole.errors import KeyholeError, UnknownNameError
+
+#: Name and one line of help, in the order of `keyhole --help`; each is a module here.
+COMMANDS = {
+    "demo": "two long tasks under four methods with one budget, and a picture",
+    "generate": "continue a prompt",
+    "chat": "talk with a model",
+    "calibrate": "measure where DELTA's layers belong in a model",
+    "verify": "compare the engine with transformers on a model",
+}
+
+
+def build_parser() -> Parser:
+    """The parser of `keyhole` with all its commands."""
+    parser = Parser(prog="keyhole", description=_first_line(keyhole.__doc__))
+    parser.add_argument("--version", action="version", version=f"keyhole {keyhole.__version__}")
+    commands = parser.add_subparsers(
+        dest="command", title="commands", metavar="COMMAND", required=True
+    )
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"keyhole.cli.{name}")
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(command)
+        command.add_argument("--debug", action="store_true", help="show where an error came from")
+        command.set_defaults(run=module.run)
+        command.usage = usage(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status: 0, 1 (a check failed), 2 (an error), 130 (Ctrl-C).
+
+    Errors meant for a user are one line on stderr, with a traceback only after `--debug`.
+    """
+    # Spinning OpenMP threads starve each other on a busy machine; torch is not imported yet.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+            raise UnknownNameError("command", given[0], COMMANDS)
+        parser = build_parser()
+        arguments, leftover = parser.parse_known_args(given)
+        check_leftover(parser, arguments.command, leftover)
+        return int(arguments.run(arguments))
+    except KeyholeError as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `keyhole generate | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _first_line(docstring: str | None) -> str:
+    return (docstring or "").split("\n", 1)[0]

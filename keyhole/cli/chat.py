@@ -1,0 +1,81 @@
+"""A conversation: every line is a message, and the keys and values stay between the turns.
+
+/reset forgets the conversation, /quit (or the end of the input) ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from keyhole.cli import flags, show
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from keyhole.engine.llm import LLM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole chat`."""
+    flags.add_model(parser)
+    flags.add_policy(parser)
+    flags.add_settings(parser, SamplingParams, "choice of tokens")
+    flags.add_settings(parser, EngineConfig, "engine")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Reads messages until the end of the input."""
+    params = flags.sampling_of(arguments)
+    llm = flags.make_llm(arguments)
+    if llm.tokenizer is None or not llm.tokenizer.chat_template:
+        raise ConfigError(f"model {llm.engine.model.name!r} has no chat template; use generate")
+    about = f"{llm.engine.model.name}, {show.sentence(llm.policy)}; /reset forgets, /quit ends"
+    print(about, file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    for line in _lines():
+        if line == "/quit":
+            break
+        if line == "/reset":
+            messages.clear()
+            print("forgotten", file=sys.stderr)
+        elif line.startswith("/"):
+            print(f"error: unknown command {line!r}; there are /reset and /quit", file=sys.stderr)
+        elif line:
+            _turn(llm, messages, line, params)
+    return 0
+
+
+def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> None:
+    """One message and its answer; a message that cannot be served leaves no trace."""
+    messages.append({"role": "user", "content": line})
+    try:
+        for piece in llm.stream_chat(messages, params, reuse_generated=True):
+            print(piece.text, end="", flush=True)
+            if piece.result is not None:
+                messages.append({"role": "assistant", "content": piece.result.text})
+                stats = piece.result.stats
+        print()
+    except RequestError as error:
+        del messages[-1]
+        print(f"error: {error}; /reset starts anew", file=sys.stderr)
+        return
+    kept = f"{stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens kept"
+    print(f"{show.closing_line(stats)} | {kept}", file=sys.stderr)
+
+
+def _lines() -> Iterator[str]:
+    """Stripped lines of stdin, with a prompt where someone types."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin)
+        return
+    import readline  # noqa: F401  (gives `input` its history)
+
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            print()
+            return

@@ -1,0 +1,63 @@
+"""Continues a prompt and streams the text; the counters follow on stderr.
+
+The prompt is an argument, a file (--file), or what comes on stdin ("-", or nothing and a pipe).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from keyhole.cli import flags, show
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole generate`."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help='text, or "-" for stdin')
+    parser.add_argument("--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object when done")
+    flags.add_model(parser)
+    flags.add_policy(parser)
+    flags.add_settings(parser, SamplingParams, "choice of tokens")
+    flags.add_settings(parser, EngineConfig, "engine")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Streams the text, or prints one JSON object."""
+    prompt, params = _prompt(arguments), flags.sampling_of(arguments)
+    llm = flags.make_llm(arguments)
+    result: Any = None
+    for piece in llm.stream(prompt, params):
+        if not arguments.json:
+            print(piece.text, end="", flush=True)
+        result = piece.result
+    if arguments.json:
+        settings = {"model": llm.engine.model.name, "policy": show.describe(llm.policy)}
+        print(show.to_json(vars(result) | settings))
+    else:
+        print()
+        print(show.closing_line(result.stats), file=sys.stderr)
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.file is not None:
+        if arguments.prompt is not None:
+            raise ConfigError("give either a prompt or --file, not both")
+        return _contents(arguments.file)
+    if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
+        return sys.stdin.read()
+    if arguments.prompt is None:
+        raise ConfigError("no prompt; give one as an argument, with --file, or on stdin")
+    return str(arguments.prompt)
+
+
+def _contents(name: str) -> str:
+    try:
+        return Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--file {name!r} cannot be read: {error}") from error

@@ -1,0 +1,89 @@
+"""What a user did wrong is one line and exit status 2; nothing is loaded before it is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keyhole import cli
+from tests.cli.conftest import Run
+
+MISTAKES = [
+    ("generat x", "unknown command 'generat'; did you mean 'generate'?"),
+    ("generate x --polcy delta", "'--polcy'; did you mean '--policy'?"),
+    ("generate x --policy detla", "unknown policy 'detla'; did you mean 'delta'?"),
+    ("generate x --policy streaming_llm --full-layers 0", "'full_layers'"),
+    ("generate x --policy delta --sink-size 4", "unknown setting of policy delta 'sink_size'"),
+    ("generate x --policy delta --token-budget much", "--token-budget 'much' must be a whole"),
+    ("generate x --policy delta --delta-layers a,b", "--delta-layers 'a,b' must be numbers"),
+    ("generate x --temperature -1", "temperature -1.0 must be at least 0"),
+    ("generate x --memory plenty", "memory 'plenty' is not a size"),
+    ("generate x --prefix-cache", "'--prefix-cache'; did you mean '--no-prefix-cache'?"),
+    ("generate x y", "unexpected argument 'y'"),
+    ("generate x --file y", "give either a prompt or --file"),
+    ("generate --file nowhere.txt", "--file 'nowhere.txt' cannot be read"),
+    ("generate x --model nowhere", "unknown model 'nowhere'"),
+    ("calibrate nowhere", "give --data FILE"),
+    ("calibrate nowhere --data missing.jsonl", "--data 'missing.jsonl' cannot be read"),
+    ("calibrate --method best", "argument --method: invalid choice: 'best'"),
+    ("verify nowhere", "unknown model 'nowhere'"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES)
+def test_a_mistake_is_one_line(line: str, message: str, run: Run) -> None:
+    ran = run(*line.split())
+    assert ran.status == 2
+    assert ran.out == ""
+    assert message in ran.err
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1
+
+
+def test_a_nearly_right_model_is_offered(path: str, run: Run) -> None:
+    ran = run("generate", "x", "--model", path.removesuffix("-0") + "-1")
+    assert "did you mean 'llama-0'?" in ran.err
+
+
+def test_debug_shows_where_an_error_came_from(run: Run) -> None:
+    ran = run("generate", "x", "--policy", "detla", "--debug")
+    assert ran.status == 2
+    assert "Traceback" in ran.err
+    assert ran.err.splitlines()[-1].startswith("error: unknown policy")
+
+
+def test_no_command_is_an_error(run: Run) -> None:
+    ran = run()
+    assert ran.status == 2
+    assert "COMMAND" in ran.err
+
+
+@pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt, 130), (BrokenPipeError, 0)])
+def test_an_interrupt_and_a_closed_pipe_end_quietly(
+    raised: type[BaseException],
+    status: int,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("keyhole.cli.flags.make_llm", interrupted)
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
+    monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
+    ran = run("generate", "x")
+    assert ran.status == status
+    assert ran.err.strip() == ""
+
+
+def test_an_error_that_is_not_the_users_is_not_hidden(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("keyhole.cli.flags.make_llm", broken)
+    with pytest.raises(ZeroDivisionError):
+        run("generate", "x")

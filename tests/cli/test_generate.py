@@ -1,0 +1,59 @@
+"""`keyhole generate`: text on stdout, counters on stderr, or one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from keyhole import LLM, Delta, Result, SamplingParams, Stats
+from tests.cli.conftest import Run
+
+PROMPT = "The quick brown fox jumps over the lazy dog, again and again and again."
+OPTIONS = ("--max-tokens", "8", "--ignore-eos", "--device", "cpu")
+
+
+def expected(path: str) -> str:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    return LLM(path, device="cpu").generate(PROMPT, params).text
+
+
+def test_text_goes_to_stdout_and_one_line_of_counters_to_stderr(path: str, run: Run) -> None:
+    ran = run("generate", PROMPT, "--model", path, *OPTIONS)
+    assert ran.status == 0
+    assert ran.out == expected(path) + "\n"
+    assert ran.err.count("\n") == 1
+    for part in ("8 tokens |", "tokens/s", "100.0 % of keys read", "KiB read per token", "first"):
+        assert part in ran.err
+
+
+def test_a_prompt_comes_from_an_argument_a_file_or_a_pipe(
+    path: str, run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    text = expected(path) + "\n"
+    assert run("generate", "--file", str(file), "--model", path, *OPTIONS).out == text
+    assert run("generate", "--model", path, *OPTIONS, stdin=PROMPT).out == text
+    assert run("generate", "-", "--model", path, *OPTIONS, stdin=PROMPT).out == text
+
+
+def test_json_is_one_object_with_python_names(path: str, run: Run) -> None:
+    layers = ("--full-layers", "0", "--delta-layers", "1", "--token-budget", "32")
+    ran = run("generate", PROMPT, "--model", path, *OPTIONS, "--policy", "delta", *layers, "--json")
+    assert ran.status == 0
+    assert ran.err == ""
+    found = json.loads(ran.out)
+    assert set(found) == {f.name for f in dataclasses.fields(Result)} | {"model", "policy"}
+    assert set(found["stats"]) == {f.name for f in dataclasses.fields(Stats)}
+    assert set(found["policy"]) == {f.name for f in dataclasses.fields(Delta)} | {"name"}
+    assert found["policy"]["delta_layers"] == [1]
+    assert found["policy"]["recent_pages"] == 1
+    assert found["stats"]["generated_tokens"] == len(found["token_ids"]) == 8
+    assert 0 < found["stats"]["attended_fraction"] < 1
+
+
+def test_an_empty_prompt_is_refused(path: str, run: Run) -> None:
+    ran = run("generate", "--model", path, stdin=" \n")
+    assert ran.status == 2
+    assert ran.err == "error: the prompt is empty; give at least one word\n"
