@@ -64,8 +64,9 @@ _PAGE_SIZE = 16
 _KEY_SCALE = 3.0
 # Tokens after the prompt whose logits are compared.
 _COMPARED = 3
-# Relative error (2-norm) that different orders of rounding explain.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Relative error (2-norm) that rounding explains: in bfloat16, 16 layers of peaked attention gave
+# 0.04 (LOG.md). Unrelated logits differ by about 1.4.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 # The first step ends the prompt, the others bring every system to its pace.
 _WARM_UP = 3
 
@@ -272,7 +273,7 @@ def measure_context(
 def compare(
     peer: Peer, dense: Ours, prompts: list[list[int]], given: list[int], tolerance: float
 ) -> float:
-    """The relative error of full attention against the peer; raises DisagreementError if too large."""
+    """Relative error of full attention against the peer; DisagreementError if it is too large."""
     expected, got = peer.logits(prompts, given), dense.logits(prompts, given)
     error = float((got - expected).norm(dim=-1).div(expected.norm(dim=-1)).max())
     if not error <= tolerance:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ def header(benchmark: str, device: torch.device, note: str) -> dict[str, Any]:
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "commit": commit(),
         "note": note,
         "machine": machine(device),

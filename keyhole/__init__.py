@@ -87,7 +87,7 @@ __all__ = [
 
 def tiny() -> str:
     """Folder of the bundled model: a small Llama that really uses its long context, offline."""
-    return str(Path(__file__).parent / "models" / "tiny" / "checkpoint")
+    return str(Path(__file__).parent / "models" / "tiny" / "keyhole-tiny")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Turn a training snapshot into a standard Llama folder that any loader understands.
 
-python -m keyhole.models.tiny.export --run runs/tiny --out keyhole/models/tiny/checkpoint
+python -m keyhole.models.tiny.export --run runs/tiny --out keyhole/models/tiny/keyhole-tiny
 """
 
 import argparse

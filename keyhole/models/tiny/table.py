@@ -24,7 +24,7 @@ from keyhole.models.tiny.vocabulary import BOS, EOS, WORD_IDS
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 RESULTS = "results.json"
-_DEFAULT = Path(__file__).parent / "checkpoint"
+_DEFAULT = Path(__file__).parent / "keyhole-tiny"
 _ALONE = ("recall", "multikey", "walk", "derive")
 """Tasks with a context of their own."""
 _LONGEST_WALK = 2048

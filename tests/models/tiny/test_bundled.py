@@ -12,7 +12,7 @@ from keyhole.models.tiny.examination import exactly_right
 from keyhole.models.tiny.tasks import make
 from keyhole.models.tiny.vocabulary import WORD_IDS
 
-FOLDER = Path(keyhole.models.tiny.__file__).with_name("checkpoint")
+FOLDER = Path(keyhole.models.tiny.__file__).with_name("keyhole-tiny")
 
 
 def test_its_tokenizer_has_the_words_of_the_tasks():

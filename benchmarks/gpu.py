@@ -1,0 +1,217 @@
+"""What needs a CUDA device: `make gpu`, or one part of it with `make gpu PART=2`.
+
+    1  the tests marked `gpu`: the engine on the device equals transformers, and itself on the CPU
+    2  the decode benchmark on the device
+    3  trains the bundled model there, goes on where it was left, and exports it
+
+It runs in a bare copy of the tree, with nothing installed beside torch, transformers, safetensors,
+numpy and pytest, and without a network. Every part is a process with a time limit. Results go to
+the folder in the environment variable OUT, or to `benchmarks/results/` and `runs/tiny-gpu/`; an
+earlier training state in `runs/tiny-gpu/` is taken up again. Without a CUDA device it imports,
+parses and collects what a device would run, prints it, and ends well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import unittest.mock
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+# Before torch is loaded: waiting threads must not spin on a core that others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+STATE = ROOT / "runs/tiny-gpu"
+
+# All parts together stay below ten minutes.
+_BUDGET_S = 570.0
+# What the training process needs beside training: to start, to save, and for the export.
+_AROUND_TRAINING_S = 75.0
+# Larger files are stored in pieces, which are easier to carry from one machine to another.
+_PIECE_BYTES = 12 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A number, what it is, its share of the time, its commands, and what they need around them."""
+
+    number: int
+    title: str
+    limit_s: float
+    commands: list[list[str]]
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], None] = lambda: None
+
+
+def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
+    """All parts; results go below `out`, the training runs in `work`."""
+    results = out or ROOT / "benchmarks/results"
+    state = out / "tiny" if out else STATE
+    python = [sys.executable, "-m"]
+    # -W default: the versions there are not the pinned ones, and may warn.
+    tests = [*python, "pytest", "tests/gpu", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    decode = [*python, "benchmarks.decode", "--device", "cuda", "--repeat", "21"]
+    decode += ["--output", str(results / "decode.jsonl")]
+    train = [*python, "keyhole.models.tiny.train", "--device", "cuda", "--out", str(work)]
+    train += ["--batch-scale", "8", "--workers", "8"]
+    train += ["--minutes", f"{max(0.1, (limit_s - _AROUND_TRAINING_S) / 60):.2f}"]
+    if pieces(STATE / "training.pt"):
+        train.append("--resume")
+    export = [*python, "keyhole.models.tiny.export", "--run", str(work)]
+    export += ["--out", str(work / "checkpoint")]
+    return [
+        Part(number=1, title="device tests", limit_s=150, commands=[tests]),
+        Part(number=2, title="decode benchmark", limit_s=150, commands=[decode]),
+        Part(
+            number=3,
+            title="training of the bundled model",
+            limit_s=540,
+            commands=[train, export],
+            before=lambda: restore(STATE, work),
+            after=lambda: keep(work, state),
+        ),
+    ]
+
+
+def run(part: Part, limit_s: float) -> bool:
+    """Runs the commands one after the other within the limit; whether all went well."""
+    print(f"== part {part.number}: {part.title}, at most {limit_s:.0f} s", flush=True)
+    begin, good = time.monotonic(), True
+    part.before()
+    for command in part.commands:
+        print("$", *command, flush=True)
+        left = limit_s - (time.monotonic() - begin)
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment(), timeout=max(1.0, left))
+            good = good and done.returncode == 0
+        except subprocess.TimeoutExpired:
+            print(f"stopped after {limit_s:.0f} s", flush=True)
+            good = False
+    part.after()
+    spent = time.monotonic() - begin
+    print(f"== part {part.number}: {'good' if good else 'FAILED'} in {spent:.0f} s", flush=True)
+    return good
+
+
+def environment() -> dict[str, str]:
+    """Ours, with this tree on the path, quiet threads and no network."""
+    ours = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    return os.environ | ours | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def dry_run(chosen: list[Part]) -> bool:
+    """Everything that can be checked without a device: imports, arguments, the tests' names."""
+    print("no CUDA device here: a dry run")
+    good = True
+    for part in chosen:
+        print(f"== part {part.number}: {part.title}, at most {part.limit_s:.0f} s")
+        for command in part.commands:
+            print("$", *command)
+            good = _is_understood(*command[2:]) and good
+    print("a device would run this" if good else "a device could not run this")
+    return good
+
+
+def _is_understood(module: str, *arguments: str) -> bool:
+    """Whether `python -m module` takes these arguments; it is run in this process, up to there."""
+    patch, printed, code = unittest.mock.patch.object, io.StringIO(), None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(ROOT))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(patch(sys, "path", [str(ROOT), *sys.path]))
+        if module == "pytest":
+            arguments += ("--collect-only",)
+        else:
+            stack.enter_context(patch(argparse.ArgumentParser, "parse_args", _parse_and_end))
+        stack.enter_context(patch(sys, "argv", [module, *arguments]))
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+    if code != 0:
+        print(printed.getvalue())
+    elif module == "pytest":
+        print(printed.getvalue().strip().splitlines()[-1])
+    return code == 0
+
+
+def _parse_and_end(parser: argparse.ArgumentParser) -> NoReturn:
+    _, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"unknown arguments: {unknown}")
+    sys.exit(0)
+
+
+def pieces(path: Path) -> list[Path]:
+    """The pieces that a file was stored in, in order."""
+    return sorted(path.parent.glob(f"{path.name}.[0-9][0-9]"))
+
+
+def restore(state: Path, work: Path) -> None:
+    """Puts a stored training state together in `work`, if there is one."""
+    stored = pieces(state / "training.pt")
+    if stored:
+        (work / "training.pt").write_bytes(b"".join(piece.read_bytes() for piece in stored))
+    if (state / "log.jsonl").is_file():
+        shutil.copy(state / "log.jsonl", work)
+
+
+def keep(work: Path, state: Path) -> None:
+    """Stores state, log and exported model of `work`, and prints the last examination."""
+    state.mkdir(parents=True, exist_ok=True)
+    if (work / "training.pt").is_file():
+        for piece in pieces(state / "training.pt"):
+            piece.unlink()
+        content = (work / "training.pt").read_bytes()
+        for i, start in enumerate(range(0, len(content), _PIECE_BYTES)):
+            piece = state / f"training.pt.{i:02}"
+            piece.write_bytes(content[start : start + _PIECE_BYTES])
+    if (work / "checkpoint").is_dir():
+        with tarfile.open(state / "checkpoint.tar", "w") as archive:
+            archive.add(work / "checkpoint", "checkpoint")
+    if (work / "log.jsonl").is_file():
+        shutil.copy(work / "log.jsonl", state)
+        last = json.loads((work / "log.jsonl").read_text().splitlines()[-1])
+        print({name: value for name, value in last.items() if name != "exact"})
+        for length, scores in last["exact"].items():
+            print(f"{length:>6} tokens:", ", ".join(f"{k} {v}" for k, v in scores.items()))
+
+
+def main() -> None:
+    """Runs the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), help="only this one")
+    wanted = parser.parse_args().part
+    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
+    begin = time.monotonic()
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        if not torch.cuda.is_available():
+            chosen = [p for p in parts(out, work, _BUDGET_S) if wanted in (None, p.number)]
+            sys.exit(0 if dry_run(chosen) else 1)
+        for number in (1, 2, 3) if wanted is None else (wanted,):
+            left = _BUDGET_S - (time.monotonic() - begin)
+            part = parts(out, work, left)[number - 1]
+            good = run(part, min(left, part.limit_s)) and good
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

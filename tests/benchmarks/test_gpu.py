@@ -1,0 +1,63 @@
+"""`make gpu` can be checked where there is no GPU, and keeps a training state whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_device_it_says_what_it_would_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("no CUDA device here")
+    assert "tests collected" in done.stdout
+    for module in ("pytest tests/gpu", "benchmarks.decode", "tiny.train", "tiny.export"):
+        assert module in done.stdout
+    assert done.stdout.endswith("a device would run this\n")
+
+
+def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "json.tool", "--no-such-thing"]
+    part = gpu.Part(number=9, title="wrong", limit_s=1, commands=[command])
+    assert not gpu.dry_run([part])
+    assert "could not run" in capsys.readouterr().out
+
+
+def test_a_part_that_fails_or_takes_too_long_is_not_good() -> None:
+    def run(code: str, limit_s: float = 60) -> bool:
+        command = [sys.executable, "-c", code]
+        return gpu.run(gpu.Part(number=9, title="", limit_s=9, commands=[command]), limit_s)
+
+    assert run("pass")
+    assert not run("raise SystemExit(3)")
+    assert not run("import time; time.sleep(60)", limit_s=1)
+
+
+def test_a_training_state_is_stored_in_pieces_and_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_PIECE_BYTES", 10)
+    run, again, state = (tmp_path / name for name in ("run", "again", "state"))
+    run.mkdir()
+    again.mkdir()
+    for content in (bytes(range(37)), bytes(range(15))):  # fewer pieces the second time
+        (run / "training.pt").write_bytes(content)
+        (run / "log.jsonl").write_text('{"step": 7, "exact": {"512": {"recall": 0.5}}}\n')
+        gpu.keep(run, state)
+        gpu.restore(state, again)
+        assert (again / "training.pt").read_bytes() == content
+        assert (again / "log.jsonl").is_file()
