@@ -63,7 +63,7 @@ class Engine:
         )
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
         self.scheduler = Scheduler(self.cache, self.prefix, config, dense=self.policy.dense)
-        self._runner = Runner(model, self.cache, self.policy)
+        self._runner = Runner(model, self.cache, self.policy, config.max_batch)
 
     @property
     def has_work(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
+from keyhole.engine.page_table import PageTable
 from keyhole.engine.scheduler import Plan
 from keyhole.engine.sequence import Sequence
 from keyhole.models.batch import Batch, Chunk
@@ -20,10 +21,11 @@ from keyhole.policy.base import Policy, Selection, Step
 class Runner:
     """The model with its cache and policy."""
 
-    def __init__(self, model: Model, cache: PageCache, policy: Policy) -> None:
+    def __init__(self, model: Model, cache: PageCache, policy: Policy, max_batch: int) -> None:
         self._model = model
         self._cache = cache
         self._policy = policy
+        self._table = PageTable(max_batch)
         self._keeps_data = any(cache.data)
 
     def run(self, plan: Plan) -> tuple[list[Sequence], Tensor, Tensor]:
@@ -35,7 +37,7 @@ class Runner:
         """
         spans = [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes]
         spans += [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
-        batch = self._batch(plan, spans)
+        batch = self._batch(plan)
         tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
         positions = _join(np.arange(start, end) for _, start, end in spans)
         ends = np.cumsum([end - start for _, start, end in spans])
@@ -47,44 +49,42 @@ class Runner:
             sequence.num_computed = end
         return [spans[i][0] for i in wanted], logits, self._reads(batch)
 
-    def _batch(self, plan: Plan, spans: list[tuple[Sequence, int, int]]) -> Batch:
+    def _batch(self, plan: Plan) -> Batch:
         size = self._cache.page_size
-        slots, touched, filled, chunks = [], [], [], []
-        row = 0
-        for i, (sequence, start, end) in enumerate(spans):
-            pages = np.asarray(sequence.pages)
-            position = np.arange(start, end)
-            slots.append(pages[position // size] * size + position % size)
-            written = np.arange(start // size, (end - 1) // size + 1)
+        position = np.asarray([s.num_computed for s in plan.decodes], np.int64)
+        width = int(position.max()) // size + 1 if plan.decodes else 0
+        table = self._table.rows(plan.decodes, width)
+        page = table[np.arange(len(position)), position // size]
+        slots, touched, filled = [page * size + position % size], [page], [position % size + 1]
+        chunks, row = [], len(position)
+        for sequence, count in plan.chunks:
+            start, end = sequence.num_computed, sequence.num_computed + count
+            pages = self._table.rows([sequence], -(-end // size))[0]
+            place = np.arange(start, end)
+            slots.append(pages[place // size] * size + place % size)
+            written = np.arange(start // size, len(pages))
             touched.append(pages[written])
             filled.append(np.minimum(end - written * size, size))
-            if i >= len(plan.decodes):
-                used = self._send(pages[: -(-end // size)])
-                chunks.append(Chunk(slice(row, row + end - start), start, used))
-            row += end - start
+            chunks.append(Chunk(slice(row, row + count), start, self._send(_join([pages]))))
+            row += count
         keep = self._keeps_data
         return Batch(
             cache=self._cache,
             policy=self._policy,
             slots=self._send(_join(slots)),
-            num_decode=len(plan.decodes),
-            step=self._step(plan.decodes) if plan.decodes else None,
+            num_decode=len(position),
+            step=self._step(position, table) if plan.decodes else None,
             chunks=chunks,
             touched=self._send(_join(touched)) if keep else None,
             filled=self._send(_join(filled)) if keep else None,
         )
 
-    def _step(self, decodes: list[Sequence]) -> Step:
+    def _step(self, position: np.ndarray, table: np.ndarray) -> Step:
         size = self._cache.page_size
-        lengths = np.asarray([s.num_computed + 1 for s in decodes], np.int32)
-        pages = -(-lengths // size)
-        table = np.zeros((len(decodes), int(pages.max())), np.int32)
-        for row, sequence, count in zip(table, decodes, pages, strict=True):
-            row[:count] = sequence.pages[:count]
         return Step(
-            lengths=self._send(lengths),
-            pages=self._send(pages),
-            max_length=int(lengths.max()),
+            lengths=self._send((position + 1).astype(np.int32)),
+            pages=self._send((position // size + 1).astype(np.int32)),
+            max_length=int(position.max()) + 1,
             page_table=self._send(table),
             page_size=size,
             page_data=self._cache.data,
