@@ -95,9 +95,11 @@ class SamplingParams:
     logprobs: int | None = setting(None, "give log-probabilities of the top k and the chosen token")
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            value = (value,) if isinstance(value, str) else value
+            require(isinstance(value, tuple | list), name, value, "a list or tuple")
+            object.__setattr__(self, name, tuple(value))
         require(is_count(self.max_tokens), "max_tokens", self.max_tokens, "a whole number >= 1")
         self._require_number("temperature", "at least 0", lambda x: x >= 0)
         self._require_number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
@@ -107,7 +109,7 @@ class SamplingParams:
             value = getattr(self, name)
             require(value is None or is_count(value, 0), name, value, "a whole number >= 0")
         require(self.seed is None or is_count(self.seed, 0), "seed", self.seed, "a number >= 0")
-        texts = all(isinstance(text, str) and text for text in stop)
+        texts = all(isinstance(text, str) and text for text in self.stop)
         require(texts, "stop", self.stop, "non-empty texts")
         ids = all(is_count(token, 0) for token in self.stop_token_ids)
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")

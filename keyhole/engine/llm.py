@@ -13,7 +13,7 @@ from tqdm import tqdm
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.core import Engine
 from keyhole.engine.sequence import Sequence, Stats
-from keyhole.errors import RequestError
+from keyhole.errors import ConfigError, RequestError
 from keyhole.models.loading import Model, load
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
@@ -145,11 +145,10 @@ class LLM:
     def _add(
         self, tokens: list[int], params: SamplingParams | None, reuse_approximate: bool = False
     ) -> Sequence:
-        params = params or SamplingParams()
-        return self.engine.add(tokens, params, reuse_approximate=reuse_approximate)
+        return self.engine.add(tokens, _params(params), reuse_approximate=reuse_approximate)
 
     def _run(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Result]:
-        params = params or SamplingParams()
+        params = _params(params)
         for tokens in prompts:
             self.engine.check(tokens, params)
         return self._finish([self._add(tokens, params) for tokens in prompts])
@@ -219,6 +218,14 @@ class LLM:
         if not text.strip():
             raise RequestError("the prompt is empty; give at least one word")
         return [int(token) for token in self.tokenizer(text, add_special_tokens=special).input_ids]
+
+
+def _params(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params must be a SamplingParams, not {type(params).__name__}")
+    return params
 
 
 def _result(sequence: Sequence) -> Result:

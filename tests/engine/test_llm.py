@@ -254,6 +254,11 @@ def test_a_bad_setting_is_refused_by_name(checkpoint: Path, settings: dict, mess
         LLM(checkpoint, **settings)
 
 
+def test_params_of_another_type_are_refused(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="SamplingParams, not dict"):
+        llm.generate("hello", {"max_tokens": 5})  # type: ignore[call-overload]
+
+
 def test_unknown_names_are_both_config_errors_and_lookup_errors(checkpoint: Path) -> None:
     with pytest.raises(UnknownNameError) as caught:
         LLM(checkpoint, policy="quests")

@@ -99,6 +99,8 @@ def test_generation_config_is_the_default_and_params_win() -> None:
         {"repetition_penalty": 0},
         {"seed": -3},
         {"stop": ("",)},
+        {"stop": None},
+        {"stop_token_ids": 5},
         {"stop_token_ids": (-1,)},
         {"logprobs": -1},
     ],
