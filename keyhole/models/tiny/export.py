@@ -11,7 +11,6 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from keyhole.models.tiny import snapshot
-from keyhole.models.tiny.shape import llama_config
 from keyhole.models.tiny.vocabulary import BOS, EOS, PAD, WORD_IDS, build_tokenizer
 
 
@@ -20,9 +19,9 @@ def export(run: Path, out: Path) -> None:
 
     The new folder takes the old one's place by renaming, so a reader never sees half of it.
     """
-    weights = snapshot.load_weights(run)
-    model = LlamaForCausalLM(llama_config(snapshot.num_layers(weights))).float()
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    state = snapshot.load(run)
+    model = LlamaForCausalLM(snapshot.config_of(state)).float()
+    missing, unexpected = model.load_state_dict(state["weights"], strict=False)
     assert missing in ([], ["lm_head.weight"])  # the output matrix is the embedding
     assert not unexpected
     model.tie_weights()

@@ -5,7 +5,9 @@ from transformers import LlamaConfig
 from keyhole.models.tiny.vocabulary import BOS, EOS, PAD, VOCABULARY_SIZE, WORD_IDS
 
 
-def llama_config(num_layers: int = 4, hidden_size: int = 192) -> LlamaConfig:
+def llama_config(
+    num_layers: int = 4, hidden_size: int = 192, rope_theta: float = 1e10
+) -> LlamaConfig:
     """Give the configuration of a model with `num_layers` layers.
 
     `rope_theta` is far above Llama's: a head of 32 numbers has only 16 rotation frequencies, and
@@ -21,7 +23,7 @@ def llama_config(num_layers: int = 4, hidden_size: int = 192) -> LlamaConfig:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=16384,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e10},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=WORD_IDS[BOS],

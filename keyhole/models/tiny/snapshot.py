@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from keyhole.models.tiny.optimizers import Optimizers
 from keyhole.models.tiny.schedule import Schedule
+from keyhole.models.tiny.shape import llama_config
 
 FILE = "training.pt"
 
@@ -22,6 +24,7 @@ def save(
     tokens: int,
     seed: int,
     schedule: Schedule,
+    rope_theta: float,
 ) -> None:
     """Write everything that the next step depends on."""
     new = folder / f"{FILE}.new"
@@ -33,6 +36,7 @@ def save(
             "tokens": tokens,
             "seed": seed,
             "schedule": asdict(schedule),
+            "rope_theta": rope_theta,
         },
         new,
     )
@@ -45,10 +49,9 @@ def load(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the parameters only."""
-    weights: dict[str, Tensor] = load(folder)["weights"]
-    return weights
+def config_of(state: dict[str, Any]) -> LlamaConfig:
+    """Give the configuration of the model in a snapshot."""
+    return llama_config(num_layers(state["weights"]), rope_theta=state["rope_theta"])
 
 
 def num_layers(weights: dict[str, Tensor]) -> int:

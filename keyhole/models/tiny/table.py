@@ -24,6 +24,8 @@ from keyhole.models.tiny.vocabulary import BOS, EOS, WORD_IDS
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 RESULTS = "results.json"
+CARD = "README.md"
+_BEGIN, _END = "<!-- table -->", "<!-- end of table -->"
 _DEFAULT = Path(__file__).parent / "keyhole-tiny"
 _ALONE = ("recall", "multikey", "walk", "derive")
 """Tasks with a context of their own."""
@@ -106,6 +108,12 @@ def render(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def card(text: str, found: list[dict[str, Any]]) -> str:
+    """Give a model card with the table between its two marks brought up to date."""
+    before, _, rest = text.partition(_BEGIN)
+    return f"{before}{_BEGIN}\n{render(found)}{_END}{rest.partition(_END)[2]}"
+
+
 def _entry(cell: dict[str, Any]) -> str:
     share = cell["right"] / cell["items"]
     low, high = interval(cell["right"], cell["items"])
@@ -129,6 +137,9 @@ def main() -> None:
         found.extend(cells(reader, length, arguments.items))
         found.sort(key=lambda cell: (cell["length"], TASKS.index(cell["task"])))
         path.write_text(json.dumps(found, indent=1) + "\n")
+    readme = arguments.checkpoint / CARD
+    if readme.is_file():
+        readme.write_text(card(readme.read_text(), found))
     print(render(found))
 
 

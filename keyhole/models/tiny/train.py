@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=_count, help="tokens of the whole run")
     parser.add_argument("--minutes", type=float, help="stop after this long, to be resumed")
     parser.add_argument("--cooldown", type=_count, help="end within this many more tokens")
+    parser.add_argument("--start", type=Path, help="begin with the weights of this model folder")
     parser.add_argument("--resume", action="store_true", help="go on from the snapshot in OUT")
     parser.add_argument("--ranks", type=int, default=1, help="processes of one thread each")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")

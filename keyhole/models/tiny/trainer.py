@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
 from keyhole.models.tiny import snapshot
-from keyhole.models.tiny.curriculum import Batch
+from keyhole.models.tiny.curriculum import STAGES, Batch
 from keyhole.models.tiny.examination import examine
 from keyhole.models.tiny.feed import Rows
 from keyhole.models.tiny.initial import initial_weights
@@ -28,6 +31,7 @@ class Settings:
     tokens: int | None = None
     minutes: float | None = None
     cooldown: int | None = None
+    start: Path | None = None
     resume: bool = False
     ranks: int = 1
     device: str = "cpu"
@@ -51,7 +55,11 @@ class Trainer:
             state = snapshot.load(settings.out)
             self.seed, self.step, self.tokens = state["seed"], state["step"], state["tokens"]
             start = state["weights"]
-            self.config = llama_config(snapshot.num_layers(start))
+            self.config = snapshot.config_of(state)
+        elif settings.start is not None:
+            # What it has learned from short rows need not be learned again.
+            self.seed, self.step, self.tokens = settings.seed, 0, int(STAGES[-2].until)
+            start, self.config = _from_checkpoint(settings.start)
         else:
             self.seed, self.step, self.tokens = settings.seed, 0, 0
             self.config = llama_config(settings.layers)
@@ -131,4 +139,13 @@ class Trainer:
                 tokens=self.tokens,
                 seed=self.seed,
                 schedule=self.schedule,
+                rope_theta=self.config.rope_parameters["rope_theta"],
             )
+
+
+def _from_checkpoint(folder: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
+    """Give the parameters and the configuration of a folder that `export` wrote."""
+    config = LlamaConfig.from_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)  # the output matrix is the embedding
+    return {name: weight.float() for name, weight in weights.items()}, config

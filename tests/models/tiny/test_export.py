@@ -14,10 +14,19 @@ from keyhole.models.tiny.vocabulary import EOS, WORD_IDS
 
 
 def test_the_exported_folder_is_a_standard_model_with_the_same_logits(tmp_path):
-    config = llama_config(num_layers=3)
+    config = llama_config(num_layers=3, rope_theta=1e5)
     weights = {k: v.requires_grad_() for k, v in initial_weights(config, seed=0).items()}
     optimizers = Optimizers(weights)
-    snapshot.save(tmp_path, weights, optimizers, step=0, tokens=0, seed=0, schedule=planned(1))
+    snapshot.save(
+        tmp_path,
+        weights,
+        optimizers,
+        step=0,
+        tokens=0,
+        seed=0,
+        schedule=planned(1),
+        rope_theta=1e5,
+    )
     out = tmp_path / "model"
     export(tmp_path, out)
     export(tmp_path, out)  # replaces the first

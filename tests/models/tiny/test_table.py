@@ -52,3 +52,10 @@ def test_a_share_under_nine_tenths_is_marked() -> None:
     )
     assert "| recall | 95% (89%–98%) |" in text
     assert "| derive | **89%** (81%–94%) |" in text
+
+
+def test_the_card_of_the_model_shows_its_stored_results() -> None:
+    folder = Path(keyhole.tiny())
+    found = json.loads((folder / table.RESULTS).read_text())
+    text = (folder / table.CARD).read_text()
+    assert table.card(text, found) == text

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from keyhole.models.tiny import snapshot
+from keyhole.models.tiny.curriculum import STAGES
+from keyhole.models.tiny.export import export
 from keyhole.models.tiny.ranks import Ranks
 from keyhole.models.tiny.train import run, train
 from keyhole.models.tiny.trainer import Settings
@@ -45,6 +47,21 @@ def test_the_log_has_one_line_per_examination(settings, never):
     (line,) = (settings.out / "log.jsonl").read_text().splitlines()
     assert set(json.loads(line)["exact"]["128"]) >= {"recall", "derive"}
     assert not list(settings.out.glob("*.new"))
+
+
+def test_a_run_can_begin_with_the_weights_of_a_model_folder(settings, never, tmp_path):
+    torch.set_num_threads(1)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    run(replace(settings, out=first, tokens=2048), Ranks(), never)
+    export(first, tmp_path / "model")
+    begin = int(STAGES[-2].until)
+    # The schedule is over at once: one step at rate 0.
+    run(replace(settings, out=second, start=tmp_path / "model", tokens=begin), Ranks(), never)
+    given, found = snapshot.load(first), snapshot.load(second)
+    assert found["tokens"] > begin
+    for name, weight in given["weights"].items():
+        assert torch.equal(weight, found["weights"][name]), name
 
 
 def test_a_run_is_not_overwritten_by_accident(settings):
