@@ -27,13 +27,14 @@ _SHARED = math.sqrt(0.5)
 """Length of the part that all embeddings share; an embedding has length 1."""
 _WRITTEN = 0.4
 """Length of a code as written into the residual stream, beside embeddings of length 1."""
-_COUNTING = (8.0, 8.0, 7.0, 7.0)
+_COUNTING = (16.0, 16.0, 16.0, 16.0, 16.0)
 """How much each of the fastest rotations adds to the score of the right distance: a neighbour
-scores 4 less, any other token at least 6 less."""
-_MATCH_SCORE = 13.0
-"""Score of a full match; half a match (entity or verb only) scores half of it."""
-_SLOW = 5
-"""First rotation slow enough to compare contents by: it turns once in 8,000 tokens or more."""
+scores 8 less, any other distance up to 3,000 at least 6 less."""
+_MATCH_SCORE = 80.0
+"""Score of a full match; half a match (entity or verb only) scores half of it. Codes of names are
+similar by chance, so that a match must stand out: training sharpens a blunt one only slowly."""
+_SLOW = 6
+"""First rotation slow enough to compare contents by: it turns once in 6,000 tokens or more."""
 
 
 def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:

@@ -6,13 +6,13 @@ from keyhole.models.tiny.vocabulary import BOS, EOS, PAD, VOCABULARY_SIZE, WORD_
 
 
 def llama_config(
-    num_layers: int = 4, hidden_size: int = 192, rope_theta: float = 1e10
+    num_layers: int = 4, hidden_size: int = 192, rope_theta: float = 1e8
 ) -> LlamaConfig:
     """Give the configuration of a model with `num_layers` layers.
 
-    `rope_theta` is far above Llama's: a head of 32 numbers has only 16 rotation frequencies, and
-    matching by content over 16k tokens works only in those that hardly turn over that distance.
-    1e10 leaves 10 of the 16 (1e7 would leave 6), and still 4 fast ones to count back by.
+    `rope_theta` divides the 16 rotations of a head of 32 numbers: 5 fast ones to count back by
+    without mistaking a distance for another (1e10 leaves 4, too few: see benchmarks/LOG.md), the
+    slow ones, which hardly turn over thousands of tokens, to compare contents by.
     """
     return LlamaConfig(
         vocab_size=VOCABULARY_SIZE,

@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batch-scale", type=int, default=1, help="multiply the batches (GPU: 8)")
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare rows")
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examine-every", type=_count, default=2_000_000, help="tokens")
     train(Settings(**vars(parser.parse_args())))

@@ -37,7 +37,7 @@ class Settings:
     device: str = "cpu"
     batch_scale: int = 1
     workers: int = 0
-    layers: int = 6
+    layers: int = 4
     seed: int = 0
     examine_every: int = 2_000_000
     examine_lengths: tuple[int, ...] = (512, 2048)
