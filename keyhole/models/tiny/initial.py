@@ -19,6 +19,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 from transformers import LlamaConfig
 
 MATCH_LAYERS = (1, 2)
@@ -49,9 +50,15 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
     shared, code = basis[0], basis[1 : 1 + size]
     codes_back = basis[1 + size : 1 + 5 * size].view(4, size, hidden)
 
-    # Embeddings stay out of the subspaces that the codes will be written to.
-    own = torch.cat((basis[1 : 1 + size], basis[1 + 5 * size :]))
-    parts = torch.nn.functional.normalize(random(config.vocab_size, len(own)) @ own, dim=1)
+    # Embeddings stay out of the subspaces that the codes will be written to. All codes have the
+    # same length: a name with a shorter one would lose every match against some other name.
+    slow = _slow(size)
+    code = code * slow[:, None]
+    own = basis[1 + 5 * size :]
+    num_slow = int(slow.sum())
+    share = num_slow / (num_slow + len(own))
+    parts = math.sqrt(share) * normalize(random(config.vocab_size, size) @ code, dim=1)
+    parts += math.sqrt(1 - share) * normalize(random(config.vocab_size, len(own)) @ own, dim=1)
     weights = {
         "model.embed_tokens.weight": _SHARED * shared + math.sqrt(1 - _SHARED**2) * parts,
         "model.norm.weight": torch.ones(hidden),
@@ -72,7 +79,7 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
         }
 
     # How long the code is that a head reads from a normalised embedding.
-    read = math.sqrt(hidden) * math.sqrt(1 - _SHARED**2) * math.sqrt(size / len(own))
+    read = math.sqrt(hidden) * math.sqrt(1 - _SHARED**2) * math.sqrt(share)
     first = "model.layers.0.self_attn."
     _look_back(weights, first, config, shared)
     weights[first + "v_proj.weight"][:size] = code * (_WRITTEN / read)
@@ -84,11 +91,17 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
     # The token's own code is read from its embedding, where it is longer than as written.
     here = code * (_WRITTEN / (read / math.sqrt(hidden)))
     for layer in MATCH_LAYERS:
-        turn = torch.linalg.qr(random(size, size))[0]
-        compare = torch.linalg.qr(random(size, size))[0]
-        query, key = compare @ (one_back + turn @ here), compare @ (two_back + turn @ one_back)
+        turn = torch.zeros(size, size)
+        rotation = torch.linalg.qr(random(num_slow, num_slow))[0]
+        turn[torch.outer(slow, slow)] = rotation.flatten()
+        query, key = one_back + turn @ here, two_back + turn @ one_back
         _match(weights, f"model.layers.{layer}.self_attn.", config, query, key)
     return weights
+
+
+def _slow(size: int) -> Tensor:
+    """Tell which numbers of a head turn slowly, bool [D]."""
+    return torch.arange(size) % (size // 2) >= _SLOW
 
 
 def _look_back(
@@ -114,12 +127,11 @@ def _match(
     weights: dict[str, Tensor], prefix: str, config: LlamaConfig, query: Tensor, key: Tensor
 ) -> None:
     """Let two query heads compare contents, in the slow rotations only; one strictly, one less."""
-    size, pairs = config.head_dim, config.head_dim // 2
-    slow = torch.arange(size) % pairs >= _SLOW
-    kept = int(slow.sum()) / size
+    size = config.head_dim
+    slow = _slow(size)
     # Residual stream at a match layer: an embedding of length 1 and four written codes.
     scale = config.hidden_size / (1 + 4 * _WRITTEN**2)
-    full = 2 * scale * _WRITTEN**2 * kept / math.sqrt(size)
+    full = 2 * scale * _WRITTEN**2 / math.sqrt(size)
     gain = math.sqrt(_MATCH_SCORE / full)
     heads = weights[prefix + "q_proj.weight"].view(-1, size, config.hidden_size)
     for head, strictness in enumerate((1.0, 0.6)):
