@@ -13,7 +13,7 @@ from keyhole.models.tiny.tasks import TASKS, is_correct, make, shared
 
 
 def test_intervals_are_wilsons() -> None:
-    # Values of R's prop.test(correct = FALSE).
+    # Wilson's score interval at z = 1.96, to the four digits written here.
     assert table.interval(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
     assert table.interval(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
     assert table.interval(100, 100) == pytest.approx((0.9630, 1.0), abs=1e-4)
