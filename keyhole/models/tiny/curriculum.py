@@ -49,7 +49,7 @@ STAGES = (
         reach=4096,
     ),
     Stage(
-        until=8e6,
+        until=6e6,
         batch=6144,
         lengths={128: 1, 256: 2, 512: 2, 1024: 1},
         mix={"stream": 0.2, "questions": 3, "walk": 1.2, "derive": 2},
@@ -58,7 +58,7 @@ STAGES = (
     Stage(
         until=float("inf"),
         batch=6144,
-        lengths={256: 0.8, 512: 2, 1024: 2.5, 2048: 2, 4096: 0.7, 8192: 0.1},
+        lengths={256: 0.8, 512: 2, 1024: 2.5, 2048: 2, 4096: 0.7, 8192: 0.2},
         mix={"stream": 0.1, "questions": 2.4, "walk": 1.6, "derive": 2},
         reach=15000,
     ),

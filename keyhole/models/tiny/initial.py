@@ -11,8 +11,8 @@ everything is trained freely afterwards:
   value stands that is looked for.
 * All other output projections start at zero, so these codes reach the match layers unblurred.
 
-Llama has no biases. A direction that all embeddings share takes their place: what a head reads
-from it is a constant.
+Llama has no biases. A direction that all embeddings share takes their place (`shared`): what a head
+reads from it is a constant.
 """
 
 import math
@@ -22,18 +22,19 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import LlamaConfig
 
+from keyhole.models.tiny.shared import SHARE, basis
+
 MATCH_LAYERS = (1, 2)
 
-_SHARED = math.sqrt(0.5)
-"""Length of the part that all embeddings share; an embedding has length 1."""
 _WRITTEN = 0.4
 """Length of a code as written into the residual stream, beside embeddings of length 1."""
 _COUNTING = (16.0, 16.0, 16.0, 16.0, 16.0)
 """How much each of the fastest rotations adds to the score of the right distance: a neighbour
 scores 8 less, any other distance up to 3,000 at least 6 less."""
-_MATCH_SCORE = 80.0
-"""Score of a full match; half a match (entity or verb only) scores half of it. Codes of names are
-similar by chance, so that a match must stand out: training sharpens a blunt one only slowly."""
+_MATCH_SCORE = 12.0
+"""Score of a full match; half a match (entity or verb only) scores half of it. Enough to find the
+place more often than not, and blunt enough that a mistake has a gradient: a match of 80 learns
+more slowly (benchmarks/LOG.md)."""
 _SLOW = 6
 """First rotation slow enough to compare contents by: it turns once in 6,000 tokens or more."""
 
@@ -46,21 +47,21 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
     def random(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
 
-    basis = torch.linalg.qr(random(hidden, hidden))[0]
-    shared, code = basis[0], basis[1 : 1 + size]
-    codes_back = basis[1 + size : 1 + 5 * size].view(4, size, hidden)
+    directions = basis(config, generator)
+    shared, code = directions[0], directions[1 : 1 + size]
+    codes_back = directions[1 + size : 1 + 5 * size].view(4, size, hidden)
 
     # Embeddings stay out of the subspaces that the codes will be written to. All codes have the
     # same length: a name with a shorter one would lose every match against some other name.
     slow = _slow(size)
     code = code * slow[:, None]
-    own = basis[1 + 5 * size :]
+    own = directions[1 + 5 * size :]
     num_slow = int(slow.sum())
     share = num_slow / (num_slow + len(own))
     parts = math.sqrt(share) * normalize(random(config.vocab_size, size) @ code, dim=1)
     parts += math.sqrt(1 - share) * normalize(random(config.vocab_size, len(own)) @ own, dim=1)
     weights = {
-        "model.embed_tokens.weight": _SHARED * shared + math.sqrt(1 - _SHARED**2) * parts,
+        "model.embed_tokens.weight": SHARE * shared + math.sqrt(1 - SHARE**2) * parts,
         "model.norm.weight": torch.ones(hidden),
     }
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
@@ -79,7 +80,7 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
         }
 
     # How long the code is that a head reads from a normalised embedding.
-    read = math.sqrt(hidden) * math.sqrt(1 - _SHARED**2) * math.sqrt(share)
+    read = math.sqrt(hidden) * math.sqrt(1 - SHARE**2) * math.sqrt(share)
     first = "model.layers.0.self_attn."
     _look_back(weights, first, config, shared)
     weights[first + "v_proj.weight"][:size] = code * (_WRITTEN / read)
@@ -109,7 +110,7 @@ def _look_back(
 ) -> None:
     """Make the first four query heads and the first key head score tokens by distance alone."""
     size, pairs = config.head_dim, config.head_dim // 2
-    constant = shared / (_SHARED * math.sqrt(config.hidden_size))  # reads 1 from every token
+    constant = shared / (SHARE * math.sqrt(config.hidden_size))  # reads 1 from every token
     query = weights[prefix + "q_proj.weight"].view(-1, size, config.hidden_size)
     key = weights[prefix + "k_proj.weight"].view(-1, size, config.hidden_size)
     query[:4], key[0] = 0, 0

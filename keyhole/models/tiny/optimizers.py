@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MUON_RATE = 0.012
-_ADAMW_RATE = 2e-3
+_MUON_RATE = 0.007
+_ADAMW_RATE = 1.5e-3
 
 
 class Optimizers:

@@ -5,6 +5,8 @@ and suffer less when the machine is busy with something else.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +33,19 @@ class Ranks:
             dist.all_reduce(values)
 
 
-def join(rank: int, count: int, meeting_point: Path) -> Ranks:
-    """Meet the other processes through a file that did not exist before."""
+@contextmanager
+def joined(rank: int, count: int, meeting_point: Path) -> Iterator[Ranks]:
+    """Meet the other processes through a file that did not exist before, and part in the end.
+
+    A process that ends while its peers still talk to it would be aborted by its own threads.
+    """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=count
     )
-    return Ranks(rank=rank, count=count)
+    try:
+        yield Ranks(rank=rank, count=count)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -6,7 +6,7 @@ from keyhole.models.tiny.vocabulary import BOS, EOS, PAD, VOCABULARY_SIZE, WORD_
 
 
 def llama_config(
-    num_layers: int = 4, hidden_size: int = 192, rope_theta: float = 1e8
+    num_layers: int = 6, hidden_size: int = 192, rope_theta: float = 1e8
 ) -> LlamaConfig:
     """Give the configuration of a model with `num_layers` layers.
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from keyhole.models.tiny.tasks import TASKS, Item, make, shared
 from keyhole.models.tiny.vocabulary import BOS, EOS, WORD_IDS
 
-LENGTHS = (512, 1024, 2048)
+LENGTHS = (512, 1024, 2048, 4096, 8192)
 RESULTS = "results.json"
 CARD = "README.md"
 _BEGIN, _END = "<!-- table -->", "<!-- end of table -->"

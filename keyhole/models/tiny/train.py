@@ -1,6 +1,6 @@
 """Train the bundled model from nothing, with one command.
 
-    python -m keyhole.models.tiny.train --ranks 2 --tokens 50e6
+    python -m keyhole.models.tiny.train --ranks 2 --tokens 25e6
     python -m keyhole.models.tiny.train --ranks 2 --resume
     python -m keyhole.models.tiny.train --ranks 2 --resume --cooldown 5e6
 
@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
 from keyhole.models.tiny import snapshot
-from keyhole.models.tiny.ranks import Ranks, join
+from keyhole.models.tiny.ranks import Ranks, joined
 from keyhole.models.tiny.trainer import Settings, Trainer
 
 _SAVE_EVERY = 180.0
@@ -82,7 +82,8 @@ def run(settings: Settings, ranks: Ranks, stop: Event) -> None:
 def _run_rank(rank: int, settings: Settings, stop: Event, meeting_point: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    run(settings, join(rank, settings.ranks, meeting_point), stop)
+    with joined(rank, settings.ranks, meeting_point) as ranks:
+        run(settings, ranks, stop)
 
 
 def train(settings: Settings) -> None:
@@ -114,13 +115,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=_count, help="tokens of the whole run")
     parser.add_argument("--minutes", type=float, help="stop after this long, to be resumed")
     parser.add_argument("--cooldown", type=_count, help="end within this many more tokens")
-    parser.add_argument("--start", type=Path, help="begin with the weights of this model folder")
     parser.add_argument("--resume", action="store_true", help="go on from the snapshot in OUT")
     parser.add_argument("--ranks", type=int, default=1, help="processes of one thread each")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batch-scale", type=int, default=1, help="multiply the batches (GPU: 8)")
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare rows")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examine-every", type=_count, default=2_000_000, help="tokens")
     train(Settings(**vars(parser.parse_args())))

@@ -5,13 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig
 
 from keyhole.models.tiny import snapshot
-from keyhole.models.tiny.curriculum import STAGES, Batch
+from keyhole.models.tiny.curriculum import Batch
 from keyhole.models.tiny.examination import examine
 from keyhole.models.tiny.feed import Rows
 from keyhole.models.tiny.initial import initial_weights
@@ -20,6 +17,7 @@ from keyhole.models.tiny.optimizers import Optimizers
 from keyhole.models.tiny.ranks import Ranks
 from keyhole.models.tiny.schedule import Schedule, planned
 from keyhole.models.tiny.shape import llama_config
+from keyhole.models.tiny.shared import hold_share, shared_direction
 from keyhole.models.tiny.tasks import TASKS
 
 
@@ -31,13 +29,12 @@ class Settings:
     tokens: int | None = None
     minutes: float | None = None
     cooldown: int | None = None
-    start: Path | None = None
     resume: bool = False
     ranks: int = 1
     device: str = "cpu"
     batch_scale: int = 1
     workers: int = 0
-    layers: int = 4
+    layers: int = 6
     seed: int = 0
     examine_every: int = 2_000_000
     examine_lengths: tuple[int, ...] = (512, 2048)
@@ -56,21 +53,18 @@ class Trainer:
             self.seed, self.step, self.tokens = state["seed"], state["step"], state["tokens"]
             start = state["weights"]
             self.config = snapshot.config_of(state)
-        elif settings.start is not None:
-            # What it has learned from short rows need not be learned again.
-            self.seed, self.step, self.tokens = settings.seed, 0, int(STAGES[-2].until)
-            start, self.config = _from_checkpoint(settings.start)
         else:
             self.seed, self.step, self.tokens = settings.seed, 0, 0
             self.config = llama_config(settings.layers)
             start = initial_weights(self.config, self.seed)
         self.weights = {k: v.to(self.device).requires_grad_() for k, v in start.items()}
+        self._shared = shared_direction(self.config, self.seed).to(self.device)
         self.optimizers = Optimizers(self.weights)
         if settings.resume:
             self.optimizers.restore(state["optimizers"])
             self.schedule = self._resumed_schedule(Schedule(**state["schedule"]))
         else:
-            self.schedule = planned(settings.tokens or 50_000_000)
+            self.schedule = planned(settings.tokens or 25_000_000)
 
     def _resumed_schedule(self, schedule: Schedule) -> Schedule:
         if self.settings.cooldown:
@@ -106,6 +100,7 @@ class Trainer:
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part.view_as(grad) / total_targets)
         self.optimizers.step(self.schedule.factor(self.tokens))
+        hold_share(self.weights["model.embed_tokens.weight"], self._shared)
         self.step += 1
         self.tokens += batch.tokens.numel() * self.ranks.count
         return total_loss / total_targets, stops > 0
@@ -141,11 +136,3 @@ class Trainer:
                 schedule=self.schedule,
                 rope_theta=self.config.rope_parameters["rope_theta"],
             )
-
-
-def _from_checkpoint(folder: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
-    """Give the parameters and the configuration of a folder that `export` wrote."""
-    config = LlamaConfig.from_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("lm_head.weight", None)  # the output matrix is the embedding
-    return {name: weight.float() for name, weight in weights.items()}, config

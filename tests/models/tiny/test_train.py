@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from keyhole.models.tiny import snapshot
-from keyhole.models.tiny.curriculum import STAGES
-from keyhole.models.tiny.export import export
+from keyhole.models.tiny.curriculum import STAGES, training_batch
+from keyhole.models.tiny.initial import initial_weights
+from keyhole.models.tiny.network import supervised_logits
+from keyhole.models.tiny.optimizers import Optimizers
 from keyhole.models.tiny.ranks import Ranks
+from keyhole.models.tiny.schedule import planned
+from keyhole.models.tiny.shape import llama_config
+from keyhole.models.tiny.shared import SHARE, shared_direction
 from keyhole.models.tiny.train import run, train
 from keyhole.models.tiny.trainer import Settings
 
@@ -40,6 +46,9 @@ def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path):
     assert expected["tokens"] == found["tokens"] == STEPS_OF_5
     for name, weight in expected["weights"].items():
         assert torch.equal(weight, found["weights"][name]), name
+    embedding = found["weights"]["model.embed_tokens.weight"]
+    share = embedding @ shared_direction(snapshot.config_of(found), 0) / embedding.norm(dim=1)
+    torch.testing.assert_close(share, torch.full_like(share, SHARE))
 
 
 def test_the_log_has_one_line_per_examination(settings, never):
@@ -49,22 +58,41 @@ def test_the_log_has_one_line_per_examination(settings, never):
     assert not list(settings.out.glob("*.new"))
 
 
-def test_a_run_can_begin_with_the_weights_of_a_model_folder(settings, never, tmp_path):
-    torch.set_num_threads(1)
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir(), second.mkdir()
-    run(replace(settings, out=first, tokens=2048), Ranks(), never)
-    export(first, tmp_path / "model")
-    begin = int(STAGES[-2].until)
-    # The schedule is over at once: one step at rate 0.
-    run(replace(settings, out=second, start=tmp_path / "model", tokens=begin), Ranks(), never)
-    given, found = snapshot.load(first), snapshot.load(second)
-    assert found["tokens"] > begin
-    for name, weight in given["weights"].items():
-        assert torch.equal(weight, found["weights"][name]), name
-
-
 def test_a_run_is_not_overwritten_by_accident(settings):
     (settings.out / snapshot.FILE).touch()
     with pytest.raises(ValueError, match="resume it or choose another folder"):
         train(settings)
+
+
+def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
+    torch.set_num_threads(1)
+    train(replace(settings, tokens=1, ranks=2))
+    found = snapshot.load(settings.out)
+    assert found["step"] == 1
+
+    config = llama_config(settings.layers)
+    weights = {name: weight.requires_grad_() for name, weight in initial_weights(config, 0).items()}
+    batches = [training_batch(0, 0, rank, STAGES[0]) for rank in range(2)]
+    losses = [
+        cross_entropy(
+            supervised_logits(weights, batch, config, torch.bfloat16),
+            batch.targets,
+            reduction="sum",
+        )
+        for batch in batches
+    ]
+    for loss in losses:
+        loss.backward()
+    for weight in weights.values():
+        weight.grad /= sum(len(batch.targets) for batch in batches)
+    optimizers = Optimizers(weights)
+    optimizers.step(planned(1).factor(0))
+    # The first step is too small to show in the weights, but not in what the optimizers remember.
+    compared = 0
+    for wanted, given in zip(optimizers.state(), found["optimizers"], strict=True):
+        for number, memory in wanted["state"].items():
+            for name, value in memory.items():
+                difference = (given["state"][number][name] - value).abs().max()
+                assert difference <= 1e-3 * value.abs().max()
+                compared += bool(value.any())
+    assert compared > 20  # the others are zero: behind output projections that start at zero
