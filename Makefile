@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint docs gpu tiny-model clean
+.PHONY: demo test lint docs gpu sanitize tiny-model clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -28,11 +28,19 @@ docs: $(READY)
 gpu:
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
 
+# The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: $(READY)
+	@.venv/bin/cmake -S keyhole/kernels/csrc -B build/sanitize -DCMAKE_BUILD_TYPE=Release -DKEYHOLE_SANITIZE=ON \
+	  -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -Dnanobind_DIR=$$(.venv/bin/python -m nanobind --cmake_dir)
+	@.venv/bin/cmake --build build/sanitize
+	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 .venv/bin/python tests/kernels/sanitized.py build/sanitize/_cpu.*.so
+
 tiny-model: $(READY)
 	@.venv/bin/python -m keyhole.models.tiny.train
 
 # -qq: errors only.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/*)
 	@echo "setting up .venv"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --constraint constraints.txt torch

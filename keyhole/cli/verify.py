@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         "model": model.name,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "kernels": kernels.BACKEND,
+        "kernels": kernels.backend(model.device),
     }
     if arguments.json:
         found = [vars(check) | {"passed": check.passed} for check in checks]

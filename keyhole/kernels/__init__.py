@@ -1,17 +1,20 @@
 """The operations on paged keys and values, and the choice of who computes them.
 
-Every operation is defined by its plain PyTorch twin in `reference`; a faster backend has the same
-signature and the same result. The backend is loaded at the first use of an operation, so that a
-policy, its settings and `--help` need no torch.
+Every operation is defined by its plain PyTorch twin in `reference`; `operations` sends a call to
+whoever computes it on the device at hand, with the same result: C++ on a CPU (`cpu`, `csrc/`), else
+the reference. All is loaded at the first use of an operation, so that a policy, its settings and
+`--help` need no torch.
 
     append           write new keys and values into pages
     attend           one query token per sequence over all, some pages or some tokens
     attend_and_score the same over all, and reduced attention weights beside it
+    head_scores      attention weights alone, the largest of each group of heads
     prefill          the query tokens of one sequence, causal, over its pages
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
     top_indices      deterministic top-k with places that are always taken
     recent_indices   the first and the last positions
+    linear           a linear layer for the few tokens of a decode step
 
 Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row
 of the page table), Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, n entries.
@@ -25,19 +28,19 @@ from typing import TYPE_CHECKING, Any
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 if TYPE_CHECKING:
-    from keyhole.kernels.reference import (
+    from keyhole.kernels.operations import (
         append,
         attend,
         attend_and_score,
+        backend,
         bound_scores,
+        head_scores,
+        linear,
         page_bounds,
         prefill,
         recent_indices,
         top_indices,
     )
-
-#: Who computes, for people.
-BACKEND = "reference (PyTorch)"
 
 __all__ = [
     "ScoreRequest",
@@ -45,7 +48,10 @@ __all__ = [
     "append",
     "attend",
     "attend_and_score",
+    "backend",
     "bound_scores",
+    "head_scores",
+    "linear",
     "page_bounds",
     "prefill",
     "recent_indices",
@@ -56,6 +62,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    operation = getattr(importlib.import_module("keyhole.kernels.reference"), name)
+    operation = getattr(importlib.import_module("keyhole.kernels.operations"), name)
     globals()[name] = operation
     return operation

@@ -98,6 +98,18 @@ def attend_and_score(
     return _mix(weights, value_pages, reads).to(query.dtype), tuple(scores)
 
 
+def head_scores(
+    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, *, scale: float
+) -> Tensor:
+    """Attention weights of each query head, the largest of each group: float32 [B, Hkv, N].
+
+    query [B, Hq, D], key_pages [P, Hkv, page_size, D], N = M * page_size. Entries past the sequence
+    are 0. What a retrieval head chooses tokens by (SpeContext, section 4.2).
+    """
+    reads = _reads(key_pages, page_table, lengths, None, None)
+    return _weights(query, key_pages, reads, scale, None, None).amax(2)
+
+
 @dataclass(frozen=True)
 class _Reads:
     """What a decode step reads, as indices into pages.
@@ -119,7 +131,7 @@ class _Reads:
             end = min(start + step, entries)
             index = tuple(i[..., start:end] if i.shape[-1] == entries else i for i in self.where)
             part = pages[index]
-            part = part.flatten(2, 3) if self.size > 1 else part
+            part = part.flatten(2, 3) if part.dim() > 4 else part  # whole pages
             yield part.float(), slice(start * self.size, end * self.size)
 
 
@@ -350,3 +362,8 @@ def recent_indices(lengths: Tensor, k: int, *, first: int = 0) -> Selection:
     skipped = (length - k).clamp(min=0) * (entry >= first)
     indices = (entry + skipped).masked_fill(entry >= length, -1)
     return Selection(indices.int()[:, None], lengths.clamp(max=k).int()[:, None], 1)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X W^T + bias; x [..., I], weight [O, I], bias [O]. Made for a few tokens, right for any."""
+    return F.linear(x, weight, bias)

@@ -21,6 +21,7 @@ from keyhole.errors import (
 from keyhole.models import families
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch
+from keyhole.models.linear import speed_up
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
 CALIBRATION_FILE = "keyhole-delta.json"
@@ -114,6 +115,7 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
             f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
+    speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)
     calibration = folder / CALIBRATION_FILE

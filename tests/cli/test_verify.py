@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from keyhole import kernels
 from keyhole.evaluate import verify
 from tests.cli.conftest import Run
 
@@ -27,7 +29,8 @@ def test_all_exact_is_exit_status_0(path: str, run: Run, monkeypatch: pytest.Mon
     ran = run("verify", path, "--device", "cpu")
     assert ran.status == 0
     about, _, _, row, end = ran.out.splitlines()
-    assert about == "model llama-0, device cpu, dtype float32, kernels reference (PyTorch)"
+    who = kernels.backend(torch.device("cpu"))
+    assert about == f"model llama-0, device cpu, dtype float32, kernels {who}"
     assert row.split() == "full one request alone exact 1.0e-06 1.0e-04 1.0e-06 100.0%".split()
     assert end == "all checks passed"
 
@@ -45,4 +48,4 @@ def test_one_difference_is_exit_status_1(
     found = json.loads(ran.out)
     assert not found["passed"]
     assert [check["passed"] for check in found["checks"]] == [True, False]
-    assert found["kernels"] == "reference (PyTorch)"
+    assert found["kernels"] == kernels.backend(torch.device("cpu"))

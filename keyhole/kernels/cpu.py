@@ -1,0 +1,358 @@
+"""The operations on a CPU, computed by our C++ extension: same contracts, same results.
+
+One binary holds code for AVX-512 with BF16, for AVX2 and for any processor; the best that this one
+can run is chosen when it is loaded. `KEYHOLE_KERNELS` in the environment chooses another one, or
+`reference`. What the extension does not take (float64, operands of different types) goes to the
+reference.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import ConfigError
+
+try:
+    from keyhole.kernels import _cpu
+except ImportError:  # built without a compiler, or run from a bare copy of the source
+    _cpu = None  # type: ignore[assignment]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MAX_PAGE_SIZE = 1024
+_ENVIRONMENT = "KEYHOLE_KERNELS"
+REFERENCE = "reference"
+
+
+def paths() -> tuple[str, ...]:
+    """What can compute here, best first."""
+    return (*([] if _cpu is None else _cpu.paths()), REFERENCE)
+
+
+def use(path: str | None = None) -> str:
+    """Computes with `path` from now on, in the whole process; None: the environment's, or the best.
+
+    Returns the path's name. ConfigError if this machine does not have it.
+    """
+    global _path
+    wanted = path or os.environ.get(_ENVIRONMENT) or paths()[0]
+    if wanted not in paths():
+        raise ConfigError(f"no CPU kernels {wanted!r} here; there are {', '.join(paths())}")
+    if wanted != REFERENCE:
+        _cpu.use(wanted)
+    elif path is None and _cpu is None:
+        warnings.warn(
+            "keyhole's CPU extension is not installed; attention is computed by plain PyTorch, many"
+            " times slower at long contexts. `pip install keyhole` builds it where there is a C++"
+            " compiler.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    _path = wanted
+    return wanted
+
+
+def current() -> str:
+    """The path in use."""
+    return _path or use()
+
+
+_path: str | None = None
+
+
+def takes(*operands: object) -> bool:
+    """Whether the extension computes this: numbers of one type, rows contiguous, usual pages."""
+    given = [x for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
+    return (
+        current() != REFERENCE
+        and given[0].dtype in _DTYPES
+        and all(x.dtype == given[0].dtype and x.stride(-1) == 1 for x in given)
+        and all(x.shape[2] <= _MAX_PAGE_SIZE for x in given if x.dim() == 4)
+    )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _int32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.int32).contiguous()
+
+
+def _rows(table: Tensor) -> Tensor:
+    """A page table with contiguous rows."""
+    table = table.to(torch.int32)
+    return table if table.stride(-1) == 1 else table.contiguous()
+
+
+def append(
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """As the reference."""
+    slots = slots.to(torch.int64).contiguous()
+    for pages, rows in ((key_pages, key), (value_pages, value)):
+        if pages is not None and rows is not None:
+            _, heads, size, dim = pages.shape
+            _cpu.append(
+                pages.itemsize,
+                len(rows),
+                heads,
+                dim,
+                size,
+                pages.data_ptr(),
+                pages.stride()[:3],
+                rows.data_ptr(),
+                rows.stride(0),
+                rows.stride(1),
+                slots.data_ptr(),
+            )
+
+
+def attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    indices: Tensor | None,
+    counts: Tensor | None,
+    unit: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As the reference, its selection in parts."""
+    out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
+    _attend(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        indices=indices,
+        counts=counts,
+        unit=unit,
+        window=window,
+        out=out,
+    )
+    return out
+
+
+def attend_and_score(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    reduces: list[str],
+    units: list[int],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """As the reference, its requests in parts."""
+    tokens = page_table.shape[1] * key_pages.shape[2]
+    out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
+    scores = [torch.empty(len(query), 1, tokens // unit, dtype=torch.float32) for unit in units]
+    requests = [
+        (reduce == "sum", unit, out.data_ptr())
+        for reduce, unit, out in zip(reduces, units, scores, strict=True)
+    ]
+    _attend(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        requests=requests,
+        out=out,
+    )
+    return out, scores
+
+
+def head_scores(
+    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """As the reference."""
+    tokens = page_table.shape[1] * key_pages.shape[2]
+    out = torch.empty(len(query), key_pages.shape[1], tokens, dtype=torch.float32)
+    _attend(query, key_pages, key_pages, page_table, lengths, scale=scale, weights=out)
+    return out
+
+
+def _attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    counts: Tensor | None = None,
+    unit: int = 1,
+    window: int | None = None,
+    requests: Sequence[tuple[bool, int, int]] = (),
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    query, page_table, lengths = query.contiguous(), _rows(page_table), _int32(lengths)
+    indices = None if indices is None else _int32(indices)
+    counts = None if counts is None else _int32(counts)
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    selection = (1, 0, 1) if indices is None else (*indices.shape[1:], unit)
+    num_rows, num_heads, dim = query.shape
+    _, num_kv_heads, page_size, value_dim = value_pages.shape
+    _cpu.attend(
+        _DTYPES[query.dtype],
+        (num_rows, num_heads, num_kv_heads, dim, value_dim, page_size),
+        query.data_ptr(),
+        key_pages.data_ptr(),
+        key_pages.stride()[:3],
+        value_pages.data_ptr(),
+        value_pages.stride()[:3],
+        page_table.data_ptr(),
+        page_table.stride(0),
+        page_table.shape[1],
+        lengths.data_ptr(),
+        _address(indices),
+        _address(counts),
+        selection,
+        window or 0,
+        scale,
+        softcap or 0.0,
+        _address(sinks),
+        requests,
+        _address(weights),
+        _address(out),
+    )
+
+
+def prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As the reference."""
+    query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    num_tokens, num_heads, dim = query.shape
+    _, num_kv_heads, page_size, value_dim = value_pages.shape
+    out = query.new_empty(num_tokens, num_heads, value_dim)
+    _cpu.prefill(
+        _DTYPES[query.dtype],
+        (num_tokens, num_heads, num_kv_heads, dim, value_dim, page_size),
+        query.data_ptr(),
+        key_pages.data_ptr(),
+        key_pages.stride()[:3],
+        value_pages.data_ptr(),
+        value_pages.stride()[:3],
+        pages.data_ptr(),
+        start,
+        window or 0,
+        scale,
+        softcap or 0.0,
+        _address(sinks),
+        out.data_ptr(),
+    )
+    return out
+
+
+def page_bounds(
+    key_pages: Tensor, low: Tensor, high: Tensor, pages: Tensor, filled: Tensor
+) -> None:
+    """As the reference."""
+    pages, filled = pages.to(torch.int64).contiguous(), filled.to(torch.int64).contiguous()
+    _cpu.page_bounds(
+        _DTYPES[key_pages.dtype],
+        len(pages),
+        low.shape[1],
+        low.shape[2],
+        key_pages.data_ptr(),
+        key_pages.stride()[:3],
+        low.data_ptr(),
+        high.data_ptr(),
+        pages.data_ptr(),
+        filled.data_ptr(),
+    )
+
+
+def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -> Tensor:
+    """As the reference."""
+    query, page_table = query.contiguous(), _rows(page_table)
+    (num_rows, num_heads, dim), num_kv_heads = query.shape, low.shape[1]
+    num_pages = page_table.shape[1]
+    out = torch.empty(num_rows, num_kv_heads, num_pages, dtype=torch.float32)
+    _cpu.bound_scores(
+        _DTYPES[query.dtype],
+        (num_rows, num_heads, num_kv_heads, dim, num_pages),
+        query.data_ptr(),
+        low.data_ptr(),
+        high.data_ptr(),
+        page_table.data_ptr(),
+        page_table.stride(0),
+        out.data_ptr(),
+    )
+    return out
+
+
+def top_indices(
+    scores: Tensor, valid: Tensor, k: int, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    """As the reference, the selection in parts."""
+    scores, valid = scores.contiguous(), _int32(valid)
+    num_rows, num_lists, _ = scores.shape
+    indices = torch.empty(num_rows, num_lists, k, dtype=torch.int32)
+    counts = torch.empty(num_rows, num_lists, dtype=torch.int32)
+    _cpu.top_indices(
+        tuple(scores.shape),
+        k,
+        first,
+        last,
+        scores.data_ptr(),
+        valid.data_ptr(),
+        indices.data_ptr(),
+        counts.data_ptr(),
+    )
+    return indices, counts
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As the reference."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    _cpu.linear(
+        _DTYPES[x.dtype],
+        len(rows),
+        weight.shape[1],
+        len(weight),
+        rows.data_ptr(),
+        rows.stride(0),
+        weight.contiguous().data_ptr(),
+        _address(bias),
+        out.data_ptr(),
+    )
+    return out

@@ -1,0 +1,127 @@
+// What the kernels take: raw pointers, sizes, strides. One plain struct per operation, the same for
+// every processor path. Shapes and letters are those of keyhole/kernels/__init__.py; strides count
+// numbers, not bytes, and the last dimension is always contiguous.
+#pragma once
+
+#include <cstdint>
+
+namespace keyhole {
+
+enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+// Paged keys or values of one layer, [P, Hkv, page_size, D].
+struct Pages {
+    const void* data;
+    int64_t page_stride, head_stride, token_stride;
+};
+
+// How scores become weights.
+struct Scoring {
+    float scale;
+    float softcap;       // 0: none
+    const float* sinks;  // [Hq], or null
+};
+
+// One reduction of the weights over the query heads, written to out [B, M * page_size / unit].
+struct Request {
+    bool sum;  // else the largest
+    int64_t unit;
+    float* out;
+};
+
+struct Attend {
+    DType dtype;
+    int64_t B, Hq, Hkv, D, Dv, page_size;
+    const void* query;  // [B, Hq, D]
+    Pages keys, values;
+    const int32_t* table;  // [B, M]
+    int64_t table_stride, M;
+    const int32_t* lengths;  // [B]
+    const int32_t* indices;  // [B, index_heads, n], or null: everything
+    const int32_t* counts;   // [B, index_heads]
+    int64_t index_heads, n, unit;
+    int64_t window;  // 0: none
+    Scoring scoring;
+    const Request* requests;
+    int64_t num_requests;
+    float* weights;  // `head_scores`: [B, Hkv, M * page_size], largest weight of a group; or null
+    void* out;       // [B, Hq, Dv], or null where only weights are wanted
+};
+
+struct Prefill {
+    DType dtype;
+    int64_t T, Hq, Hkv, D, Dv, page_size;
+    const void* query;  // [T, Hq, D]
+    Pages keys, values;
+    const int64_t* pages;  // [M]
+    int64_t start, window;
+    Scoring scoring;
+    void* out;  // [T, Hq, Dv]
+};
+
+struct Append {
+    int64_t itemsize, T, Hkv, D, page_size;
+    void* pages;
+    int64_t page_stride, head_stride, token_stride;
+    const void* rows;  // [T, Hkv, D]
+    int64_t row_stride, row_head_stride;
+    const int64_t* slots;  // [T]
+};
+
+struct PageBounds {
+    DType dtype;
+    int64_t n, Hkv, D;
+    Pages keys;
+    void *low, *high;  // [P, Hkv, D]
+    const int64_t *pages, *filled;
+};
+
+struct BoundScores {
+    DType dtype;
+    int64_t B, Hq, Hkv, D, M;
+    const void* query;
+    const void *low, *high;
+    const int32_t* table;
+    int64_t table_stride;
+    float* out;  // [B, Hkv, M]
+};
+
+struct TopIndices {
+    int64_t B, H, n, k, first, last;
+    const float* scores;   // [B, H, n]
+    const int32_t* valid;  // [B]
+    int32_t* indices;      // [B, H, k]
+    int32_t* counts;       // [B, H]
+};
+
+struct Linear {
+    DType dtype;
+    int64_t T, I, O;
+    const void* x;  // [T, I]
+    int64_t x_stride;
+    const void* weight;  // [O, I]
+    const void* bias;    // [O], or null
+    void* out;           // [T, O]
+};
+
+// The operations that use vectors, compiled once per processor path.
+struct Path {
+    void (*attend)(const Attend&);
+    void (*prefill)(const Prefill&);
+    void (*page_bounds)(const PageBounds&);
+    void (*bound_scores)(const BoundScores&);
+    void (*linear)(const Linear&);
+};
+
+extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86 only
+
+// The others move or compare single numbers.
+void append(const Append&);
+void top_indices(const TopIndices&);
+
+// Memory that the calling thread keeps from call to call, 64-byte aligned; it only grows.
+// `which` tells buffers apart that are in use at the same time.
+void* workspace(int which, int64_t bytes);
+int64_t workspace_bytes();
+
+}  // namespace keyhole

@@ -1,0 +1,218 @@
+// Decode attention: one query token per sequence. The tokens of a sequence and KV head are cut into
+// chunks (as in Flash-Decoding, Dao et al., 2023); each is one thread's work and leaves largest
+// score, weight and values behind, which are then joined. How a sequence is cut depends on its own
+// length only, so its result does not depend on its neighbours or on the number of threads.
+
+static inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+static inline int64_t chunk_size(int64_t tokens) {
+    const int64_t size = rounded_up((tokens + 31) / 32, kTile);
+    return size < 256 ? 256 : size > 4096 ? 4096 : size;
+}
+
+template <class T>
+class Attention {
+    using Query = typename Product<T>::Query;
+
+  public:
+    explicit Attention(const Attend& a) : a_(a), G_(a.Hq / a.Hkv), N_(a.M * a.page_size) {
+        query_stride_ = rounded_up(a.D, Product<T>::step);
+        out_stride_ = a.out ? rounded_up(a.Dv, Vector::width) : 0;
+        const int64_t lists = a.B * a.Hkv;
+        first_task_ = static_cast<int64_t*>(workspace(0, (lists + 1) * sizeof(int64_t)));
+        first_task_[0] = 0;
+        int64_t tokens = 0;
+        for (int64_t i = 0; i < lists; i++) {
+            int64_t begin, end;
+            range(i, begin, end);
+            const int64_t size = chunk_size(end - begin);
+            first_task_[i + 1] = first_task_[i] + (end - begin + size - 1) / size;
+            tokens += end - begin;
+        }
+        num_tasks_ = first_task_[lists];
+        const bool wants_weights = a.num_requests || a.weights;
+        query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
+        part_ = static_cast<float*>(workspace(2, num_tasks_ * G_ * (out_stride_ + 2) * 4));
+        total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
+        raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
+        block_ = kBlock / a.page_size * a.page_size;  // whole pages
+        parallel_ = tokens * (a.D + a.Dv) * static_cast<int64_t>(sizeof(T)) > kAlone;
+    }
+
+    void run() {
+        const int64_t lists = a_.B * a_.Hkv, blocks = (N_ + block_ - 1) / block_;
+#pragma omp parallel if (parallel_)
+        {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < a_.B * a_.Hq; i++)
+                keep_query(static_cast<const T*>(a_.query) + i * a_.D, a_.D,
+                           query_ + i * query_stride_);
+#pragma omp for schedule(dynamic)
+            for (int64_t i = 0; i < num_tasks_; i++) chunk(i);
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < lists; i++) join(i);
+            if (raw_) {
+#pragma omp for schedule(dynamic)
+                for (int64_t i = 0; i < a_.B * blocks; i++) reduce(i / blocks, i % blocks * block_);
+            }
+        }
+    }
+
+  private:
+    // Bytes below which waking other threads costs more than it saves.
+    static constexpr int64_t kAlone = 1 << 17;
+    // Tokens whose weights are reduced together, at most.
+    static constexpr int64_t kBlock = 1024;
+
+    // The reading order of a sequence and KV head: from `begin` to `end`.
+    void range(int64_t list, int64_t& begin, int64_t& end) const {
+        const int64_t b = list / a_.Hkv, h = list % a_.Hkv;
+        if (a_.indices) {
+            begin = 0;
+            end = a_.counts[b * a_.index_heads + (a_.index_heads == 1 ? 0 : h)] * a_.unit;
+        } else {
+            begin = a_.window && a_.lengths[b] > a_.window ? a_.lengths[b] - a_.window : 0;
+            end = a_.lengths[b];
+        }
+    }
+
+    Source<T> source(int64_t b, int64_t h) const {
+        const int64_t length = a_.lengths[b], head = a_.index_heads == 1 ? 0 : h;
+        return {static_cast<const T*>(a_.keys.data) + h * a_.keys.head_stride,
+                static_cast<const T*>(a_.values.data) + h * a_.values.head_stride,
+                a_.keys,
+                a_.values,
+                a_.table + b * a_.table_stride,
+                a_.indices ? a_.indices + (b * a_.index_heads + head) * a_.n : nullptr,
+                a_.unit,
+                a_.page_size,
+                a_.window && length > a_.window ? length - a_.window : 0,
+                length};
+    }
+
+    Rows part(int64_t task) const {
+        float* p = part_ + task * G_ * (out_stride_ + 2);
+        return {G_, out_stride_, p, p + G_, out_stride_ ? p + 2 * G_ : nullptr};
+    }
+
+    void chunk(int64_t task) const {
+        int64_t low = 0, high = a_.B * a_.Hkv;  // the list with first_task_[low] <= task < ...[low + 1]
+        while (high - low > 1) {
+            const int64_t middle = (low + high) / 2;
+            (first_task_[middle] <= task ? low : high) = middle;
+        }
+        const int64_t b = low / a_.Hkv, h = low % a_.Hkv;
+        int64_t begin, end;
+        range(low, begin, end);
+        const int64_t size = chunk_size(end - begin);
+        int64_t at = begin + (task - first_task_[low]) * size;
+        if (end > at + size) end = at + size;
+        const Rows rows = part(task);
+        rows.clear();
+        const Source<T> from = source(b, h);
+        const int64_t row = b * a_.Hq + h * G_, Dv = a_.out ? a_.Dv : 0;
+        Tile<T> tiles[2];
+        int now = 0;
+        int64_t next = from.next(at, end, a_.D, Dv, tiles[now]);
+        while (tiles[now].count) {
+            // One tile ahead, so that memory is never waited for.
+            const int64_t after = from.next(next, end, a_.D, Dv, tiles[1 - now]);
+            float* raw = raw_ ? raw_ + row * N_ + tiles[now].position[0] : nullptr;
+            attend_tile<T>(query_ + row * query_stride_, query_stride_, tiles[now], a_.D, a_.Dv,
+                           a_.scoring, rows, raw, N_, nullptr, nullptr);
+            if (!rows.out && raw) note(rows, raw, tiles[now].count);
+            now = 1 - now;
+            next = after;
+        }
+    }
+
+    // Largest score and weight where no values are wanted.
+    void note(const Rows& rows, const float* raw, int count) const {
+        for (int64_t g = 0; g < G_; g++) {
+            alignas(64) float scores[kTile];
+            for (int t = 0; t < kTile; t++) scores[t] = t < count ? raw[g * N_ + t] : -INFINITY;
+            weigh(scores, rows, g);
+        }
+    }
+
+    // Joins the chunks of one sequence and KV head.
+    void join(int64_t list) const {
+        const int64_t b = list / a_.Hkv, h = list % a_.Hkv;
+        for (int64_t g = 0; g < G_; g++) {
+            const int64_t head = h * G_ + g, row = b * a_.Hq + head;
+            const float* sinks = a_.scoring.sinks;
+            float top = sinks ? sinks[head] : -INFINITY;
+            for (int64_t i = first_task_[list]; i < first_task_[list + 1]; i++) {
+                const float other = part(i).largest[g];
+                if (other > top) top = other;
+            }
+            const float origin = top == -INFINITY ? 0.0f : top;
+            float weight = sinks ? expf(sinks[head] - origin) : 0.0f;
+            for (int64_t i = first_task_[list]; i < first_task_[list + 1]; i++) {
+                const Rows rows = part(i);
+                rows.largest[g] = expf(rows.largest[g] - origin);  // from here on: its share
+                weight += rows.weight[g] * rows.largest[g];
+            }
+            total_[2 * row] = origin;
+            total_[2 * row + 1] = 1.0f / weight;
+            if (!a_.out) continue;
+            T* out = static_cast<T*>(a_.out) + row * a_.Dv;
+            for (int64_t d = 0; d < a_.Dv; d += Vector::width) {
+                Vector sum = broadcast(0.0f);
+                for (int64_t i = first_task_[list]; i < first_task_[list + 1]; i++) {
+                    const Rows rows = part(i);
+                    sum = fma(broadcast(rows.largest[g]), load(rows.out + g * out_stride_ + d), sum);
+                }
+                const int64_t n = a_.Dv - d < Vector::width ? a_.Dv - d : Vector::width;
+                store(out + d, sum / broadcast(weight), static_cast<int>(n));
+            }
+        }
+    }
+
+    // Weights of a block of tokens from `begin` on, reduced over the heads.
+    void reduce(int64_t b, int64_t begin) const {
+        const int64_t end = begin + block_ < N_ ? begin + block_ : N_;
+        const int64_t known = a_.lengths[b] < end ? a_.lengths[b] : end;
+        alignas(64) float token[kBlock];
+        for (int64_t r = 0; r < a_.num_requests; r++) {
+            const Request& request = a_.requests[r];
+            over_heads(b, 0, a_.Hq, request.sum, begin, known, token);
+            float* out = request.out + b * (N_ / request.unit);
+            for (int64_t t = begin; t < end; t += request.unit) {
+                float sum = 0.0f;
+                for (int64_t i = t; i < t + request.unit && i < known; i++) sum += token[i - begin];
+                out[t / request.unit] = sum;
+            }
+        }
+        for (int64_t h = 0; a_.weights && h < a_.Hkv; h++) {
+            over_heads(b, h * G_, G_, false, begin, known, token);
+            float* out = a_.weights + (b * a_.Hkv + h) * N_;
+            for (int64_t t = begin; t < end; t++) out[t] = t < known ? token[t - begin] : 0.0f;
+        }
+    }
+
+    void over_heads(int64_t b, int64_t first, int64_t heads, bool sum, int64_t begin, int64_t end,
+                    float* token) const {
+        for (int64_t t = begin; t < end; t += Vector::width) {
+            const int64_t rest = end - t;
+            Vector result = broadcast(0.0f);
+            for (int64_t h = first; h < first + heads; h++) {
+                const int64_t row = b * a_.Hq + h;
+                const float* raw = raw_ + row * N_ + t;
+                const Vector s = rest >= Vector::width ? load(raw) : load(raw, static_cast<int>(rest));
+                const Vector w = exponential(s - broadcast(total_[2 * row])) *
+                                 broadcast(total_[2 * row + 1]);
+                result = sum ? result + w : max(result, w);
+            }
+            store(token + (t - begin), result);
+        }
+    }
+
+    const Attend& a_;
+    const int64_t G_, N_;
+    int64_t query_stride_, out_stride_, num_tasks_, block_;
+    bool parallel_;
+    int64_t* first_task_;
+    Query* query_;
+    float *part_, *total_, *raw_;
+};

@@ -1,0 +1,67 @@
+// Quest's summaries: the elementwise bounds of a page's keys, and the bound of a query's score.
+
+template <class T>
+static void page_bounds(const PageBounds& a) {
+    constexpr int W = Vector::width;
+#pragma omp parallel for schedule(static) if (a.n > 8)
+    for (int64_t i = 0; i < a.n * a.Hkv; i++) {
+        const int64_t page = a.pages[i / a.Hkv], h = i % a.Hkv;
+        const T* keys = static_cast<const T*>(a.keys.data) + page * a.keys.page_stride +
+                        h * a.keys.head_stride;
+        const int64_t out = (page * a.Hkv + h) * a.D;
+        for (int64_t d = 0; d < a.D; d += W) {
+            const int n = static_cast<int>(a.D - d < W ? a.D - d : W);
+            Vector low = load(keys + d, n), high = low;
+            for (int64_t t = 1; t < a.filled[i / a.Hkv]; t++) {
+                const Vector key = load(keys + t * a.keys.token_stride + d, n);
+                low = min(low, key);
+                high = max(high, key);
+            }
+            store(static_cast<T*>(a.low) + out + d, low, n);
+            store(static_cast<T*>(a.high) + out + d, high, n);
+        }
+    }
+}
+
+// A positive q_d is bounded by high_d, a negative one by low_d.
+template <class T>
+static void bound_scores(const BoundScores& a) {
+    using Query = typename Product<T>::Query;
+    const int64_t G = a.Hq / a.Hkv, stride = rounded_up(a.D, Product<T>::step);
+    const int64_t tiles = (a.M + kTile - 1) / kTile;
+    auto* query = static_cast<Query*>(workspace(1, 2 * a.B * a.Hq * stride * sizeof(Query)));
+    Query* negative = query + a.B * a.Hq * stride;
+#pragma omp parallel if (a.B * a.Hkv * a.M * a.D > 1 << 16)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < a.B * a.Hq; i++) {
+            const T* q = static_cast<const T*>(a.query) + i * a.D;
+            keep_query(q, a.D, query + i * stride, 0.0f, INFINITY);
+            keep_query(q, a.D, negative + i * stride, -INFINITY, 0.0f);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < a.B * a.Hkv * tiles; i++) {
+            const int64_t list = i / tiles, first = i % tiles * kTile;
+            const int64_t b = list / a.Hkv, h = list % a.Hkv;
+            const int64_t count = a.M - first < kTile ? a.M - first : kTile;
+            const T *low[kTile], *high[kTile];
+            for (int64_t t = 0; t < kTile; t++) {
+                const int64_t entry = first + (t < count ? t : 0);
+                const int64_t at = (a.table[b * a.table_stride + entry] * a.Hkv + h) * a.D;
+                low[t] = static_cast<const T*>(a.low) + at;
+                high[t] = static_cast<const T*>(a.high) + at;
+            }
+            float best[kTile], up[kTile], down[kTile];
+            for (int64_t g = 0; g < G; g++) {
+                const int64_t row = (b * a.Hq + h * G + g) * stride;
+                score_rows<T, 1>(query + row, stride, high, a.D, up);
+                score_rows<T, 1>(negative + row, stride, low, a.D, down);
+                for (int t = 0; t < kTile; t++) {
+                    const float bound = up[t] + down[t];
+                    if (g == 0 || bound > best[t]) best[t] = bound;
+                }
+            }
+            memcpy(a.out + list * a.M + first, best, count * sizeof(float));
+        }
+    }
+}

@@ -1,0 +1,160 @@
+// The Python side of the kernels: addresses and sizes in, nothing out. keyhole/kernels/cpu.py checks
+// tensors and calls these; nothing here knows of torch.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+
+namespace nb = nanobind;
+using namespace keyhole;
+
+namespace {
+
+using Address = uintptr_t;
+using Strides = std::tuple<int64_t, int64_t, int64_t>;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+Pages pages(Address data, const Strides& strides) {
+    return {at<void>(data), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
+}
+
+// The paths that this processor can run, best first.
+std::vector<std::string> paths() {
+    std::vector<std::string> found;
+#if defined(KEYHOLE_X86)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bf16"))
+        found.push_back("avx512");
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))
+        found.push_back("avx2");
+#endif
+    found.push_back("portable");
+    return found;
+}
+
+const Path* path = &portable_path;
+
+void use(const std::string& name) {
+    for (const std::string& known : paths())
+        if (known == name) {
+#if defined(KEYHOLE_X86)
+            path = name == "avx512" ? &avx512_path : name == "avx2" ? &avx2_path : &portable_path;
+#endif
+            return;
+        }
+    throw std::invalid_argument("this processor has no path " + name);
+}
+
+void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+            Address query, Address keys, Strides key_strides, Address values, Strides value_strides,
+            Address table, int64_t table_stride, int64_t M, Address lengths, Address indices,
+            Address counts, std::tuple<int64_t, int64_t, int64_t> selection, int64_t window,
+            float scale, float softcap, Address sinks,
+            const std::vector<std::tuple<bool, int64_t, Address>>& requests, Address weights,
+            Address out) {
+    std::vector<Request> wanted;
+    for (const auto& [sum, unit, scores] : requests)
+        wanted.push_back({sum, unit, at<float>(scores)});
+    const auto [B, Hq, Hkv, D, Dv, page_size] = sizes;
+    const auto [index_heads, n, unit] = selection;
+    path->attend({static_cast<DType>(dtype),
+                  B,
+                  Hq,
+                  Hkv,
+                  D,
+                  Dv,
+                  page_size,
+                  at<void>(query),
+                  pages(keys, key_strides),
+                  pages(values, value_strides),
+                  at<int32_t>(table),
+                  table_stride,
+                  M,
+                  at<int32_t>(lengths),
+                  at<int32_t>(indices),
+                  at<int32_t>(counts),
+                  index_heads,
+                  n,
+                  unit,
+                  window,
+                  {scale, softcap, at<float>(sinks)},
+                  wanted.data(),
+                  static_cast<int64_t>(wanted.size()),
+                  at<float>(weights),
+                  at<void>(out)});
+}
+
+void prefill(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+             Address query, Address keys, Strides key_strides, Address values,
+             Strides value_strides, Address table, int64_t start, int64_t window, float scale,
+             float softcap, Address sinks, Address out) {
+    const auto [T, Hq, Hkv, D, Dv, page_size] = sizes;
+    path->prefill({static_cast<DType>(dtype), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
+                   pages(keys, key_strides), pages(values, value_strides), at<int64_t>(table),
+                   start, window, {scale, softcap, at<float>(sinks)}, at<void>(out)});
+}
+
+void append_rows(int64_t itemsize, int64_t T, int64_t Hkv, int64_t D, int64_t page_size, Address to,
+                 Strides strides, Address rows, int64_t row_stride, int64_t row_head_stride,
+                 Address slots) {
+    append({itemsize, T, Hkv, D, page_size, at<void>(to), std::get<0>(strides),
+            std::get<1>(strides), std::get<2>(strides), at<void>(rows), row_stride, row_head_stride,
+            at<int64_t>(slots)});
+}
+
+void page_bounds(int dtype, int64_t n, int64_t Hkv, int64_t D, Address keys, Strides strides,
+                 Address low, Address high, Address which, Address filled) {
+    path->page_bounds({static_cast<DType>(dtype), n, Hkv, D, pages(keys, strides), at<void>(low),
+                       at<void>(high), at<int64_t>(which), at<int64_t>(filled)});
+}
+
+void bound_scores(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+                  Address query, Address low, Address high, Address table, int64_t table_stride,
+                  Address out) {
+    const auto [B, Hq, Hkv, D, M] = sizes;
+    path->bound_scores({static_cast<DType>(dtype), B, Hq, Hkv, D, M, at<void>(query), at<void>(low),
+                        at<void>(high), at<int32_t>(table), table_stride, at<float>(out)});
+}
+
+void linear(int dtype, int64_t T, int64_t I, int64_t O, Address x, int64_t x_stride, Address weight,
+            Address bias, Address out) {
+    path->linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride, at<void>(weight),
+                  at<void>(bias), at<void>(out)});
+}
+
+void best_indices(std::tuple<int64_t, int64_t, int64_t> sizes, int64_t k, int64_t first,
+                  int64_t last, Address scores, Address valid, Address indices, Address counts) {
+    const auto [B, H, n] = sizes;
+    top_indices({B, H, n, k, first, last, at<float>(scores), at<int32_t>(valid),
+                 at<int32_t>(indices), at<int32_t>(counts)});
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+    m.def("paths", &paths);
+    m.def("use", &use);
+    m.def("workspace_bytes", &workspace_bytes);
+    // Other Python threads go on while a kernel runs.
+    const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+    m.def("attend", &attend, unlocked);
+    m.def("prefill", &prefill, unlocked);
+    m.def("append", &append_rows, unlocked);
+    m.def("page_bounds", &page_bounds, unlocked);
+    m.def("bound_scores", &bound_scores, unlocked);
+    m.def("linear", &linear, unlocked);
+    m.def("top_indices", &best_indices, unlocked);
+}

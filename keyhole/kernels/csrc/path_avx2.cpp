@@ -1,0 +1,3 @@
+#define KEYHOLE_PATH avx2_path
+#define KEYHOLE_VECTOR "vector_avx2.h"
+#include "path.h"

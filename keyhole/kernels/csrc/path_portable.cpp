@@ -1,0 +1,3 @@
+#define KEYHOLE_PATH portable_path
+#define KEYHOLE_VECTOR "vector_portable.h"
+#include "path.h"

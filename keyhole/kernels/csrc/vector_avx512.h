@@ -1,0 +1,94 @@
+// Sixteen floats in a register, and how bfloat16 and float16 become floats: AVX-512 with BF16.
+
+struct Vector {
+    static constexpr int width = 16;
+    __m512 v;
+};
+
+static inline Vector broadcast(float x) { return {_mm512_set1_ps(x)}; }
+static inline Vector operator+(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline Vector operator-(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline Vector operator*(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline Vector operator/(Vector a, Vector b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// Where one of them is NaN: the second.
+static inline Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline Vector min(Vector a, Vector b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline float largest(Vector a) { return _mm512_reduce_max_ps(a.v); }
+static inline float total(Vector a) { return _mm512_reduce_add_ps(a.v); }
+static inline Vector nearest(Vector a) { return {_mm512_roundscale_ps(a.v, 8)}; }
+// x * 2^n for whole n; 0 where x2 < limit (false for NaN).
+static inline Vector scaled(Vector x, Vector n, Vector x2, float limit) {
+    const __mmask16 keep = _mm512_cmp_ps_mask(x2.v, _mm512_set1_ps(limit), _CMP_NLT_UQ);
+    return {_mm512_maskz_scalef_ps(keep, x.v, n.v)};
+}
+
+static inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+static inline Vector load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline Vector load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+static inline Vector widen(__m256i x, const bfloat16*) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))};
+}
+static inline Vector widen(__m256i x, const float16*) { return {_mm512_cvtph_ps(x)}; }
+template <class T>
+static inline Vector load(const T* p) {
+    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), p);
+}
+template <class T>
+static inline Vector load(const T* p, int n) {
+    return widen(_mm256_maskz_loadu_epi16(first(n), p), p);
+}
+
+static inline void store(float* p, Vector a) { _mm512_storeu_ps(p, a.v); }
+static inline void store(float* p, Vector a, int n) { _mm512_mask_storeu_ps(p, first(n), a.v); }
+static inline __m256i narrow(Vector a, const bfloat16*) { return (__m256i)_mm512_cvtneps_pbh(a.v); }
+static inline __m256i narrow(Vector a, const float16*) { return _mm512_cvtps_ph(a.v, 0); }
+template <class T>
+static inline void store(T* p, Vector a, int n = 16) {
+    _mm256_mask_storeu_epi16(p, first(n), narrow(a, p));
+}
+
+// Sixteen sums: lane i of the result is the sum over a[i].
+static inline Vector sums(const Vector* a) {
+    __m512 x[8], y[4];
+    for (int i = 0; i < 8; i++)  // lanes of a[2i] and a[2i+1] in turn, halves added
+        x[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i].v, a[2 * i + 1].v),
+                             _mm512_unpackhi_ps(a[2 * i].v, a[2 * i + 1].v));
+    for (int i = 0; i < 4; i++)
+        y[i] = _mm512_add_ps(_mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0x44),
+                             _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0xee));
+    // Each 128-bit part of y[i] holds four partial sums of a[4i .. 4i+3].
+    const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88),
+                                     _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
+    const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(y[2], y[3], 0x88),
+                                      _mm512_shuffle_f32x4(y[2], y[3], 0xdd));
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88),
+                          _mm512_shuffle_f32x4(low, high, 0xdd))};
+}
+
+// Products of queries and keys. bfloat16 is multiplied as it is, 32 numbers at a time; the others
+// become floats. `Query` is what queries are kept as, padded with zeros to whole steps.
+template <class T>
+struct Product {
+    using Query = float;
+    static constexpr int step = 16;
+    using Key = Vector;
+    static inline Key key(const T* p) { return load(p); }
+    static inline Key key(const T* p, int n) { return load(p, n); }
+    static inline Vector add(Vector sum, const float* q, Key k) { return fma(load(q), k, sum); }
+};
+
+template <>
+struct Product<bfloat16> {
+    using Query = bfloat16;
+    static constexpr int step = 32;
+    using Key = __m512i;
+    static inline Key key(const bfloat16* p) { return _mm512_loadu_si512(p); }
+    static inline Key key(const bfloat16* p, int n) {
+        return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p);
+    }
+    static inline Vector add(Vector sum, const bfloat16* q, Key k) {
+        return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_loadu_si512(q), (__m512bh)k)};
+    }
+};

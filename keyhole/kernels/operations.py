@@ -1,0 +1,238 @@
+"""The operations as everybody calls them; torch's dispatcher picks who computes.
+
+Each is registered as `torch.ops.keyhole.<name>`: the reference for any device, our C++ for the CPU,
+which leaves to the reference what it does not take. Signature, shapes and meaning stand with the
+twin of the same name in `reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from keyhole.kernels import cpu, reference
+from keyhole.kernels.selection import ScoreRequest, Selection
+
+_library = Library("keyhole", "DEF")
+
+
+def append(
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """Writes new tokens into their pages, in place."""
+    torch.ops.keyhole.append(key_pages, value_pages, key, value, slots)
+
+
+def attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    selection: Selection | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One query token per sequence over all, some pages or some tokens, [B, Hq, Dv]."""
+    paged = (query, key_pages, value_pages, page_table, lengths)
+    chosen = (None, None, 1)
+    if selection is not None:
+        chosen = (selection.indices, selection.counts, selection.unit)  # type: ignore[assignment]
+    out: Tensor = torch.ops.keyhole.attend(*paged, *chosen, scale, window, softcap, sinks)
+    return out
+
+
+def attend_and_score(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    requests: tuple[ScoreRequest, ...],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`attend` over everything, and for each request the reduced weights, float32 [B, 1, n]."""
+    paged = (query, key_pages, value_pages, page_table, lengths)
+    reduces, units = [r.reduce for r in requests], [r.unit for r in requests]
+    out, scores = torch.ops.keyhole.attend_and_score(*paged, reduces, units, scale, softcap, sinks)
+    return out, tuple(scores)
+
+
+def head_scores(
+    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, *, scale: float
+) -> Tensor:
+    """Attention weights of each query head, the largest of each group: float32 [B, Hkv, N]."""
+    scores: Tensor = torch.ops.keyhole.head_scores(query, key_pages, page_table, lengths, scale)
+    return scores
+
+
+def prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    start: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of one sequence's tokens start .. start + T - 1, [T, Hq, Dv]."""
+    out: Tensor = torch.ops.keyhole.prefill(
+        query, key_pages, value_pages, pages, start, scale, window, softcap, sinks
+    )
+    return out
+
+
+def page_bounds(
+    key_pages: Tensor, low: Tensor, high: Tensor, pages: Tensor, filled: Tensor
+) -> None:
+    """Elementwise bounds of the keys of some pages, written in place."""
+    torch.ops.keyhole.page_bounds(key_pages, low, high, pages, filled)
+
+
+def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -> Tensor:
+    """Quest's bound of a query's score on every page, float32 [B, Hkv, M]."""
+    scores: Tensor = torch.ops.keyhole.bound_scores(query, low, high, page_table)
+    return scores
+
+
+def top_indices(
+    scores: Tensor, valid: Tensor, k: int, unit: int, *, first: int = 0, last: int = 0
+) -> Selection:
+    """The k best entries of each row; equal scores go to the earlier entry."""
+    indices, counts = torch.ops.keyhole.top_indices(scores, valid, k, first, last)
+    return Selection(indices, counts, unit)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X W^T + bias for a few tokens, [..., O]."""
+    out: Tensor = torch.ops.keyhole.linear(x, weight, bias)
+    return out
+
+
+recent_indices = reference.recent_indices
+
+
+def backend(device: torch.device) -> str:
+    """Who computes on a device, for people."""
+    if device.type != "cpu" or cpu.current() == cpu.REFERENCE:
+        return "reference (PyTorch)"
+    return f"C++ ({cpu.current()})"
+
+
+def _attend(*operands: Any) -> Tensor:
+    *paged, indices, counts, unit, scale, window, softcap, sinks = operands
+    selection = None if indices is None else Selection(indices, counts, unit)
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    return reference.attend(*paged, selection=selection, scale=scale, **options)
+
+
+def _attend_and_score(*operands: Any) -> tuple[Tensor, list[Tensor]]:
+    *paged, reduces, units, scale, softcap, sinks = operands
+    requests = tuple(ScoreRequest(*pair) for pair in zip(reduces, units, strict=True))
+    options = {"requests": requests, "scale": scale, "softcap": softcap, "sinks": sinks}
+    out, scores = reference.attend_and_score(*paged, **options)
+    return out, list(scores)
+
+
+def _head_scores(*operands: Any) -> Tensor:
+    *paged, scale = operands
+    return reference.head_scores(*paged, scale=scale)
+
+
+def _prefill(*operands: Any) -> Tensor:
+    *paged, scale, window, softcap, sinks = operands
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    return reference.prefill(*paged, scale=scale, **options)
+
+
+def _top_indices(
+    scores: Tensor, valid: Tensor, k: int, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    chosen = reference.top_indices(scores, valid, k, 1, first=first, last=last)
+    return chosen.indices, chosen.counts.contiguous()
+
+
+def _register(
+    name: str, schema: str, plain: Callable[..., Any], on_cpu: Callable[..., Any]
+) -> None:
+    def chosen(*operands: Any) -> Any:
+        return (on_cpu if cpu.takes(*operands) else plain)(*operands)
+
+    _library.define(name + schema)
+    _library.impl(name, plain, "CompositeExplicitAutograd")
+    _library.impl(name, chosen, "CPU")
+
+
+_QKV = "Tensor query, Tensor key_pages, Tensor value_pages"
+_PAGED = f"({_QKV}, Tensor page_table, Tensor lengths"
+_REST = "float? softcap, Tensor? sinks)"
+_register(
+    "append",
+    "(Tensor(a!) key_pages, Tensor(b!)? value_pages, Tensor key, Tensor? value, Tensor slots)"
+    " -> ()",
+    reference.append,
+    cpu.append,
+)
+_register(
+    "attend",
+    f"{_PAGED}, Tensor? indices, Tensor? counts, int unit, float scale, int? window, {_REST}"
+    " -> Tensor",
+    _attend,
+    cpu.attend,
+)
+_register(
+    "attend_and_score",
+    f"{_PAGED}, str[] reduces, int[] units, float scale, {_REST} -> (Tensor, Tensor[])",
+    _attend_and_score,
+    cpu.attend_and_score,
+)
+_register(
+    "head_scores",
+    "(Tensor query, Tensor key_pages, Tensor page_table, Tensor lengths, float scale) -> Tensor",
+    _head_scores,
+    cpu.head_scores,
+)
+_register(
+    "prefill",
+    f"({_QKV}, Tensor pages, int start, float scale, int? window, {_REST} -> Tensor",
+    _prefill,
+    cpu.prefill,
+)
+_register(
+    "page_bounds",
+    "(Tensor key_pages, Tensor(a!) low, Tensor(b!) high, Tensor pages, Tensor filled) -> ()",
+    reference.page_bounds,
+    cpu.page_bounds,
+)
+_register(
+    "bound_scores",
+    "(Tensor query, Tensor low, Tensor high, Tensor page_table) -> Tensor",
+    reference.bound_scores,
+    cpu.bound_scores,
+)
+_register(
+    "top_indices",
+    "(Tensor scores, Tensor valid, int k, int first, int last) -> (Tensor, Tensor)",
+    _top_indices,
+    cpu.top_indices,
+)
+_register(
+    "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", reference.linear, cpu.linear
+)
