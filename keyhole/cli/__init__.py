@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "talk with a model",
     "calibrate": "measure where DELTA's layers belong in a model",
     "verify": "compare the engine with transformers on a model",
+    "bench": "measure kernels or decode steps on this machine",
 }
 
 

@@ -27,10 +27,11 @@ _BY_TYPE: dict[str, Callable[[str], Any]] = {
     "str": str,
     "bool": lambda text: text == "True",
     "tuple[int, ...]": lambda text: tuple(int(part) for part in text.split(",") if part.strip()),
+    "Names": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
 }
 #: Fields whose text says more than their type.
 _READERS: dict[str, Callable[[str], Any]] = {"memory": parse_bytes}
-_METAVARS = {"int": "N", "float": "X", "tuple[int, ...]": "N,N"}
+_METAVARS = {"int": "N", "float": "X", "tuple[int, ...]": "N,N", "Names": "NAME,NAME"}
 _RIGHT = {"int": "a whole number", "float": "a number"}
 
 

@@ -61,5 +61,8 @@ def check_leftover(parser: Parser, command: str, leftover: Sequence[str]) -> Non
 
 def usage(command: argparse.ArgumentParser) -> str:
     """The usage of a command without the list of its flags, which follows anyway."""
-    places = [f"[{action.metavar}]" for action in command._get_positional_actions()]
+    places = [
+        str(action.metavar) if action.required else f"[{action.metavar}]"
+        for action in command._get_positional_actions()
+    ]
     return " ".join([command.prog, *places, "[options]"])

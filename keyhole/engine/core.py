@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.cache.prefix import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
@@ -37,30 +38,27 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class Engine:
-    """Many sequences over one model, one cache and one policy."""
+    """Many sequences over one model, one cache and one policy.
 
-    def __init__(self, model: Model, policy: Policy, config: EngineConfig) -> None:
+    cache: pages that other engines use too; None: its own, within `config.memory`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy,
+        config: EngineConfig,
+        cache: PageCache | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.geometry = model.geometry(config.page_size)
         self.policy = policy.resolve(self.geometry)
         self.max_length = _max_length(model, config)
-        page_data = [
-            {} if layout.window is not None else self.policy.page_data(layout)
-            for layout in self.geometry.layers
-        ]
-        page_bytes = bytes_per_page(self.geometry, page_data)
-        memory = _free_memory(model.device) if config.memory is None else config.memory
-        self.max_pages = memory // page_bytes
-        if self.max_pages < 1:
-            raise ConfigError(f"memory {memory} bytes holds no page of {page_bytes} bytes")
-        self.cache = PageCache(
-            self.geometry,
-            self.max_pages,
-            dtype=model.dtype,
-            device=model.device,
-            page_data=page_data,
+        self.cache = (
+            _make_cache(model, self.geometry, self.policy, config) if cache is None else cache
         )
+        self.max_pages = self.cache.max_pages
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
         self.scheduler = Scheduler(self.cache, self.prefix, config, dense=self.policy.dense)
         self._runner = Runner(model, self.cache, self.policy, config.max_batch)
@@ -215,6 +213,22 @@ class Engine:
             fraction, kv_bytes, other_bytes = row
             sequence.counters += Counters(fraction, kv_bytes, other_bytes, 1)
             sequence.step_ms.append(1e3 * seconds)
+
+
+def _make_cache(
+    model: Model, geometry: Geometry, policy: Policy, config: EngineConfig
+) -> PageCache:
+    page_data = [
+        {} if layout.window is not None else policy.page_data(layout) for layout in geometry.layers
+    ]
+    page_bytes = bytes_per_page(geometry, page_data)
+    memory = _free_memory(model.device) if config.memory is None else config.memory
+    max_pages = memory // page_bytes
+    if max_pages < 1:
+        raise ConfigError(f"memory {memory} bytes holds no page of {page_bytes} bytes")
+    return PageCache(
+        geometry, max_pages, dtype=model.dtype, device=model.device, page_data=page_data
+    )
 
 
 def _max_length(model: Model, config: EngineConfig) -> int:

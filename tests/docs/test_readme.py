@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import keyhole
-from benchmarks import report
+from keyhole.bench import report
 from keyhole.engine.llm import Result
 from keyhole.models import families
 
@@ -28,8 +28,8 @@ def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_results_are_the_stored_ones() -> None:
-    written = report.inserted(README, report.render(report.stored()))
-    assert written == README, "run `python -m benchmarks.report`"
+    written = report.inserted(README, report.render(report.stored("decode")))
+    assert written == README, "run `python -m keyhole.bench.report`"
 
 
 def test_every_policy_is_in_the_table() -> None:

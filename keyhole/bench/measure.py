@@ -17,26 +17,40 @@ from typing import Any
 
 import torch
 
-import keyhole
+#: The repository that this file is in; meaningless where Keyhole is installed without one.
+ROOT = Path(__file__).parents[2]
 
-ROOT = Path(__file__).parents[1]
+#: What one system did in one case, as it stands in a line.
+Result = dict[str, Any]
+#: Takes results as they come, and notes for a reader beside them.
+Report = Callable[[Sequence[Result], Sequence[str]], None]
 
 # Far more than any cache holds, so that a sum over it reads memory.
 _BANDWIDTH_BYTES = 1 << 29
 _BANDWIDTH_RUNS = 7
 
 
-def header(benchmark: str, device: torch.device, note: str) -> dict[str, Any]:
-    """What a line says about how, where and when it was measured."""
+def header(benchmark: str, device: torch.device, note: str, version: str) -> dict[str, Any]:
+    """What a line says about how, where and when it was measured; version: of Keyhole."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": shlex.join(["keyhole", *sys.argv[1:]]),
         "commit": commit(),
         "note": note,
         "machine": machine(device),
-        "versions": versions(),
+        "versions": versions() | {"keyhole": version},
     }
+
+
+def in_checkout() -> bool:
+    """Whether this file is part of a checkout of the repository, not of an installed package."""
+    return (ROOT / "pyproject.toml").is_file()
+
+
+def results() -> Path:
+    """The folder of the stored lines: of the checkout, else below the current directory."""
+    return (ROOT if in_checkout() else Path.cwd()) / "benchmarks/results"
 
 
 def device(name: str) -> torch.device:
@@ -66,12 +80,13 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
-        "keyhole": keyhole.__version__,
     }
 
 
 def commit() -> str | None:
     """The git commit, with a "+" if tracked files differ from it; None without git."""
+    if not in_checkout():  # a virtual environment may lie in the repository of somebody else
+        return None
     try:
         name = _git("rev-parse", "--short=12", "HEAD").strip()
         changed = _git("status", "--porcelain", "--untracked-files=no").strip()
@@ -107,24 +122,6 @@ def append(path: Path, line: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Some columns of the rows as an aligned table of text."""
-    cells = [list(columns), *([_cell(row[name]) for name in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    )
-
-
-def _cell(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) and value < 100 else _whole(value)
-
-
-def _whole(value: object) -> str:
-    return f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
 def _cpu_model() -> str:

@@ -1,0 +1,139 @@
+"""Our engine as a system of the decode benchmark, with a prompt that is known already.
+
+The engines of all policies share one cache: its pages are written once, not computed, and given to
+each engine as the start of a prompt that it has seen before. New tokens go into pages of their own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence as Several
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.bench.settings import PAGE_SIZE
+from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.core import Engine
+from keyhole.engine.sequence import Sequence
+from keyhole.models.loading import Model
+from keyhole.policy import make_policy
+
+
+class Ours:
+    """One policy's engine over a shared cache."""
+
+    def __init__(self, name: str, model: Model, cache: PageCache, batch: int) -> None:
+        self.name = name
+        config = EngineConfig(max_batch=batch, page_size=PAGE_SIZE)
+        self.engine = Engine(model, make_policy(name), config, cache)
+        self.sequences: list[Sequence] = []
+
+    def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
+        """Logits [B, 1 + len(given), vocabulary] after the prompts and after each given token."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        sequences = [
+            self.engine.add(prompt, params, given=given, keep_logits=True) for prompt in prompts
+        ]
+        while self.engine.has_work:
+            self.engine.step()
+        return torch.stack([torch.stack(sequence.logits) for sequence in sequences])
+
+    def start(self, prompts: list[list[int]], steps: int) -> None:
+        """Requests that live for `steps` steps at least."""
+        params = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
+        self.sequences = [self.engine.add(prompt, params) for prompt in prompts]
+
+    def step(self) -> None:
+        """One token for every request, scheduling and sampling included."""
+        done = self.engine.step()
+        assert len(done) == len(self.sequences)
+
+    def rest(self) -> None:
+        """Nothing: what a step has written is the past of the next one."""
+
+    def cost(self) -> dict[str, Any]:
+        """What one step read, summed over the requests, and the policy as it was resolved."""
+        stats = [sequence.stats() for sequence in self.sequences]
+        steps = [len(sequence.step_ms) for sequence in self.sequences]
+        fractions = [s.attended_fraction for s in stats if s.attended_fraction is not None]
+        return {
+            "policy": {"name": self.name} | asdict(self.engine.policy),
+            "kv_bytes": sum(s.kv_bytes_read / n for s, n in zip(stats, steps, strict=True)),
+            "other_bytes": sum(s.other_bytes_read / n for s, n in zip(stats, steps, strict=True)),
+            "attended_fraction": statistics.mean(fractions),
+        }
+
+
+class Pages:
+    """The shared cache, and the pages in it that hold the prompts."""
+
+    def __init__(
+        self, model: Model, policies: Several[str], batch: int, context: int, steps: int
+    ) -> None:
+        """`steps`: the most that any engine adds to a prompt."""
+        geometry, data = model.geometry(PAGE_SIZE), _page_data(model, policies)
+        self.cache = PageCache(
+            geometry,
+            _num_pages(len(policies), batch, context, steps),
+            dtype=model.dtype,
+            device=model.device,
+            page_data=data,
+        )
+        self.ours = [Ours(name, model, self.cache, batch) for name in policies]
+        pages = self.cache.allocate(batch * context // PAGE_SIZE)
+        assert pages is not None
+        self._pages = torch.tensor(pages, device=model.device)
+
+    def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Writes keys and values [B, Hkv, N, D] of one layer, and what the policies keep of it."""
+        cache = self.cache
+        for stored, tensor in ((cache.keys[layer], keys), (cache.values[layer], values)):
+            paged = tensor.unflatten(2, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
+            stored[self._pages] = paged
+        filled = torch.full_like(self._pages, PAGE_SIZE)
+        for own in self.ours:
+            policy = own.engine.policy
+            policy.on_append(cache.keys[layer], cache.data[layer], self._pages, filled)
+
+    def know(self, prompts: list[list[int]]) -> None:
+        """Hands the pages over to the engines, as known starts of these prompts."""
+        parts = self._pages.view(len(prompts), -1).tolist()
+        for own in self.ours:
+            assert own.engine.prefix is not None
+            for prompt, pages in zip(prompts, parts, strict=True):
+                own.engine.prefix.insert(prompt[:-1], pages, len(prompt))
+        self.cache.release(self._pages.tolist())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the cache."""
+        return self.cache.capacity * self.cache.page_bytes
+
+
+def needed_bytes(model: Model, policies: Several[str], batch: int, context: int, steps: int) -> int:
+    """What `Pages` takes, before it is made."""
+    page_bytes = bytes_per_page(model.geometry(PAGE_SIZE), _page_data(model, policies))
+    return _num_pages(len(policies), batch, context, steps) * page_bytes
+
+
+def _num_pages(engines: int, batch: int, context: int, steps: int) -> int:
+    """Pages for the prompts, and for what every engine adds to them."""
+    more = -(-(steps + 1) // PAGE_SIZE) + 1
+    return batch * (context // PAGE_SIZE + engines * more)
+
+
+def _page_data(model: Model, policies: Several[str]) -> list[dict[str, tuple[int, ...]]]:
+    """What all policies together keep beside a page, layer by layer."""
+    geometry = model.geometry(PAGE_SIZE)
+    resolved = [make_policy(name).resolve(geometry) for name in policies]
+    data: list[dict[str, tuple[int, ...]]] = [{} for _ in geometry.layers]
+    for policy in resolved:
+        for names, layout in zip(data, geometry.layers, strict=True):
+            own = policy.page_data(layout)
+            assert all(names.get(name, shape) == shape for name, shape in own.items())
+            names |= own
+    return data

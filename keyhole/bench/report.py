@@ -1,0 +1,114 @@
+"""Writes what the stored lines say into the documents: `python -m keyhole.bench.report`.
+
+    README.md          a table for each device, between two comments
+    docs/results.md    step times, memory, kernels
+    docs/images/       step time against context, a picture for each of these tables
+
+A decode line counts if it is the last one of its device and batch, a kernel line if it is the last
+of its processor. Nothing is written that no line tells; a test compares the pages with the lines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from keyhole.bench import measure, plot, tables
+
+BEGIN, END = "<!-- results: python -m keyhole.bench.report -->\n", "<!-- end of results -->"
+_WRITTEN_BY = "<!-- Written by `python -m keyhole.bench.report`; measure again instead. -->"
+
+Line = dict[str, Any]
+
+
+def stored(benchmark: str) -> list[Line]:
+    """All lines of a benchmark's results, the oldest first."""
+    file = measure.results() / f"{benchmark}.jsonl"
+    return [json.loads(text) for text in file.read_text().splitlines()] if file.is_file() else []
+
+
+def latest(lines: Sequence[Line], key: Callable[[Line], Hashable]) -> list[Line]:
+    """The last line of each kind."""
+    return list({key(line): line for line in lines}.values())
+
+
+def pictures(lines: Sequence[Line]) -> dict[str, Line]:
+    """Name of each picture in docs/images/, and the line that it shows."""
+    return {_picture(line): line for line in latest(lines, _device_and_batch)}
+
+
+def render(lines: Sequence[Line]) -> str:
+    """For the README: table and picture for each device, of its smallest batch."""
+    last = latest(lines, _device_and_batch)
+    last.sort(key=lambda line: int(line["settings"]["batch"]), reverse=True)
+    parts = [
+        f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, 'docs/images/')}\n"
+        for line in latest(last, lambda line: line["machine"]["device"])
+    ]
+    return "\n".join(parts)
+
+
+def inserted(text: str, tables: str) -> str:
+    """The text with the tables between the two comments."""
+    head, rest = text.split(BEGIN)
+    _, tail = rest.split(END)
+    return head + BEGIN + tables + END + tail
+
+
+def page(decode: Sequence[Line], kernels: Sequence[Line]) -> str:
+    """docs/results.md."""
+    parts = [
+        f"{_WRITTEN_BY}\n\n# Results",
+        "Every number comes from a line in [benchmarks/results/](../benchmarks/results), with its\n"
+        "command and machine. [The log](../benchmarks/LOG.md) tells what was tried.",
+    ]
+    for line in latest(decode, _device_and_batch):
+        batch = line["settings"]["batch"]
+        parts += [
+            f"## Decode step on {_device(line)}, batch {batch}",
+            _image(line, "images/"),
+            "Time of a step in milliseconds, and in brackets the share of the read bandwidth that\n"
+            "the run measured:",
+            tables.times(line),
+            *tables.memory(line),
+            tables.about(line),
+        ]
+    for line in latest(kernels, lambda line: line["machine"]["cpu"]):
+        parts += [f"## Kernels on {line['machine']['cpu']}", *tables.kernels(line)]
+        parts.append(tables.about(line))
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Rewrites pages and pictures of the checkout."""
+    decode = stored("decode")
+    readme, docs = measure.ROOT / "README.md", measure.ROOT / "docs"
+    readme.write_text(inserted(readme.read_text(), render(decode)))
+    (docs / "results.md").write_text(page(decode, stored("kernels")))
+    for name, line in pictures(decode).items():
+        plot.step_times(line, docs / "images" / name)
+
+
+def _device_and_batch(line: Line) -> Hashable:
+    return line["machine"]["device"], line["settings"]["batch"]
+
+
+def _device(line: Line) -> str:
+    name = line["machine"]["device"]
+    return "a CPU" if name == "cpu" else str(name)
+
+
+def _picture(line: Line) -> str:
+    batch = line["settings"]["batch"]
+    device = re.sub(r"[^a-z0-9]+", "-", line["machine"]["device"].lower()).strip("-")
+    return f"decode-{device}{'' if batch == 1 else f'-batch-{batch}'}.png"
+
+
+def _image(line: Line, folder: str) -> str:
+    return f"![Time of a decode step against context]({folder}{_picture(line)})"
+
+
+if __name__ == "__main__":
+    main()

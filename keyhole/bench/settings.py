@@ -1,0 +1,118 @@
+"""What a benchmark is told. No torch here, as the flags of `keyhole bench` derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from keyhole.bench.shapes import SHAPES
+from keyhole.config import is_count, require, setting
+from keyhole.errors import UnknownNameError
+
+#: Names that one flag gives: a,b,c.
+Names = tuple[str, ...]
+
+PAGE_SIZE = 16
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+#: Other people's systems in the decode benchmark: attention and cache of transformers. The first
+#: is what the others are compared with.
+PEERS = {
+    "transformers_sdpa": ("sdpa", "dynamic"),
+    "transformers_eager": ("eager", "dynamic"),
+    "transformers_static": ("sdpa", "static"),
+}
+
+#: Policies that are timed unless others are asked for.
+POLICIES = ("full", "delta", "quest", "streaming_llm")
+
+#: Operations of the kernel benchmark, in the order of its table.
+OPS = (
+    "attend",
+    "attend_and_score",
+    "head_scores",
+    "prefill",
+    "append",
+    "page_bounds",
+    "bound_scores",
+    "top_indices",
+    "linear",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all benchmarks have in common; None is settled by each of them."""
+
+    default_shape: ClassVar[str] = "smoke"
+    default_repeat: ClassVar[int] = 1
+
+    contexts: tuple[int, ...] = setting(
+        (2048, 8192, 32768, 131072),
+        f"tokens of a sequence, multiples of {PAGE_SIZE}; kernels select among the most and "
+        "attend to all of the others",
+    )
+    batch: int = setting(1, "sequences in a step")
+    repeat: int = setting(None, "timed calls of each system; None: 11 for decode, 51 for kernels")
+    shape: str = setting(
+        None, f"{', '.join(SHAPES)}; None: llama-3.2-1b for decode, llama-3.1-8b for kernels"
+    )
+    dtype: str = setting("bfloat16", ", ".join(DTYPES))
+
+    def __post_init__(self) -> None:
+        for name, value in (("repeat", self.default_repeat), ("shape", self.default_shape)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        right = f"multiples of {PAGE_SIZE}, the least first"
+        pages = [is_count(n, PAGE_SIZE) and n % PAGE_SIZE == 0 for n in self.contexts]
+        good = bool(pages) and all(pages) and sorted(set(self.contexts)) == list(self.contexts)
+        require(good, "contexts", self.contexts, right)
+        require(is_count(self.batch), "batch", self.batch, "a whole number >= 1")
+        require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
+        require_known("shape", [self.shape], SHAPES)
+        require_known("dtype", [self.dtype], DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(Settings):
+    """The decode benchmark."""
+
+    default_shape: ClassVar[str] = "llama-3.2-1b"
+    default_repeat: ClassVar[int] = 11
+
+    systems: Names = setting(  # noqa: RUF009
+        (), f"{', '.join(PEERS)}, and policies; default: these and {', '.join(POLICIES)}"
+    )
+    layers: int | None = setting(None, "layers of the model; None: as the shape has")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:0")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "systems", self.systems or (*PEERS, *POLICIES))
+        good = self.layers is None or is_count(self.layers)
+        require(good, "layers", self.layers, "a whole number >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSettings(Settings):
+    """The kernel benchmark, always on the CPU; no paths: all of `keyhole.kernels.cpu.paths()`."""
+
+    default_shape: ClassVar[str] = "llama-3.1-8b"
+    default_repeat: ClassVar[int] = 51
+
+    ops: Names = setting((), f"{', '.join(OPS)}; default: all")  # noqa: RUF009
+    paths: Names = setting((), "who computes; default: all this machine has")  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ops", self.ops or OPS)
+        require_known("operation", self.ops, OPS)
+
+
+def require_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises UnknownNameError for the first name that is not known."""
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(kind, str(name), known)

@@ -1,0 +1,132 @@
+"""Stored lines as Markdown tables; lines of older versions, which said less, are understood too."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keyhole.bench.settings import PEERS
+
+Line = dict[str, Any]
+_PEER = next(iter(PEERS))
+# What is said in words, or is of no use to someone who runs the command again.
+_UNSAID = ("--note", "--output")
+
+
+def ratios(line: Line) -> str:
+    """Times relative to the peer, and the share of keys that was read."""
+    names = [name for name in _systems(line) if name != _PEER]
+    return _by_context(line, names, _ratio)
+
+
+def times(line: Line) -> str:
+    """Times of all systems, and the share of the bandwidth that they used."""
+    return _by_context(
+        line, _systems(line), lambda r: f"{r['step_ms']:.0f} ({r['bandwidth_share']:.0%})"
+    )
+
+
+def memory(line: Line) -> list[str]:
+    """Peaks relative to what is stated; nothing for a line that has none."""
+    if not all("peak_bytes" in result for result in line["results"]):
+        return []
+    return [
+        "Peak memory of the process in a step, divided by the sum of what it was before the\n"
+        "model, the weights, the caches of all systems and the kernels' buffers; in brackets GiB:",
+        _by_context(line, _systems(line), _peak),
+        *(f"- {_skipped(entry)}" for entry in line["skipped"]),
+    ]
+
+
+def kernels(line: Line) -> list[str]:
+    """A row for each operation, times of all paths and peers; then what was to be reached."""
+    results = line["results"]
+    cases = list(dict.fromkeys((r["op"], r["about"]) for r in results))
+    paths = line["settings"]["paths"]
+    rows = []
+    for op, about in cases:
+        found = {r["system"]: r for r in results if (r["op"], r["about"]) == (op, about)}
+        others = [f"{name}: {r['ms']:.3g}" for name, r in found.items() if name not in paths]
+        cells = [_rate(found[name]) if name in found else "" for name in paths]
+        rows.append([f"`{op}`", about, *cells, "; ".join(others)])
+    heads = ["operation", "on", *(f"`{path}`" for path in paths), "beside it"]
+    bars = [
+        f"- {bar['bar']}: {bar['value']:.2f}, wanted {bar['wanted']}"
+        f"{'' if bar['met'] else ' (missed)'}"
+        for bar in line["bars"]
+    ]
+    return [
+        "Milliseconds, medians of calls in turns; in brackets the share of the read bandwidth\n"
+        f"that the run measured ({line['read_bytes_per_s'] / 1e9:.1f} GB/s):",
+        _table(heads, rows),
+        "\n".join(bars),
+    ]
+
+
+def about(line: Line) -> str:
+    """How, where and when it was measured."""
+    settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
+    batch = "" if settings["batch"] == 1 else f", batch {settings['batch']}"
+    device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
+    note = f" Note: {line['note']}." if line["note"] else ""
+    kind = "steps" if line["benchmark"] == "decode" else "calls"
+    return (
+        f"Shape of {settings['shape']}, {settings['dtype']}{batch}, medians of "
+        f"{settings['repeat']} {kind} in turns. {device}{machine['cpu']}, {machine['cores']} "
+        f"cores, {machine['memory_gib']:.0f} GiB; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; {line['date'][:10]}, commit {line['commit']};\n"
+        f"`{shlex.join(_command(line))}`.{note}"
+    )
+
+
+def _command(line: Line) -> list[str]:
+    words = shlex.split(line["command"])
+    for flag in _UNSAID:
+        while flag in words:
+            place = words.index(flag)
+            del words[place : place + 2]
+    return words
+
+
+def _systems(line: Line) -> list[str]:
+    return list(dict.fromkeys(result["system"] for result in line["results"]))
+
+
+def _by_context(line: Line, names: Sequence[str], cell: Callable[[Any], str]) -> str:
+    """A row for each context, a column for each system; empty where nothing was measured."""
+    found = {(r["context"], r["system"]): r for r in line["results"]}
+    contexts = list(dict.fromkeys(r["context"] for r in line["results"]))
+    rows = [
+        [f"{n:,}", *(cell(found[n, name]) if (n, name) in found else "" for name in names)]
+        for n in contexts
+    ]
+    return _table(["tokens", *(f"`{name}`" for name in names)], rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, *rows]
+    written = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([written[0], "|---" * len(heads) + "|", *written[1:]])
+
+
+def _ratio(result: dict[str, Any]) -> str:
+    ratio = result["ratio_to_peer"]
+    return f"{'–' if ratio is None else f'{ratio:.2f}'} ({result['attended_fraction']:.0%})"
+
+
+def _rate(result: dict[str, Any]) -> str:
+    share = result["bandwidth_share"]
+    bound = f"{result['gflop_per_s']:.0f} GFLOP/s" if share is None else f"{share:.0%}"
+    return f"{result['ms']:.3g} ({bound})"
+
+
+def _peak(result: dict[str, Any]) -> str:
+    peak, stated = result["peak_bytes"], result["stated_bytes"]
+    return f"{peak / stated:.3f} ({peak / 2**30:.2f})"
+
+
+def _skipped(entry: dict[str, Any]) -> str:
+    who = entry["system"] or "everything"
+    need, free = entry["need_bytes"] / 2**30, entry["free_bytes"] / 2**30
+    return f"`{who}` at {entry['context']:,} tokens needs {need:.1f} GiB; {free:.1f} were free."

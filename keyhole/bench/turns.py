@@ -1,0 +1,39 @@
+"""Taking turns: every system once per round, in an order that rotates, so that none is favoured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from keyhole.bench import measure
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a system does in its turn; only `call` is timed."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = _nothing
+    after: Callable[[], object] = _nothing
+
+
+def take_turns(
+    turns: Mapping[str, Turn], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of every call, by system."""
+    names = list(turns)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            turn = turns[name]
+            turn.before()
+            times[name].append(measure.time_ms(turn.call, device))
+            turn.after()
+    return times

@@ -1,0 +1,61 @@
+"""Where results go, and what is said of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole.bench import measure
+from keyhole.bench.turns import Turn, take_turns
+
+CPU = torch.device("cpu")
+
+
+def test_results_go_to_the_checkout() -> None:
+    assert measure.results() == Path(__file__).parents[2] / "benchmarks/results"
+
+
+def test_without_a_checkout_they_go_to_the_current_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measure, "ROOT", tmp_path / "site-packages")
+    monkeypatch.chdir(tmp_path)
+    assert measure.results() == tmp_path / "benchmarks/results"
+    assert measure.commit() is None  # even if a repository of somebody else is around
+
+
+def test_a_line_says_how_where_and_when(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["/some/where/keyhole", "bench", "decode", "--note", "a b"])
+    line = measure.header("decode", CPU, "a b", "1.2.3")
+    assert line["command"] == "keyhole bench decode --note 'a b'"
+    assert {"cpu", "cores", "threads", "memory_gib", "load_average"} <= line["machine"].keys()
+    assert line["machine"]["device"] == "cpu"
+    assert line["versions"]["keyhole"] == "1.2.3"
+    assert {"date", "commit", "note", "benchmark"} <= line.keys()
+    for _ in range(2):
+        measure.append(tmp_path / "new" / "lines.jsonl", line)
+    first, second = map(json.loads, (tmp_path / "new" / "lines.jsonl").read_text().splitlines())
+    assert first == second == line
+
+
+def test_bandwidth_is_measured() -> None:
+    assert measure.read_bandwidth(CPU) > 0
+
+
+def test_everybody_has_a_turn_in_an_order_that_rotates() -> None:
+    calls: list[str] = []
+
+    def turn(name: str) -> Turn:
+        return Turn(
+            call=lambda: calls.append(name),
+            before=lambda: calls.append("<"),
+            after=lambda: calls.append(">"),
+        )
+
+    times = take_turns({name: turn(name) for name in "abc"}, 4, CPU)
+    assert "".join(calls) == "".join(f"<{name}>" for name in "abcbcacababc")
+    assert {name: len(spent) for name, spent in times.items()} == {"a": 4, "b": 4, "c": 4}
+    assert all(ms >= 0 for spent in times.values() for ms in spent)

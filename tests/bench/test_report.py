@@ -1,0 +1,150 @@
+"""Documents say what the stored lines say; lines of the first versions are understood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.bench import measure, plot, report, tables
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_results_and_pictures_are_those_of_the_stored_lines() -> None:
+    lines = report.stored("decode")
+    page = report.page(lines, report.stored("kernels"))
+    assert page == (ROOT / "docs/results.md").read_text(), "run `python -m keyhole.bench.report`"
+    for name, line in report.pictures(lines).items():
+        picture = (ROOT / "docs/images" / name).read_bytes()
+        assert line["date"].encode() in picture, "run `python -m keyhole.bench.report`"
+
+
+def decode_line(**more: Any) -> dict[str, Any]:
+    """A line as the first version of the benchmark wrote it, and what is given."""
+    results = [
+        {
+            "context": context,
+            "system": system,
+            "step_ms": ms,
+            "ratio_to_peer": ms / 100,
+            "attended_fraction": 1.0,
+            "bandwidth_share": 0.5,
+        }
+        for context, system, ms in (
+            (2048, "transformers_sdpa", 100.0),
+            (2048, "full", 50.0),
+            (8192, "full", 60.0),
+        )
+    ]
+    return {
+        "benchmark": "decode",
+        "date": "2026-01-02T03:04:05+00:00",
+        "command": "python -m benchmarks.decode --note 'some words' --batch 1",
+        "commit": "abc",
+        "note": "some words",
+        "machine": {"cpu": "A", "cores": 2, "memory_gib": 8.0, "device": "cpu"},
+        "versions": {"torch": "2", "transformers": "5"},
+        "settings": {"batch": 1, "repeat": 3, "shape": "smoke", "dtype": "bfloat16"},
+        "results": results,
+    } | more
+
+
+def with_batch(batch: int, **more: Any) -> dict[str, Any]:
+    line = decode_line(**more)
+    return line | {"settings": line["settings"] | {"batch": batch}}
+
+
+def test_a_table_leaves_out_what_was_not_measured() -> None:
+    assert tables.times(decode_line()).splitlines() == [
+        "| tokens | `transformers_sdpa` | `full` |",
+        "|---|---|---|",
+        "| 2,048 | 100 (50%) | 50 (50%) |",
+        "| 8,192 |  | 60 (50%) |",
+    ]
+    assert tables.memory(decode_line()) == []
+
+
+def test_a_ratio_without_its_peer_is_no_number() -> None:
+    line = decode_line()
+    line["results"][2]["ratio_to_peer"] = None
+    assert tables.ratios(line).splitlines()[-1] == "| 8,192 | – (100%) |"
+
+
+def test_memory_is_shown_with_what_was_skipped() -> None:
+    line = decode_line(skipped=[])
+    for result in line["results"]:
+        result |= {"peak_bytes": 3 << 30, "stated_bytes": 2 << 30}
+    line["skipped"] = [
+        {"context": 8192, "system": None, "need_bytes": 5 << 30, "free_bytes": 4 << 30}
+    ]
+    *_, table, skipped = tables.memory(line)
+    assert table.splitlines()[2] == "| 2,048 | 1.500 (3.00) | 1.500 (3.00) |"
+    assert skipped == "- `everything` at 8,192 tokens needs 5.0 GiB; 4.0 were free."
+
+
+def test_the_command_is_shown_without_its_note() -> None:
+    assert tables.about(decode_line()).endswith(
+        "`python -m benchmarks.decode --batch 1`. Note: some words."
+    )
+
+
+def test_the_last_line_of_each_device_and_batch_counts() -> None:
+    other = {"cpu": "A", "cores": 2, "memory_gib": 8.0, "device": "NVIDIA H200"}
+    lines = [
+        decode_line(commit="old"),
+        decode_line(commit="new"),
+        with_batch(8, commit="batched"),
+        decode_line(commit="gpu", machine=other),
+    ]
+    assert {name: line["commit"] for name, line in report.pictures(lines).items()} == {
+        "decode-cpu.png": "new",
+        "decode-cpu-batch-8.png": "batched",
+        "decode-nvidia-h200.png": "gpu",
+    }
+    page = report.page(lines, [])
+    assert page.count("## Decode step") == 3
+    assert "commit old" not in page
+    readme = report.render(lines)  # one table for each device, of its smallest batch
+    assert "commit new" in readme
+    assert "commit gpu" in readme
+    assert "batched" not in readme
+
+
+def test_kernels_have_a_row_for_each_case() -> None:
+    def result(system: str, ms: float, share: float | None) -> dict[str, Any]:
+        usual = {"op": "attend", "about": "all of 32 tokens", "gflop_per_s": 7.0}
+        return {**usual, "system": system, "ms": ms, "bandwidth_share": share}
+
+    line = decode_line(benchmark="kernels", read_bytes_per_s=4e10)
+    line["settings"]["paths"] = ["avx2", "reference"]
+    line["results"] = [
+        result("avx2", 0.25, 0.5),
+        result("reference", 2.0, None),
+        result("torch sdpa", 9.0, 0.1),
+    ]
+    line["bars"] = [{"bar": "share", "value": 0.5, "wanted": ">= 0.6", "met": False}]
+    page = report.page([], [line])
+    row = "| `attend` | all of 32 tokens | 0.25 (50%) | 2 (7 GFLOP/s) | torch sdpa: 9 |"
+    assert row in page.splitlines()
+    assert "- share: 0.50, wanted >= 0.6 (missed)" in page.splitlines()
+    assert "40.0 GB/s" in page
+
+
+def test_a_picture_is_written_and_says_when_it_was_measured(tmp_path: Path) -> None:
+    line = decode_line()
+    line["results"].append(line["results"][0] | {"system": "somebody_else"})
+    plot.step_times(line, tmp_path / "images" / "a.png")
+    picture = (tmp_path / "images" / "a.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert line["date"].encode() in picture
+
+
+def test_without_stored_lines_there_is_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measure, "results", lambda: tmp_path)
+    assert report.stored("decode") == []
+    assert "##" not in report.page([], [])
+    assert report.render([]) == ""
