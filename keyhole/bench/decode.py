@@ -34,6 +34,8 @@ _COMPARED = 3
 # Relative error that rounding explains: in bfloat16, 16 layers of peaked attention gave 0.04
 # (benchmarks/LOG.md). Unrelated logits differ by about 1.4.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.1}
+# Eager attention also rounds scores before the softmax: 0.11 in bfloat16 (benchmarks/LOG.md).
+_EAGER = 2.0
 # The first step ends the prompt, the others bring every system to its pace.
 _WARM_UP = 3
 
@@ -140,7 +142,12 @@ def compare(
         return {}
     expected = dense.logits(texts, given)
     return {
-        peer.name: agreement.check(peer.name, [peer.logits(texts, given)], [expected], tolerance)
+        peer.name: agreement.check(
+            peer.name,
+            [peer.logits(texts, given)],
+            [expected],
+            tolerance * (_EAGER if peer.name == "transformers_eager" else 1.0),
+        )
         for peer in peers
     }
 
