@@ -37,7 +37,7 @@ sanitize: $(READY)
 	  ASAN_OPTIONS=detect_leaks=0 .venv/bin/python tests/kernels/sanitized.py build/sanitize/_cpu.*.so
 
 tiny-model: $(READY)
-	@.venv/bin/python -m keyhole.models.tiny.train
+	@.venv/bin/python -m keyhole.models.tiny.train --ranks 2
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/*)

@@ -6,38 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.bench.settings import PEERS
-from keyhole.errors import ConfigError
+from keyhole.drawing import FAINT, INK, STYLE, matplotlib
 
-_INK, _FAINT = "#22303c", "#8795a1"
 #: Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
-_COLORS = {"full": _INK, "delta": "#e08e4f", "quest": "#0b6e75", "streaming_llm": "#7a5ea8"}
+_COLORS = {"full": INK, "delta": "#e08e4f", "quest": "#0b6e75", "streaming_llm": "#7a5ea8"}
 _MARKS = "osD^v"
 _MORE_COLORS = ("#b03a48", "#4c8c4a", "#2f6fb0")
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "grid.color": "#eef1f4",
-    "figure.dpi": 160,
-}
 
 
 def step_times(line: dict[str, Any], path: Path) -> None:
     """Writes a PNG whose description is the line's date, so that it can be told from older ones."""
-    pyplot = _pyplot()
+    pyplot = matplotlib()[0]
     settings, machine = line["settings"], line["machine"]
     found: dict[str, list[tuple[int, float]]] = {}
     for result in line["results"]:
         point = result["context"], result["step_ms"]
         found.setdefault(result["system"], []).append(point)
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(STYLE):
         figure, axis = pyplot.subplots(figsize=(7.2, 4.0), layout="constrained")
         for name, points in found.items():
             axis.plot(*zip(*points, strict=True), label=name, linewidth=1.6, **_look(name, found))
@@ -62,7 +47,7 @@ def step_times(line: dict[str, Any], path: Path) -> None:
             fontweight="bold",
         )
         where = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
-        axis.set_title(f"{where}, {line['date'][:10]}", loc="left", fontsize=8, color=_FAINT)
+        axis.set_title(f"{where}, {line['date'][:10]}", loc="left", fontsize=8, color=FAINT)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Description": line["date"]})
         pyplot.close(figure)
@@ -71,18 +56,7 @@ def step_times(line: dict[str, Any], path: Path) -> None:
 def _look(name: str, found: dict[str, Any]) -> dict[str, Any]:
     if name in PEERS:
         mark = _MARKS[list(PEERS).index(name) % len(_MARKS)]
-        return {"color": _FAINT, "linestyle": (0, (4, 2)), "marker": mark, "markersize": 4}
+        return {"color": FAINT, "linestyle": (0, (4, 2)), "marker": mark, "markersize": 4}
     others = [other for other in found if other not in PEERS and other not in _COLORS]
     color = _COLORS.get(name) or _MORE_COLORS[others.index(name) % len(_MORE_COLORS)]
     return {"color": color, "marker": "o", "markersize": 4}
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install keyhole[plot]") from error
-    return pyplot

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from keyhole.drawing import DPI, FAINT, INK, PALE, STYLE, matplotlib
 from keyhole.errors import ConfigError
 from keyhole.evaluate.calibrate import Measurement
 from keyhole.evaluate.trace import Trace
 from keyhole.policy.calibration import Calibration
 
-_INK, _FAINT, _UNREAD = "#22303c", "#8795a1", "#eef1f4"
 #: Colour and words for what a layer does: see `calibrate.Role`.
 _COLORS = {"full": "#b4c3d2", "selects": "#e08e4f", "sparse": "#0b6e75", "window": "#d5dce3"}
 _DOES = {
@@ -21,26 +21,10 @@ _DOES = {
     "selects": "reads everything and chooses",
     "sparse": "reads {:.0%}",
 }
-_DPI, _WIDTH = 160, 9.0
+_WIDTH = 9.0
 #: Inches of a panel, and how panels are laid out.
 _FLAT, _TALL = 0.55, 1.6
 _MOST_STACKED, _GRID_COLUMNS = 6, 4
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 4,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "figure.dpi": _DPI,
-}
 
 
 def page_map(
@@ -57,7 +41,7 @@ def page_map(
     A page read in full is dark, one that exists and was not read pale, one to come white. Up to six
     layers stand below each other, those that read everything flat; more of them form a grid.
     """
-    pyplot, colors, _ = _matplotlib()
+    pyplot, colors, _ = matplotlib()
     layers = trace.layers
     shares = {layer: trace.pages_read(layer, row) for layer in layers}
     kinds = {layer: _kind(layer, shares[layer], delta_layers) for layer in layers}
@@ -67,7 +51,7 @@ def page_map(
     heights = [
         _FLAT if columns == 1 and kinds[layers[i]] != "sparse" else _TALL for i in range(rows)
     ]
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(
             rows,
             columns,
@@ -82,11 +66,11 @@ def page_map(
             axis.set_visible(False)
         for layer, axis in zip(layers, axes.flat, strict=False):
             kind = kinds[layer]
-            shades = colors.LinearSegmentedColormap.from_list(kind, [_UNREAD, _COLORS[kind]])
+            shades = colors.LinearSegmentedColormap.from_list(kind, [PALE, _COLORS[kind]])
             shades = shades.with_extremes(bad="white")
             num_pages, num_steps = shares[layer].shape
             axis.imshow(
-                _binned(shares[layer], _WIDTH * _DPI / columns),
+                _binned(shares[layer], _WIDTH * DPI / columns),
                 origin="lower",
                 aspect="auto",
                 interpolation="nearest",
@@ -95,10 +79,10 @@ def page_map(
                 vmax=1,
                 extent=(0, num_steps, 0, num_pages),
             )
-            axis.axhline(prompt_tokens / size, color=_INK, linewidth=0.7, linestyle=(0, (4, 3)))
+            axis.axhline(prompt_tokens / size, color=INK, linewidth=0.7, linestyle=(0, (4, 3)))
             axis.set_title(f"layer {layer}")
             text = _DOES[kind].format(np.nanmean(shares[layer]))
-            axis.set_title(text, loc="right", color=_FAINT if kind == "full" else _COLORS[kind])
+            axis.set_title(text, loc="right", color=FAINT if kind == "full" else _COLORS[kind])
         last = axes.flat[len(layers) - 1]
         last.text(
             0.995,
@@ -136,9 +120,9 @@ def recall_chart(found: Measurement, placed: Calibration, path: str | Path) -> N
     Left: bars per layer. Right: share of layer b's attention (column) on the pages that layer a
     (row) would choose; the placement in use is framed.
     """
-    pyplot, colors, patches = _matplotlib()
+    pyplot, colors, patches = matplotlib()
     depth = placed.num_layers
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(STYLE):
         figure, (bars, square) = pyplot.subplots(
             1,
             2,
@@ -209,17 +193,6 @@ def _kind(layer: int, shares: np.ndarray, delta_layers: tuple[int, ...]) -> str:
     if layer in delta_layers:
         return "selects"
     return "full" if np.nanmin(shares) == 1 else "sparse"
-
-
-def _matplotlib() -> tuple[Any, Any, Any]:
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import colors, patches, pyplot
-    except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install keyhole[plot]") from error
-    return pyplot, colors, patches
 
 
 def _save(figure: Any, path: str | Path) -> None:

@@ -285,6 +285,8 @@ def page_bounds(
     key_pages: Tensor, low: Tensor, high: Tensor, pages: Tensor, filled: Tensor
 ) -> None:
     """As the reference."""
+    assert low.is_contiguous()  # the cache makes them so
+    assert high.is_contiguous()
     pages, filled = pages.to(torch.int64).contiguous(), filled.to(torch.int64).contiguous()
     _cpu.page_bounds(
         _DTYPES[key_pages.dtype],
@@ -303,6 +305,7 @@ def page_bounds(
 def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -> Tensor:
     """As the reference."""
     query, page_table = query.contiguous(), _rows(page_table)
+    low, high = low.contiguous(), high.contiguous()
     (num_rows, num_heads, dim), num_kv_heads = query.shape, low.shape[1]
     num_pages = page_table.shape[1]
     out = torch.empty(num_rows, num_kv_heads, num_pages, dtype=torch.float32)
@@ -342,7 +345,8 @@ def top_indices(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As the reference."""
-    rows = x.reshape(-1, x.shape[-1])
+    # Kept in variables: a copy that only its address is known of would be freed at once.
+    rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
     out = x.new_empty(*x.shape[:-1], len(weight))
     _cpu.linear(
         _DTYPES[x.dtype],
@@ -351,7 +355,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         len(weight),
         rows.data_ptr(),
         rows.stride(0),
-        weight.contiguous().data_ptr(),
+        weight.data_ptr(),
         _address(bias),
         out.data_ptr(),
     )

@@ -249,3 +249,8 @@ def test_linear(
     found = kernels.linear(x, weight, bias if with_bias else None)
     wanted = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
     check(found, wanted.to(dtype), dtype)
+
+
+def test_linear_with_a_part_of_a_larger_weight() -> None:
+    whole, x = torch.arange(96.0).view(4, 24), torch.ones(1, 8)
+    assert kernels.linear(x, whole[:, 4:12]).tolist() == (x @ whole[:, 4:12].T).tolist()

@@ -20,6 +20,7 @@ def test_plain_linear_layers_compute_the_same_with_few_and_many_tokens():
         assert all(type(layer) is FewTokensLinear for layer in network)
         assert all(a is b for a, b in zip(kept, network.parameters(), strict=True))
         for x, y in zip(inputs, wanted, strict=True):
+            # Two roundings to bfloat16, of 2^-9 each, of numbers up to 2.
             torch.testing.assert_close(network(x).double(), y, atol=2e-2, rtol=2e-2)
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = (
     {"errors"},
-    {"config"},
+    {"config", "drawing"},
     {"kernels", "planner"},
     {"cache"},
     {"retrieval"},

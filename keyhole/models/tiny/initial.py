@@ -2,7 +2,7 @@
 
 A model this small, trained for an hour on a CPU, does not discover by itself how to look something
 up; from here it needs a hundred thousand tokens. Three things are set, all else is random, and
-everything is trained freely afterwards:
+everything is trained freely afterwards, but for what `shared` holds:
 
 * In layer 0, the four query heads of the first key-value head look exactly 1, 2, 3 and 4 tokens
   back, and write a small code of the token they find there into four separate subspaces.

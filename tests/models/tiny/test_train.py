@@ -92,6 +92,7 @@ def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
     for wanted, given in zip(optimizers.state(), found["optimizers"], strict=True):
         for number, memory in wanted["state"].items():
             for name, value in memory.items():
+                # The same gradients, added up by another library: float32, with room for its order.
                 difference = (given["state"][number][name] - value).abs().max()
                 assert difference <= 1e-3 * value.abs().max()
                 compared += bool(value.any())
