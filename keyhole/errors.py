@@ -57,6 +57,11 @@ class NumericalError(KeyholeError, ArithmeticError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch says so: by its own class on a GPU, by a plain RuntimeError on a CPU."""
+    """Whether it says so: torch by its own class on a GPU and a plain RuntimeError on a CPU.
+
+    Python, and the kernels in C++, by a MemoryError.
+    """
+    if isinstance(error, MemoryError):
+        return True
     text = str(error)
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text

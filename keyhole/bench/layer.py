@@ -12,6 +12,9 @@ from torch import Tensor
 
 from keyhole.bench.settings import PAGE_SIZE, KernelSettings
 from keyhole.bench.shapes import SHAPES
+from keyhole.cache import huge_pages
+from keyhole.cache.layout import LayerLayout
+from keyhole.cache.pages import keys_and_values
 
 
 class Layer:
@@ -32,8 +35,9 @@ class Layer:
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.generator = torch.Generator().manual_seed(0)
         pages = self.batch * self.longest // PAGE_SIZE
-        self.keys = self.randn(pages, self.num_kv_heads, PAGE_SIZE, self.dim)
-        self.values = self.randn(pages, self.num_kv_heads, PAGE_SIZE, self.dim)
+        layout = LayerLayout(num_kv_heads=self.num_kv_heads, key_dim=self.dim, value_dim=self.dim)
+        stored = self.randn(pages, self.num_kv_heads, PAGE_SIZE * layout.numbers_per_head)
+        self.keys, self.values = keys_and_values(stored, layout, PAGE_SIZE)
         order = torch.randperm(pages, generator=self.generator)
         self.table = order.int().view(self.batch, -1)
         self.query = self.randn(self.batch, self.num_heads, self.dim)
@@ -44,8 +48,9 @@ class Layer:
         return 2 * self.batch * self.num_kv_heads * self.dim * self.dtype.itemsize
 
     def randn(self, *size: int) -> Tensor:
-        """Normal random numbers in the layer's dtype."""
-        return torch.randn(size, generator=self.generator, dtype=self.dtype)
+        """Normal random numbers in the layer's dtype, in memory like that of a cache."""
+        tensor = huge_pages.new_empty(torch.empty(0, dtype=self.dtype), *size)
+        return tensor.normal_(generator=self.generator)
 
     def variants(self, tokens: int) -> int:
         """How many parts of `tokens` tokens there are."""

@@ -23,8 +23,12 @@ class LayerLayout:
     @property
     def numbers_per_token(self) -> int:
         """Numbers stored per token: all KV heads, keys and values."""
-        values = 0 if self.shared_values else self.value_dim
-        return self.num_kv_heads * (self.key_dim + values)
+        return self.num_kv_heads * self.numbers_per_head
+
+    @property
+    def numbers_per_head(self) -> int:
+        """Numbers stored per token and KV head."""
+        return self.key_dim + (0 if self.shared_values else self.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

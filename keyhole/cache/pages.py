@@ -1,9 +1,9 @@
 """The paged KV cache: pages that sequences share by reference count and copy before writing.
 
 A page holds `page_size` tokens in every layer at once, so one page number serves all layers. Per
-layer the keys are one tensor [pages, Hkv, page_size, D] (a head's page is contiguous), the values
-another, and beside them lies what the policy keeps per page. Tensors grow as pages are used, up to
-`max_pages`.
+layer there is one tensor in which a head's page of keys is followed by its page of values: what is
+read together lies together, which selected tokens gain most by (benchmarks/LOG.md). Beside it lies
+what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from keyhole.cache.layout import Geometry
+from keyhole.cache import huge_pages
+from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import CapacityError, is_out_of_memory
 
 # Pages of the first allocation; each growth doubles, so a page is moved O(1) times on average.
@@ -24,8 +25,8 @@ _FIRST_PAGES = 64
 class PageCache:
     """Pages of keys and values of all layers, and who uses them.
 
-    keys, values: per layer, [capacity, Hkv, page_size, D or Dv]; with shared values (MLA) `values`
-        is a view into `keys`.
+    keys, values: per layer, [capacity, Hkv, page_size, D or Dv], views into one tensor; with shared
+        values (MLA) `values` is a view into `keys`.
     data: per layer, the policy's side data by name, [capacity, ...].
     """
 
@@ -45,16 +46,15 @@ class PageCache:
         self._refs: list[int] = []
         self._free: list[int] = []
         empty = torch.empty(0, dtype=dtype, device=device)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.data: list[dict[str, Tensor]] = []
-        for layout, shapes in zip(geometry.layers, self._shapes, strict=True):
-            heads, size = layout.num_kv_heads, self.page_size
-            key = empty.new_empty(0, heads, size, layout.key_dim)
-            value = empty.new_empty(0, heads, size, layout.value_dim)
-            self.keys.append(key)
-            self.values.append(key[..., : layout.value_dim] if layout.shared_values else value)
-            self.data.append({name: empty.new_empty(0, *shape) for name, shape in shapes.items()})
+        self._pages = [
+            empty.new_empty(0, layout.num_kv_heads, self.page_size * layout.numbers_per_head)
+            for layout in geometry.layers
+        ]
+        self.keys, self.values = self._views()
+        self.data = [
+            {name: empty.new_empty(0, *shape) for name, shape in shapes.items()}
+            for shapes in self._shapes
+        ]
 
     @property
     def capacity(self) -> int:
@@ -126,27 +126,28 @@ class PageCache:
         assert free == [page for page, count in enumerate(self._refs) if count == 0], "free list"
 
     def _tensors(self) -> Iterable[Tensor]:
-        for key, value, data, layout in zip(
-            self.keys, self.values, self.data, self.geometry.layers, strict=True
-        ):
-            yield key
-            if not layout.shared_values:
-                yield value
+        for pages, data in zip(self._pages, self.data, strict=True):
+            yield pages
             yield from data.values()
+
+    def _views(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of all layers."""
+        views = [
+            keys_and_values(pages, layout, self.page_size)
+            for pages, layout in zip(self._pages, self.geometry.layers, strict=True)
+        ]
+        return [keys for keys, _ in views], [values for _, values in views]
 
     def _grow(self) -> None:
         """Doubles the tensors, one after the other, so that little is held twice at any time."""
         capacity = min(self.max_pages, max(_FIRST_PAGES, 2 * self.capacity))
         try:
-            for i, layout in enumerate(self.geometry.layers):
-                self.keys[i] = _enlarged(self.keys[i], capacity)
-                if layout.shared_values:
-                    self.values[i] = self.keys[i][..., : layout.value_dim]
-                else:
-                    self.values[i] = _enlarged(self.values[i], capacity)
-                for name, tensor in self.data[i].items():
-                    self.data[i][name] = _enlarged(tensor, capacity)
-        except RuntimeError as error:
+            for i, data in enumerate(self.data):
+                self._pages[i] = _enlarged(self._pages[i], capacity)
+                self.keys, self.values = self._views()  # let go of the smaller tensor
+                for name, tensor in data.items():
+                    data[name] = _enlarged(tensor, capacity)
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             need = capacity * self.page_bytes / 2**20
@@ -165,9 +166,21 @@ def bytes_per_page(geometry: Geometry, page_data: Sequence[Mapping[str, tuple[in
     return geometry.page_size * geometry.token_bytes + side * geometry.itemsize
 
 
+def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple[Tensor, Tensor]:
+    """Pages of a layer, [P, Hkv, page_size * numbers_per_head], as [P, Hkv, page_size, D] and [..., Dv].
+
+    Views: every head's keys, then its values, if those are not part of the keys (MLA).
+    """
+    end = page_size * layout.key_dim
+    keys = pages[..., :end].unflatten(-1, (page_size, layout.key_dim))
+    if layout.shared_values:
+        return keys, keys[..., : layout.value_dim]
+    return keys, pages[..., end:].unflatten(-1, (page_size, layout.value_dim))
+
+
 def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
     if tensor.shape[0] >= capacity:  # a growth that failed half-way is taken up again
         return tensor
-    larger = tensor.new_empty(capacity, *tensor.shape[1:])
+    larger = huge_pages.new_empty(tensor, capacity, *tensor.shape[1:])
     larger[: tensor.shape[0]] = tensor
     return larger

@@ -131,7 +131,7 @@ class Engine:
             return []
         try:
             wanted, logits, reads = self._runner.run(plan)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise CapacityError(

@@ -107,7 +107,7 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
         )
     try:
         network = network.to(place).eval()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         need = sum(p.numel() * p.element_size() for p in network.parameters()) / 2**30

@@ -119,15 +119,19 @@ def test_nan_ends_only_the_request_that_has_it(
     one.check_integrity()
 
 
+TORCH_IS_OUT = RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory")
+
+
 @pytest.mark.parametrize("when", ["forward", "growth"])
+@pytest.mark.parametrize("error", [TORCH_IS_OUT, MemoryError("std::bad_alloc")])
 def test_running_out_of_memory_says_what_helps_and_loses_nothing(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, when: str, error: Exception
 ) -> None:
     llm = LLM(checkpoint, device="cpu", page_size=8)
     wanted = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids
 
     def fails(*_: object) -> torch.Tensor:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory")
+        raise error
 
     if when == "forward":
         monkeypatch.setattr(llm.engine.model, "forward", fails)

@@ -92,6 +92,10 @@ def paged(draw: st.DrawFn, *, windows: bool = True, max_batch: int = 3) -> Paged
     keys, values = keys.to(dtype), values.to(dtype)
     if kind == "shared":
         values = keys[..., :value_dim]
+    elif draw(st.booleans()):  # as the cache stores them: a head's values behind its keys
+        stored = torch.cat([keys.flatten(2), values.flatten(2)], -1)
+        keys = stored[..., : size * dim].unflatten(-1, (size, dim))
+        values = stored[..., size * dim :].unflatten(-1, (size, value_dim))
     query = torch.randn(len(lengths), heads * group, dim, generator=random).to(dtype)
     with_sinks = draw(st.booleans())
     return Paged(

@@ -7,7 +7,7 @@ static inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1
 
 static inline int64_t chunk_size(int64_t tokens) {
     const int64_t size = rounded_up((tokens + 31) / 32, kTile);
-    return size < 256 ? 256 : size > 4096 ? 4096 : size;
+    return size < 512 ? 512 : size > 4096 ? 4096 : size;
 }
 
 template <class T>
@@ -19,19 +19,23 @@ class Attention {
         query_stride_ = rounded_up(a.D, Product<T>::step);
         out_stride_ = a.out ? rounded_up(a.Dv, Vector::width) : 0;
         const int64_t lists = a.B * a.Hkv;
-        first_task_ = static_cast<int64_t*>(workspace(0, (lists + 1) * sizeof(int64_t)));
+        first_task_ = static_cast<int64_t*>(workspace(0, (2 * lists + 1) * sizeof(int64_t)));
+        left_ = first_task_ + lists + 1;
         first_task_[0] = 0;
         int64_t tokens = 0;
         for (int64_t i = 0; i < lists; i++) {
             int64_t begin, end;
             range(i, begin, end);
-            const int64_t size = chunk_size(end - begin);
-            first_task_[i + 1] = first_task_[i] + (end - begin + size - 1) / size;
+            const int64_t size = chunk_size(end - begin), chunks = (end - begin + size - 1) / size;
+            left_[i] = chunks > 1 ? chunks : 1;
+            first_task_[i + 1] = first_task_[i] + left_[i];
             tokens += end - begin;
         }
         num_tasks_ = first_task_[lists];
         const bool wants_weights = a.num_requests || a.weights;
         query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
+        for (int64_t i = 0; i < a.B * a.Hq; i++)
+            keep_query(static_cast<const T*>(a.query) + i * a.D, a.D, query_ + i * query_stride_);
         part_ = static_cast<float*>(workspace(2, num_tasks_ * G_ * (out_stride_ + 2) * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
@@ -40,22 +44,16 @@ class Attention {
     }
 
     void run() {
-        const int64_t lists = a_.B * a_.Hkv, blocks = (N_ + block_ - 1) / block_;
-#pragma omp parallel if (parallel_)
-        {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < a_.B * a_.Hq; i++)
-                keep_query(static_cast<const T*>(a_.query) + i * a_.D, a_.D,
-                           query_ + i * query_stride_);
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < num_tasks_; i++) chunk(i);
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < lists; i++) join(i);
-            if (raw_) {
-#pragma omp for schedule(dynamic)
-                for (int64_t i = 0; i < a_.B * blocks; i++) reduce(i / blocks, i % blocks * block_);
-            }
-        }
+        for_each(num_tasks_, parallel_, [this](int64_t task) {
+            const int64_t list = list_of(task);
+            chunk(task, list);
+            // Whoever ends the last chunk of a list joins it, so that nobody waits for that.
+            if (__atomic_sub_fetch(&left_[list], 1, __ATOMIC_ACQ_REL) == 0) join(list);
+        });
+        if (!raw_) return;
+        const int64_t blocks = (N_ + block_ - 1) / block_;
+        for_each(a_.B * blocks, parallel_,
+                 [=](int64_t i) { reduce(i / blocks, i % blocks * block_); });
     }
 
   private:
@@ -95,34 +93,31 @@ class Attention {
         return {G_, out_stride_, p, p + G_, out_stride_ ? p + 2 * G_ : nullptr};
     }
 
-    void chunk(int64_t task) const {
-        int64_t low = 0, high = a_.B * a_.Hkv;  // the list with first_task_[low] <= task < ...[low + 1]
+    // The list with first_task_[list] <= task < first_task_[list + 1].
+    int64_t list_of(int64_t task) const {
+        int64_t low = 0, high = a_.B * a_.Hkv;
         while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
             (first_task_[middle] <= task ? low : high) = middle;
         }
-        const int64_t b = low / a_.Hkv, h = low % a_.Hkv;
+        return low;
+    }
+
+    void chunk(int64_t task, int64_t list) const {
+        const int64_t b = list / a_.Hkv, h = list % a_.Hkv, row = b * a_.Hq + h * G_;
         int64_t begin, end;
-        range(low, begin, end);
+        range(list, begin, end);
         const int64_t size = chunk_size(end - begin);
-        int64_t at = begin + (task - first_task_[low]) * size;
-        if (end > at + size) end = at + size;
+        begin += (task - first_task_[list]) * size;
+        if (end > begin + size) end = begin + size;
         const Rows rows = part(task);
         rows.clear();
-        const Source<T> from = source(b, h);
-        const int64_t row = b * a_.Hq + h * G_, Dv = a_.out ? a_.Dv : 0;
-        Tile<T> tiles[2];
-        int now = 0;
-        int64_t next = from.next(at, end, a_.D, Dv, tiles[now]);
-        while (tiles[now].count) {
-            // One tile ahead, so that memory is never waited for.
-            const int64_t after = from.next(next, end, a_.D, Dv, tiles[1 - now]);
-            float* raw = raw_ ? raw_ + row * N_ + tiles[now].position[0] : nullptr;
-            attend_tile<T>(query_ + row * query_stride_, query_stride_, tiles[now], a_.D, a_.Dv,
-                           a_.scoring, rows, raw, N_, nullptr, nullptr);
-            if (!rows.out && raw) note(rows, raw, tiles[now].count);
-            now = 1 - now;
-            next = after;
+        for (Tiles<T> tiles(source(b, h), begin, end); tiles.left(); tiles.advance()) {
+            const Tile<T>& tile = tiles.tile();
+            float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
+            attend_tile<T>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
+                           a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead());
+            if (!rows.out && raw) note(rows, raw, tile.count);
         }
     }
 
@@ -212,7 +207,7 @@ class Attention {
     const int64_t G_, N_;
     int64_t query_stride_, out_stride_, num_tasks_, block_;
     bool parallel_;
-    int64_t* first_task_;
+    int64_t *first_task_, *left_;  // of each list: its first chunk, how many are to come
     Query* query_;
     float *part_, *total_, *raw_;
 };

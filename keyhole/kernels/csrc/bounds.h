@@ -3,8 +3,7 @@
 template <class T>
 static void page_bounds(const PageBounds& a) {
     constexpr int W = Vector::width;
-#pragma omp parallel for schedule(static) if (a.n > 8)
-    for (int64_t i = 0; i < a.n * a.Hkv; i++) {
+    for_each(a.n * a.Hkv, a.n > 8, [&](int64_t i) {
         const int64_t page = a.pages[i / a.Hkv], h = i % a.Hkv;
         const T* keys = static_cast<const T*>(a.keys.data) + page * a.keys.page_stride +
                         h * a.keys.head_stride;
@@ -20,7 +19,7 @@ static void page_bounds(const PageBounds& a) {
             store(static_cast<T*>(a.low) + out + d, low, n);
             store(static_cast<T*>(a.high) + out + d, high, n);
         }
-    }
+    });
 }
 
 // A positive q_d is bounded by high_d, a negative one by low_d.
@@ -31,37 +30,33 @@ static void bound_scores(const BoundScores& a) {
     const int64_t tiles = (a.M + kTile - 1) / kTile;
     auto* query = static_cast<Query*>(workspace(1, 2 * a.B * a.Hq * stride * sizeof(Query)));
     Query* negative = query + a.B * a.Hq * stride;
-#pragma omp parallel if (a.B * a.Hkv * a.M * a.D > 1 << 16)
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < a.B * a.Hq; i++) {
-            const T* q = static_cast<const T*>(a.query) + i * a.D;
-            keep_query(q, a.D, query + i * stride, 0.0f, INFINITY);
-            keep_query(q, a.D, negative + i * stride, -INFINITY, 0.0f);
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < a.B * a.Hkv * tiles; i++) {
-            const int64_t list = i / tiles, first = i % tiles * kTile;
-            const int64_t b = list / a.Hkv, h = list % a.Hkv;
-            const int64_t count = a.M - first < kTile ? a.M - first : kTile;
-            const T *low[kTile], *high[kTile];
-            for (int64_t t = 0; t < kTile; t++) {
-                const int64_t entry = first + (t < count ? t : 0);
-                const int64_t at = (a.table[b * a.table_stride + entry] * a.Hkv + h) * a.D;
-                low[t] = static_cast<const T*>(a.low) + at;
-                high[t] = static_cast<const T*>(a.high) + at;
-            }
-            float best[kTile], up[kTile], down[kTile];
-            for (int64_t g = 0; g < G; g++) {
-                const int64_t row = (b * a.Hq + h * G + g) * stride;
-                score_rows<T, 1>(query + row, stride, high, a.D, up);
-                score_rows<T, 1>(negative + row, stride, low, a.D, down);
-                for (int t = 0; t < kTile; t++) {
-                    const float bound = up[t] + down[t];
-                    if (g == 0 || bound > best[t]) best[t] = bound;
-                }
-            }
-            memcpy(a.out + list * a.M + first, best, count * sizeof(float));
-        }
+    for (int64_t i = 0; i < a.B * a.Hq; i++) {
+        const T* q = static_cast<const T*>(a.query) + i * a.D;
+        keep_query(q, a.D, query + i * stride, 0.0f, INFINITY);
+        keep_query(q, a.D, negative + i * stride, -INFINITY, 0.0f);
     }
+    for_each(a.B * a.Hkv * tiles, a.B * a.Hkv * a.M * a.D > 1 << 16, [&](int64_t i) {
+        const int64_t list = i / tiles, first = i % tiles * kTile;
+        const int64_t b = list / a.Hkv, h = list % a.Hkv;
+        const int64_t count = a.M - first < kTile ? a.M - first : kTile;
+        const T *low[kTile], *high[kTile], *next_low[kTile], *next_high[kTile];
+        for (int64_t t = 0; t < 2 * kTile; t++) {
+            const int64_t entry = first + t < a.M ? first + t : first;
+            const int64_t at = (a.table[b * a.table_stride + entry] * a.Hkv + h) * a.D;
+            (t < kTile ? low : next_low)[t % kTile] = static_cast<const T*>(a.low) + at;
+            (t < kTile ? high : next_high)[t % kTile] = static_cast<const T*>(a.high) + at;
+        }
+        float best[kTile];
+        for (int64_t g = 0; g < G; g += 4) {
+            const int64_t row = (b * a.Hq + h * G + g) * stride, H = G - g < 4 ? G - g : 4;
+            float up[4 * kTile], down[4 * kTile];
+            score_all<T>(query + row, stride, H, high, a.D, up, g ? nullptr : next_high);
+            score_all<T>(negative + row, stride, H, low, a.D, down, g ? nullptr : next_low);
+            for (int t = 0; t < H * kTile; t++) {
+                const float bound = up[t] + down[t];
+                if ((g == 0 && t < kTile) || bound > best[t % kTile]) best[t % kTile] = bound;
+            }
+        }
+        memcpy(a.out + list * a.M + first, best, count * sizeof(float));
+    });
 }

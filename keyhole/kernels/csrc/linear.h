@@ -9,22 +9,15 @@ static void linear(const Linear& a) {
     auto* rows = static_cast<Query*>(workspace(1, a.T * stride * sizeof(Query)));
     for (int64_t t = 0; t < a.T; t++)
         keep_query(static_cast<const T*>(a.x) + t * a.x_stride, a.I, rows + t * stride);
-#pragma omp parallel for schedule(static) if (a.O * a.I > 1 << 16)
-    for (int64_t block = 0; block < blocks; block++) {
+    for_each(blocks, a.O * a.I > 1 << 16, [&](int64_t block) {
         const int64_t first = block * kTile, count = a.O - first < kTile ? a.O - first : kTile;
         const T* weights[kTile];
         for (int64_t o = 0; o < kTile; o++)
             weights[o] = static_cast<const T*>(a.weight) + (first + (o < count ? o : 0)) * a.I;
         for (int64_t t = 0; t < a.T;) {
             float sums[4 * kTile];
-            const Query* x = rows + t * stride;
-            int64_t H = 1;
-            if (a.T - t >= 4)
-                score_rows<T, 4>(x, stride, weights, a.I, sums), H = 4;
-            else if (a.T - t >= 2)
-                score_rows<T, 2>(x, stride, weights, a.I, sums), H = 2;
-            else
-                score_rows<T, 1>(x, stride, weights, a.I, sums);
+            const int64_t H = a.T - t < 4 ? a.T - t : 4;
+            score_all<T>(rows + t * stride, stride, H, weights, a.I, sums, nullptr);
             for (int64_t h = 0; h < H; h++, t++) {
                 float* sum = sums + h * kTile;
                 if (a.bias) {
@@ -44,5 +37,5 @@ static void linear(const Linear& a) {
                 }
             }
         }
-    }
+    });
 }

@@ -16,6 +16,7 @@ namespace keyhole {
 namespace {
 
 #include KEYHOLE_VECTOR
+#include "threads.h"
 #include "tile.h"
 #include "source.h"
 #include "attend.h"

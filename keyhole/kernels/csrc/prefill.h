@@ -13,7 +13,8 @@ class CausalAttention {
         rows_ = block_ * G_;
         table_size_ = (a.start + a.T + a.page_size - 1) / a.page_size;
         table_ = static_cast<int32_t*>(workspace(0, table_size_ * sizeof(int32_t)));
-        query_ = static_cast<Query*>(workspace(1, a.T * a.Hq * query_stride_ * sizeof(Query)));
+        query_ = static_cast<Query*>(
+            workspace(1, omp_get_max_threads() * rows_ * query_stride_ * sizeof(Query)));
         sums_ = static_cast<float*>(
             workspace(2, omp_get_max_threads() * rows_ * (out_stride_ + 2) * 4));
         sight_ = static_cast<int64_t*>(
@@ -23,29 +24,15 @@ class CausalAttention {
 
     void run() {
         const int64_t blocks = (a_.T + block_ - 1) / block_;
-#pragma omp parallel
-        {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < a_.T * a_.Hq; i++) {
-                const int64_t t = i / a_.Hq, head = i % a_.Hq;
-                keep_query(static_cast<const T*>(a_.query) + i * a_.D, a_.D, query(head / G_, t) +
-                           head % G_ * query_stride_);
-            }
-            // The last tokens see most: they go first, so that no thread is left with a long one.
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < blocks * a_.Hkv; i++)
-                block(i % a_.Hkv, (blocks - 1 - i / a_.Hkv) * block_);
-        }
+        // The last tokens see most: they go first, so that no thread is left with a long one.
+        for_each(blocks * a_.Hkv, true, [=](int64_t i) {
+            block(i % a_.Hkv, (blocks - 1 - i / a_.Hkv) * block_);
+        });
     }
 
   private:
     // Rows of a task, if a group has no more: their sums fit in the first-level cache.
     static constexpr int64_t kRows = 64;
-
-    // [Hkv, T, G, D], so that the rows of a task lie together.
-    Query* query(int64_t h, int64_t t) const {
-        return query_ + (h * a_.T + t) * G_ * query_stride_;
-    }
 
     int64_t first_seen(int64_t position) const {
         return a_.window && position >= a_.window ? position - a_.window + 1 : 0;
@@ -55,11 +42,14 @@ class CausalAttention {
         const int64_t tokens = begin + block_ < a_.T ? block_ : a_.T - begin;
         const int64_t first = a_.start + begin, last = first + tokens - 1;
         const int thread = omp_get_thread_num();
+        Query* query = query_ + thread * rows_ * query_stride_;
         float* sums = sums_ + thread * rows_ * (out_stride_ + 2);
         int64_t *after = sight_ + thread * 2 * rows_, *until = after + rows_;
         const Rows rows{tokens * G_, out_stride_, sums, sums + rows_, sums + 2 * rows_};
         rows.clear();
         for (int64_t row = 0; row < rows.count; row++) {
+            const int64_t from = ((begin + row / G_) * a_.Hq + h * G_ + row % G_) * a_.D;
+            keep_query(static_cast<const T*>(a_.query) + from, a_.D, query + row * query_stride_);
             until[row] = first + row / G_;
             after[row] = first_seen(until[row]) - 1;
             if (a_.scoring.sinks) {  // a logit that takes weight and gives no value
@@ -77,18 +67,13 @@ class CausalAttention {
                              a_.page_size,
                              0,
                              last + 1};
-        Tile<T> tiles[2];
-        int now = 0;
-        int64_t next = from.next(first_seen(first), last + 1, a_.D, a_.Dv, tiles[now]);
-        while (tiles[now].count) {
-            const Tile<T>& tile = tiles[now];
-            const int64_t following = from.next(next, last + 1, a_.D, a_.Dv, tiles[1 - now]);
+        for (Tiles<T> tiles(from, first_seen(first), last + 1); tiles.left(); tiles.advance()) {
+            const Tile<T>& tile = tiles.tile();
             const bool seen = tile.position[tile.count - 1] <= first &&
                               tile.position[0] >= first_seen(last);
-            attend_tile<T>(query(h, begin), query_stride_, tile, a_.D, a_.Dv, a_.scoring, rows,
-                           nullptr, 0, seen ? nullptr : after, seen ? nullptr : until);
-            now = 1 - now;
-            next = following;
+            attend_tile<T>(query, query_stride_, tile, a_.D, a_.Dv, a_.scoring, rows,
+                           nullptr, 0, seen ? nullptr : after, seen ? nullptr : until,
+                           tiles.ahead());
         }
         for (int64_t row = 0; row < rows.count; row++) {
             const int64_t t = begin + row / G_, head = h * G_ + row % G_;

@@ -10,8 +10,8 @@ struct Source {
     int64_t unit, page_size;
     int64_t low, high;  // positions that are seen
 
-    // The next tile from `at`; gives the place after it. Asks memory for what it hands out.
-    int64_t next(int64_t at, int64_t end, int64_t D, int64_t Dv, Tile<T>& tile) const {
+    // The next tile from `at`; gives the place after it.
+    int64_t next(int64_t at, int64_t end, Tile<T>& tile) const {
         tile.count = 0;
         while (tile.count < kTile && at < end) {
             int64_t position = at, run = 1;
@@ -22,7 +22,7 @@ struct Source {
                 position = entries[entry] * unit + place;
                 run = unit - place;
             } else {
-                run = page_size - position % page_size;
+                run = page_size - (position - entry_of(position) * page_size);
             }
             if (run > end - at) run = end - at;
             if (run > kTile - tile.count) run = kTile - tile.count;
@@ -35,12 +35,9 @@ struct Source {
             if (run <= 0) continue;
             add(position, run, tile);
         }
-        for (int t = 0; t < tile.count; t++) {
-            for (int64_t d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(tile.key[t] + d);
-            if (Dv)
-                for (int64_t d = 0; d < Dv; d += 64 / sizeof(T))
-                    __builtin_prefetch(tile.value[t] + d);
-        }
+        if (entries && unit == 1)  // anywhere in the table: asked for before it is needed, too
+            for (int i = 0; i < kTile && at + i < end; i++)
+                __builtin_prefetch(table + entry_of(entries[at + i]));
         for (int t = tile.count; tile.count && t < kTile; t++) {
             tile.key[t] = tile.key[0];  // read, but not counted
             tile.value[t] = tile.value[0];
@@ -48,8 +45,14 @@ struct Source {
         return at;
     }
 
+    // Sizes are mostly powers of two, and dividing takes longer than all else here.
+    int64_t entry_of(int64_t position) const {
+        const bool power = (page_size & (page_size - 1)) == 0;
+        return power ? position >> __builtin_ctzll(page_size) : position / page_size;
+    }
+
     void add(int64_t position, int64_t run, Tile<T>& tile) const {
-        const int64_t entry = position / page_size, place = position - entry * page_size;
+        const int64_t entry = entry_of(position), place = position - entry * page_size;
         const int64_t page = table[entry];
         const T* key = keys + page * key_pages.page_stride + place * key_pages.token_stride;
         const T* value = values + page * value_pages.page_stride + place * value_pages.token_stride;
@@ -59,4 +62,31 @@ struct Source {
             tile.position[tile.count++] = position + i;
         }
     }
+};
+
+// The tiles of a stretch, one after the other, and the next one of each, to be asked for meanwhile.
+template <class T>
+class Tiles {
+  public:
+    Tiles(const Source<T>& source, int64_t begin, int64_t end) : source_(source), end_(end) {
+        at_ = source_.next(begin, end_, tiles_[0]);
+        at_ = source_.next(at_, end_, tiles_[1]);
+    }
+    bool left() const { return tiles_[now_].count > 0; }
+    const Tile<T>& tile() const { return tiles_[now_]; }
+    const Tile<T>* ahead() const {
+        const Tile<T>& next = tiles_[1 - now_];
+        return next.count ? &next : nullptr;
+    }
+    void advance() {
+        at_ = source_.next(at_, end_, tiles_[now_]);
+        now_ = 1 - now_;
+    }
+
+  private:
+    const Source<T> source_;
+    const int64_t end_;
+    int64_t at_;
+    int now_ = 0;
+    Tile<T> tiles_[2];
 };

@@ -12,6 +12,14 @@ struct Tile {
     int64_t position[kTile];
 };
 
+// Asks memory for the line at `d` of a row that is needed soon; once per line. A core waits for a
+// few dozen lines at a time, so that this is spread over the work on the rows before
+// (benchmarks/LOG.md: twice as fast as asking for all of them at once).
+template <class T>
+static inline void ask(const T* row, int64_t d) {
+    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(row + d);
+}
+
 // exp(x) to 2 units in the last place; 0 below -87, NaN for NaN. Cephes' expf polynomial.
 static inline Vector exponential(Vector x) {
     const Vector y = min(broadcast(88.0f), x);
@@ -27,9 +35,11 @@ static inline Vector exponential(Vector x) {
 }
 
 // Scores [H][kTile] of H query rows and the keys of a tile; missing keys must point somewhere valid.
+// `ahead`: the keys that come next, or null.
 template <class T, int H>
 static inline void score_rows(const typename Product<T>::Query* query, int64_t stride,
-                              const T* const* keys, int64_t D, float* scores) {
+                              const T* const* keys, int64_t D, float* scores,
+                              const T* const* ahead) {
     using P = Product<T>;
     constexpr int W = Vector::width, N = W / H;  // N keys at a time fill a vector with sums
     const int64_t whole = D / P::step * P::step;
@@ -39,6 +49,7 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
         for (int i = 0; i < W; i++) sum[i] = broadcast(0.0f);
         for (int64_t d = 0; d < whole; d += P::step) {
             typename P::Key k[N];
+            for (int j = 0; ahead && j < N; j++) ask(ahead[t + j], d);
             for (int j = 0; j < N; j++) k[j] = P::key(keys[t + j] + d);
             for (int h = 0; h < H; h++)
                 for (int j = 0; j < N; j++)
@@ -46,6 +57,7 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
         }
         if (rest) {
             typename P::Key k[N];
+            for (int j = 0; ahead && j < N; j++) ask(ahead[t + j], whole);
             for (int j = 0; j < N; j++) k[j] = P::key(keys[t + j] + whole, rest);
             for (int h = 0; h < H; h++)
                 for (int j = 0; j < N; j++)
@@ -58,10 +70,27 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
     }
 }
 
+// Scores of any number of rows, as above.
+template <class T>
+static inline void score_all(const typename Product<T>::Query* query, int64_t stride, int64_t rows,
+                             const T* const* keys, int64_t D, float* scores,
+                             const T* const* ahead) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4)
+        score_rows<T, 4>(query + row * stride, stride, keys, D, scores + row * kTile,
+                         row ? nullptr : ahead);
+    for (; row + 2 <= rows; row += 2)
+        score_rows<T, 2>(query + row * stride, stride, keys, D, scores + row * kTile,
+                         row ? nullptr : ahead);
+    for (; row < rows; row++)
+        score_rows<T, 1>(query + row * stride, stride, keys, D, scores + row * kTile,
+                         row ? nullptr : ahead);
+}
+
 // Adds the values of `count` tokens, weighted, to H rows of `out` (padded to whole vectors).
 template <class T, int H>
 static inline void mix_rows(const float* weights, const T* const* values, int count, int64_t Dv,
-                            float* out, int64_t stride) {
+                            float* out, int64_t stride, const T* const* ahead) {
     constexpr int W = Vector::width, N = W / 4;  // vectors at a time
     int64_t d = 0;
     for (; d + N * W <= Dv; d += N * W) {
@@ -70,6 +99,7 @@ static inline void mix_rows(const float* weights, const T* const* values, int co
             for (int i = 0; i < N; i++) sum[h][i] = load(out + h * stride + d + i * W);
         for (int t = 0; t < count; t++) {
             Vector v[N];
+            for (int i = 0; ahead && i < N; i++) ask(ahead[t], d + i * W);
             for (int i = 0; i < N; i++) v[i] = load(values[t] + d + i * W);
             for (int h = 0; h < H; h++) {
                 const Vector w = broadcast(weights[h * kTile + t]);
@@ -84,6 +114,7 @@ static inline void mix_rows(const float* weights, const T* const* values, int co
         Vector sum[H];
         for (int h = 0; h < H; h++) sum[h] = load(out + h * stride + d);
         for (int t = 0; t < count; t++) {
+            if (ahead) ask(ahead[t], d);
             const Vector v = n == W ? load(values[t] + d) : load(values[t] + d, n);
             for (int h = 0; h < H; h++)
                 sum[h] = fma(broadcast(weights[h * kTile + t]), v, sum[h]);
@@ -158,13 +189,15 @@ static inline void finish_scores(float* scores, const Tile<T>& tile, const Scori
 }
 
 // One block of H rows over one tile. `raw`, if any, takes the scores: [H] rows of `raw_stride`.
+// `ahead`: the tile that comes next, or null.
 template <class T, int H>
 static inline void attend_rows(const typename Product<T>::Query* query, int64_t query_stride,
                                const Tile<T>& tile, int64_t D, int64_t Dv, const Scoring& how,
                                const Rows& rows, int64_t row, float* raw, int64_t raw_stride,
-                               const int64_t* after, const int64_t* until) {
+                               const int64_t* after, const int64_t* until, const Tile<T>* ahead) {
     alignas(64) float scores[H * kTile];
-    score_rows<T, H>(query + row * query_stride, query_stride, tile.key, D, scores);
+    score_rows<T, H>(query + row * query_stride, query_stride, tile.key, D, scores,
+                     ahead ? ahead->key : nullptr);
     finish_scores<T, H>(scores, tile, how, after ? after + row : nullptr,
                         until ? until + row : nullptr);
     if (raw)
@@ -172,24 +205,25 @@ static inline void attend_rows(const typename Product<T>::Query* query, int64_t 
             memcpy(raw + (row + h) * raw_stride, scores + h * kTile, tile.count * sizeof(float));
     if (!rows.out) return;
     for (int h = 0; h < H; h++) weigh(scores + h * kTile, rows, row + h);
-    mix_rows<T, H>(scores, tile.value, tile.count, Dv, rows.out + row * rows.stride, rows.stride);
+    mix_rows<T, H>(scores, tile.value, tile.count, Dv, rows.out + row * rows.stride, rows.stride,
+                   ahead ? ahead->value : nullptr);
 }
 
 template <class T>
 static inline void attend_tile(const typename Product<T>::Query* query, int64_t query_stride,
                                const Tile<T>& tile, int64_t D, int64_t Dv, const Scoring& how,
                                const Rows& rows, float* raw, int64_t raw_stride,
-                               const int64_t* after, const int64_t* until) {
+                               const int64_t* after, const int64_t* until, const Tile<T>* ahead) {
     int64_t row = 0;
     for (; row + 4 <= rows.count; row += 4)
         attend_rows<T, 4>(query, query_stride, tile, D, Dv, how, rows, row, raw, raw_stride, after,
-                          until);
+                          until, row ? nullptr : ahead);
     for (; row + 2 <= rows.count; row += 2)
         attend_rows<T, 2>(query, query_stride, tile, D, Dv, how, rows, row, raw, raw_stride, after,
-                          until);
+                          until, row ? nullptr : ahead);
     for (; row < rows.count; row++)
         attend_rows<T, 1>(query, query_stride, tile, D, Dv, how, rows, row, raw, raw_stride, after,
-                          until);
+                          until, row ? nullptr : ahead);
 }
 
 // Queries as the products want them: padded with zeros to whole steps. `low`, `high`: its numbers are
