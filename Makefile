@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up .venv by themselves, once; nothing after that needs a network.
 PYTHON ?= python3
 READY := .venv/.ready
+PEERS_READY := .venv-peers/.ready
 
 # Spinning OpenMP threads starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -8,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint docs gpu sanitize tiny-model clean
+.PHONY: demo test lint docs gpu bench-peers sanitize tiny-model clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -28,6 +29,13 @@ docs: $(READY)
 gpu:
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
 
+# Decode steps beside llama.cpp, which has an environment of its own; ARGS="--contexts 2048" and the like.
+bench-peers: $(READY) $(PEERS_READY)
+	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768,131072 \
+	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm $(ARGS)
+	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768 --batch 8 \
+	  --systems llama_cpp,llama_cpp_flash,full $(ARGS)
+
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY)
 	@.venv/bin/cmake -S keyhole/kernels/csrc -B build/sanitize -DCMAKE_BUILD_TYPE=Release -DKEYHOLE_SANITIZE=ON \
@@ -45,6 +53,12 @@ $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/*)
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(PEERS_READY): benchmarks/peers.txt
+	@echo "setting up .venv-peers: llama.cpp is compiled, which takes 5 to 15 minutes on 2 cores"
+	@$(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install -qq --constraint constraints.txt --requirement benchmarks/peers.txt
 	@touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""What the kernels are to reach, as ratios of one run (medians, the best path of the machine)."""
+"""What kernels and steps are to reach, as ratios of one run (medians, the machine's best path)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.bench.measure import Result
+from keyhole.bench.settings import OUTSIDE
+
+# Tokens of each sequence where full attention is held against llama.cpp, and how many times its
+# tokens per second are wanted, by batch.
+_STEP_TOKENS = 32768
+_STEP_WANTED = {1: 1.3, 8: 2.0}
 
 
 @dataclass(frozen=True)
@@ -46,3 +52,17 @@ def bars(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
         ratio = scored[path] / scored[f"{path} attend"]
         found.append(_Bar("attend_and_score: time by that of attend", ratio, 1.25, at_least=False))
     return [bar.as_dict() for bar in found]
+
+
+def step_bars(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
+    """Full attention by llama.cpp's tokens per second, the faster of it with and without flash."""
+    found = [
+        r
+        for r in results
+        if r["system"] in OUTSIDE and r["context"] == _STEP_TOKENS and r["ratio_to_full"]
+    ]
+    if not found or batch not in _STEP_WANTED:
+        return []
+    best = min(found, key=lambda r: float(r["ratio_to_full"]))
+    name = f"full, {_STEP_TOKENS:,} tokens, batch {batch}: tokens/s by those of {best['system']}"
+    return [_Bar(name, best["ratio_to_full"], _STEP_WANTED[batch]).as_dict()]

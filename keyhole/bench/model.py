@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +67,37 @@ def without_copying_weights(network: Any) -> Any:
     return copy.deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
-def keys_and_values(model: Model, batch: int, context: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Layer by layer: its number, keys and values [B, Hkv, N, D]; always the same ones."""
-    generator = torch.Generator(model.device).manual_seed(context)
-    for layer, layout in enumerate(model.geometry(PAGE_SIZE).layers):
-        size = (batch, layout.num_kv_heads, context, layout.key_dim)
-        keys, values = (
-            torch.randn(size, generator=generator, dtype=model.dtype, device=model.device)
-            for _ in range(2)
+class Numbers:
+    """The keys and values that every cache is filled with, drawn again whenever they are asked for.
+
+    A cache of another layout, or in another process, takes them in the order that suits it; no
+    more than what is asked for is in memory.
+    """
+
+    def __init__(self, model: Model, batch: int, context: int) -> None:
+        layout, *_ = layers = model.geometry(PAGE_SIZE).layers
+        self.batch, self.context = batch, context
+        self.num_layers, self.num_kv_heads = len(layers), layout.num_kv_heads
+        self.head_dim = layout.key_dim
+        self._like = torch.empty(0, dtype=model.dtype, device=model.device)
+        size = (self.num_layers, batch, 2)
+        generator = torch.Generator().manual_seed(context)
+        self._seeds = torch.randint(2**31, size, generator=generator).tolist()
+
+    def keys(self, layer: int, sequence: int) -> Tensor:
+        """[Hkv, N, D] of one sequence."""
+        return self._draw(layer, sequence, 0).mul_(_KEY_SCALE)
+
+    def values(self, layer: int, sequence: int) -> Tensor:
+        """[Hkv, N, D] of one sequence."""
+        return self._draw(layer, sequence, 1)
+
+    def _draw(self, layer: int, sequence: int, kind: int) -> Tensor:
+        generator = torch.Generator(self._like.device).manual_seed(
+            self._seeds[layer][sequence][kind]
         )
-        yield layer, keys.mul_(_KEY_SCALE), values
+        size = (self.num_kv_heads, self.context, self.head_dim)
+        return self._like.new_empty(size).normal_(generator=generator)
 
 
 def prompts(model: Model, batch: int, context: int, more: int) -> tuple[list[list[int]], list[int]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.bench.model import Numbers
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.config import EngineConfig, SamplingParams
@@ -88,16 +89,18 @@ class Pages:
         assert pages is not None
         self._pages = torch.tensor(pages, device=model.device)
 
-    def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values [B, Hkv, N, D] of one layer, and what the policies keep of it."""
+    def fill(self, numbers: Numbers) -> None:
+        """Writes keys and values of all prompts, and what the policies keep of them."""
         cache = self.cache
-        for stored, tensor in ((cache.keys[layer], keys), (cache.values[layer], values)):
-            paged = tensor.unflatten(2, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
-            stored[self._pages] = paged
-        filled = torch.full_like(self._pages, PAGE_SIZE)
-        for own in self.ours:
-            policy = own.engine.policy
-            policy.on_append(cache.keys[layer], cache.data[layer], self._pages, filled)
+        for sequence, pages in enumerate(self._pages.view(numbers.batch, -1)):
+            filled = torch.full_like(pages, PAGE_SIZE)
+            for layer in range(numbers.num_layers):
+                for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
+                    tensor = draw(layer, sequence)
+                    stored[layer][pages] = tensor.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+                for own in self.ours:
+                    policy = own.engine.policy
+                    policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
 
     def know(self, prompts: list[list[int]]) -> None:
         """Hands the pages over to the engines, as known starts of these prompts."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from keyhole.bench.model import Weights, without_copying_weights
+from keyhole.bench.model import Numbers, Weights, without_copying_weights
 from keyhole.bench.settings import PAGE_SIZE, PEERS
 from keyhole.models.loading import Model
 
@@ -31,9 +31,14 @@ class Past:
             else DynamicCache(config=self._config)
         )
 
-    def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Stores [B, Hkv, N, D] as the past of one layer."""
-        self.cache.update(keys, values, layer)
+    def fill(self, numbers: Numbers) -> None:
+        """Stores keys and values of all prompts."""
+        for layer in range(numbers.num_layers):
+            keys, values = (
+                torch.stack([draw(layer, sequence) for sequence in range(numbers.batch)])
+                for draw in (numbers.keys, numbers.values)
+            )
+            self.cache.update(keys, values, layer)
 
     def take_back(self, tokens: int) -> None:
         """Forgets the newest tokens, if they are copied away at each step anyway."""

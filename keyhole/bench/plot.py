@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keyhole.bench.settings import PEERS
+from keyhole.bench.settings import OUTSIDE, PEERS
 from keyhole.drawing import FAINT, INK, STYLE, matplotlib
 
 #: Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
 _COLORS = {"full": INK, "delta": "#e08e4f", "quest": "#0b6e75", "streaming_llm": "#7a5ea8"}
 _MARKS = "osD^v"
+_OTHERS = (*PEERS, *OUTSIDE)
 _MORE_COLORS = ("#b03a48", "#4c8c4a", "#2f6fb0")
 
 
@@ -54,9 +55,9 @@ def step_times(line: dict[str, Any], path: Path) -> None:
 
 
 def _look(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    if name in PEERS:
-        mark = _MARKS[list(PEERS).index(name) % len(_MARKS)]
+    if name in _OTHERS:
+        mark = _MARKS[_OTHERS.index(name) % len(_MARKS)]
         return {"color": FAINT, "linestyle": (0, (4, 2)), "marker": mark, "markersize": 4}
-    others = [other for other in found if other not in PEERS and other not in _COLORS]
+    others = [other for other in found if other not in _OTHERS and other not in _COLORS]
     color = _COLORS.get(name) or _MORE_COLORS[others.index(name) % len(_MORE_COLORS)]
     return {"color": color, "marker": "o", "markersize": 4}

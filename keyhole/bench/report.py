@@ -72,6 +72,7 @@ def page(decode: Sequence[Line], kernels: Sequence[Line]) -> str:
             "Time of a step in milliseconds, and in brackets the share of the read bandwidth that\n"
             "the run measured:",
             tables.times(line),
+            *([tables.bars(line)] if line.get("bars") else []),
             *tables.memory(line),
             tables.about(line),
         ]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keyhole.bench import memory
+from keyhole.bench.llama import Need
 from keyhole.bench.ours import needed_bytes
 from keyhole.bench.settings import PAGE_SIZE, PEERS
 from keyhole.models.loading import Model
@@ -44,10 +45,13 @@ def fitting(
     batch: int,
     context: int,
     steps: int,
+    outside: tuple[str, Need] | None = None,
 ) -> tuple[list[str], list[Skipped]]:
     """The peers for which there is room beside our cache, one after the other, and who is left out.
 
-    If there is no room for our cache itself, that is the one entry of the second list.
+    `outside`: a system in another process and what it needs, the first to get room beside ours; it
+    is filled before there is anything else. If there is no room for our cache itself, that is the
+    one entry of the second list.
     """
     free = max(0, memory.free_bytes(model.device) - _RESERVE_BYTES)
     geometry = model.geometry(PAGE_SIZE)
@@ -60,17 +64,27 @@ def fitting(
         return Skipped(context=context, batch=batch, system=system, **sizes)
 
     ours = needed_bytes(model, policies, batch, context, steps)
-    # While a layer is written there are its numbers, and the same in the order of pages.
-    if ours + 2 * layer > free:
-        return [], [skipped(None, ours + 2 * layer)]
+    # While a layer of a sequence is written there are its keys, and the same in the order of pages.
+    writing = layer // batch
+    if ours + writing > free:
+        return [], [skipped(None, ours + writing)]
     free -= ours
     kept: list[str] = []
     left_out: list[Skipped] = []
+    if outside is not None:
+        name, its = outside
+        need = its.stays + max(writing, its.passes - ours)
+        if need > free:
+            left_out.append(skipped(name, need))
+        else:
+            kept.append(name)
+            free -= its.stays
     for name in peers:
         attention, kind = PEERS[name]
-        is_there = any(PEERS[other][1] == kind for other in kept)
+        is_there = any(PEERS[other][1] == kind for other in kept if other in PEERS)
         # A dynamic cache copies one layer at a time; eager repeats keys and values for each head.
-        passing = (kind == "dynamic") + (group if attention == "eager" else 1)
+        # While a cache is filled, a layer and parts of its copy pass.
+        passing = max(2, (kind == "dynamic") + (group if attention == "eager" else 1))
         need = (0 if is_there else past) + passing * layer
         if need > free:
             left_out.append(skipped(name, need))

@@ -25,6 +25,10 @@ PEERS = {
     "transformers_static": ("sdpa", "static"),
 }
 
+#: The same in another process and environment (`make bench-peers`), only if asked for: whether it
+#: computes flash attention.
+OUTSIDE = {"llama_cpp": False, "llama_cpp_flash": True}
+
 #: Policies that are timed unless others are asked for.
 POLICIES = ("full", "delta", "quest", "streaming_llm")
 
@@ -83,7 +87,9 @@ class DecodeSettings(Settings):
     default_repeat: ClassVar[int] = 11
 
     systems: Names = setting(  # noqa: RUF009
-        (), f"{', '.join(PEERS)}, and policies; default: these and {', '.join(POLICIES)}"
+        (),
+        f"{', '.join(PEERS)}, and policies; default: these and {', '.join(POLICIES)}; "
+        f"{' and '.join(OUTSIDE)} need what `make bench-peers` sets up",
     )
     layers: int | None = setting(None, "layers of the model; None: as the shape has")
     device: str = setting("auto", "auto, cpu, cuda or cuda:0")

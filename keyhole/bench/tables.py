@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keyhole.bench.settings import PEERS
+from keyhole.bench.settings import OUTSIDE, PEERS
 
 Line = dict[str, Any]
 _PEER = next(iter(PEERS))
 # What is said in words, or is of no use to someone who runs the command again.
 _UNSAID = ("--note", "--output")
+_OUTSIDE_TEXT = "\n(llama.cpp: of its own process, weights and cache)"
 
 
 def ratios(line: Line) -> str:
@@ -33,7 +34,8 @@ def memory(line: Line) -> list[str]:
         return []
     return [
         "Peak memory of the process in a step, divided by the sum of what it was before the\n"
-        "model, the weights, the caches of all systems and the kernels' buffers; in brackets GiB:",
+        "model, the weights, the caches of all systems and the kernels' buffers; in brackets GiB"
+        f"{_OUTSIDE_TEXT if set(OUTSIDE) & set(_systems(line)) else ''}:",
         _by_context(line, _systems(line), _peak),
         *(f"- {_skipped(entry)}" for entry in line["skipped"]),
     ]
@@ -51,17 +53,21 @@ def kernels(line: Line) -> list[str]:
         cells = [_rate(found[name]) if name in found else "" for name in paths]
         rows.append([f"`{op}`", about, *cells, "; ".join(others)])
     heads = ["operation", "on", *(f"`{path}`" for path in paths), "beside it"]
-    bars = [
-        f"- {bar['bar']}: {bar['value']:.2f}, wanted {bar['wanted']}"
-        f"{'' if bar['met'] else ' (missed)'}"
-        for bar in line["bars"]
-    ]
     return [
         "Milliseconds, medians of calls in turns; in brackets the share of the read bandwidth\n"
         f"that the run measured ({line['read_bytes_per_s'] / 1e9:.1f} GB/s):",
         _table(heads, rows),
-        "\n".join(bars),
+        bars(line),
     ]
+
+
+def bars(line: Line) -> str:
+    """A row for everything that was to be reached; empty where there was nothing."""
+    return "\n".join(
+        f"- {bar['bar']}: {bar['value']:.2f}, wanted {bar['wanted']}"
+        f"{'' if bar['met'] else ' (missed)'}"
+        for bar in line.get("bars", [])
+    )
 
 
 def about(line: Line) -> str:
@@ -75,7 +81,8 @@ def about(line: Line) -> str:
         f"Shape of {settings['shape']}, {settings['dtype']}{batch}, medians of "
         f"{settings['repeat']} {kind} in turns. {device}{machine['cpu']}, {machine['cores']} "
         f"cores, {machine['memory_gib']:.0f} GiB; torch {versions['torch']}, transformers "
-        f"{versions['transformers']}; {line['date'][:10]}, commit {line['commit']};\n"
+        f"{versions['transformers']}{_outside(line)}; {line['date'][:10]}, "
+        f"commit {line['commit']};\n"
         f"`{shlex.join(_command(line))}`.{note}"
     )
 
@@ -87,6 +94,11 @@ def _command(line: Line) -> list[str]:
             place = words.index(flag)
             del words[place : place + 2]
     return words
+
+
+def _outside(line: Line) -> str:
+    about = line.get("llama_cpp")
+    return f", llama-cpp-python {about['version']}" if about else ""
 
 
 def _systems(line: Line) -> list[str]:

@@ -167,7 +167,7 @@ def bytes_per_page(geometry: Geometry, page_data: Sequence[Mapping[str, tuple[in
 
 
 def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple[Tensor, Tensor]:
-    """Pages of a layer, [P, Hkv, page_size * numbers_per_head], as [P, Hkv, page_size, D] and [..., Dv].
+    """Pages [P, Hkv, page_size * numbers_per_head] as keys [P, Hkv, page_size, D] and values.
 
     Views: every head's keys, then its values, if those are not part of the keys (MLA).
     """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import decode, measure, memory, model
+from keyhole.bench import decode, measure, memory, model, sitting
 from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.model import Weights
 from keyhole.bench.ours import Ours, Pages, needed_bytes
@@ -106,9 +106,9 @@ def systems(small: Weights) -> tuple[Pages, list[Peer], list[list[int]], list[in
     """All policies and peers over the same 64 tokens of two prompts."""
     pages = Pages(small.ours, ["full", "quest"], 2, CONTEXT, STEPS)
     pasts = {kind: Past(kind, small.ours, CONTEXT, STEPS) for kind in ("dynamic", "static")}
-    for layer, keys, values in model.keys_and_values(small.ours, 2, CONTEXT):
-        for cache in (pages, *pasts.values()):
-            cache.fill(layer, keys, values)
+    numbers = model.Numbers(small.ours, 2, CONTEXT)
+    for cache in (pages, *pasts.values()):
+        cache.fill(numbers)
     peers = [Peer(name, small, pasts[PEERS[name][1]], CONTEXT) for name in PEERS]
     return pages, peers, *model.prompts(small.ours, 2, CONTEXT, 3)
 
@@ -116,11 +116,13 @@ def systems(small: Weights) -> tuple[Pages, list[Peer], list[list[int]], list[in
 def test_full_attention_and_the_peers_agree_over_the_same_cache(systems: Any) -> None:
     pages, peers, texts, given = systems
     pages.know(texts)
-    errors = decode.compare(pages.ours[0], peers, texts, given, 1e-4)
+    errors = sitting.compare(pages.ours[0], peers, texts, given, 1e-4)
     assert list(errors) == list(PEERS)
     assert max(errors.values()) < 1e-5
     dynamic = peers[:2]  # a static cache keeps what was added
-    assert decode.compare(pages.ours[0], dynamic, texts, given, 1e-4).keys() == set(list(PEERS)[:2])
+    assert sitting.compare(pages.ours[0], dynamic, texts, given, 1e-4).keys() == set(
+        list(PEERS)[:2]
+    )
 
 
 def test_a_wrong_page_is_refused(systems: Any) -> None:
@@ -128,7 +130,7 @@ def test_a_wrong_page_is_refused(systems: Any) -> None:
     pages.cache.keys[1][3, 0, 3] *= -1
     pages.know(texts)
     with pytest.raises(DisagreementError, match="transformers_sdpa: relative error"):
-        decode.compare(pages.ours[0], peers, texts, given, 1e-4)
+        sitting.compare(pages.ours[0], peers, texts, given, 1e-4)
 
 
 def test_nothing_is_prefilled_and_every_step_reads_all(systems: Any) -> None:
@@ -196,7 +198,7 @@ def test_who_does_not_fit_is_left_out_and_named(
 ) -> None:
     sizes = {"need_bytes": 3 << 30, "free_bytes": 2 << 30}
     skipped = Skipped(context=64, batch=1, system="transformers_static", **sizes)
-    monkeypatch.setattr(decode, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
+    monkeypatch.setattr(sitting, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
     asked = settings(systems=("transformers_sdpa", "transformers_static", "full"))
     found = decode.run(asked, lambda *given: reported.append(given))
     assert [r["system"] for r in found["results"]] == ["transformers_sdpa", "full"]
@@ -224,7 +226,7 @@ def test_a_context_that_does_not_fit_is_skipped_and_the_others_go_on(
 def test_without_a_peer_nothing_is_compared_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, reported: list[Any]
 ) -> None:
-    monkeypatch.setattr(decode, "fitting", lambda *_, **__: ([], []))
+    monkeypatch.setattr(sitting, "fitting", lambda *_, **__: ([], []))
     found = decode.run(settings(systems=("full",)), lambda *given: reported.append(given))
     assert [(r["system"], r["ratio_to_peer"]) for r in found["results"]] == [("full", None)]
     assert reported[0][1] == ["at 64 tokens no peer was there to compare logits with"]

@@ -132,6 +132,16 @@ def test_kernels_have_a_row_for_each_case() -> None:
     assert "40.0 GB/s" in page
 
 
+def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
+    line = decode_line(llama_cpp={"version": "0.3.36"})
+    line["results"].append(line["results"][0] | {"system": "llama_cpp"})
+    line["bars"] = [{"bar": "ratio", "value": 1.5, "wanted": ">= 1.3", "met": True}]
+    page = report.page([line], [])
+    assert "- ratio: 1.50, wanted >= 1.3\n" in page
+    assert "transformers 5, llama-cpp-python 0.3.36;" in page
+    assert "| tokens | `transformers_sdpa` | `full` | `llama_cpp` |" in page
+
+
 def test_a_picture_is_written_and_says_when_it_was_measured(tmp_path: Path) -> None:
     line = decode_line()
     line["results"].append(line["results"][0] | {"system": "somebody_else"})

@@ -65,3 +65,17 @@ def test_no_token_scores_above_the_bound_of_its_page(case: Paged) -> None:
             for i in range(length):
                 score = query[head] @ keys[head // group, i]
                 assert score <= found[row, head // group, i // case.page_size] + 1e-4
+
+
+def test_a_broken_key_stays_in_the_bounds_and_in_their_scores() -> None:
+    keys = torch.randn(4, 2, 16, 40, generator=torch.Generator().manual_seed(0))
+    keys[0, 1, 0, 3] = keys[1, 0, 15, 39] = keys[2, 1, 7, 20] = torch.nan
+    low, high = (torch.empty(4, 2, 40) for _ in range(2))
+    pages = torch.arange(4)
+    kernels.page_bounds(keys, low, high, pages, torch.full((4,), 16))
+    broken = keys.isnan().any(2)
+    assert torch.equal(low.isnan(), broken)
+    assert torch.equal(high.isnan(), broken)
+    for heads in (2, 6, 14):
+        scores = kernels.bound_scores(torch.ones(1, heads, 40), low, high, pages.int()[None])
+        assert torch.equal(scores[0].T.isnan(), broken.any(-1))

@@ -13,8 +13,8 @@ static void page_bounds(const PageBounds& a) {
             Vector low = load(keys + d, n), high = low;
             for (int64_t t = 1; t < a.filled[i / a.Hkv]; t++) {
                 const Vector key = load(keys + t * a.keys.token_stride + d, n);
-                low = min(low, key);
-                high = max(high, key);
+                low = or_nan(min(low, key), low);  // a broken key must not be forgotten
+                high = or_nan(max(high, key), high);
             }
             store(static_cast<T*>(a.low) + out + d, low, n);
             store(static_cast<T*>(a.high) + out + d, high, n);
@@ -54,7 +54,8 @@ static void bound_scores(const BoundScores& a) {
             score_all<T>(negative + row, stride, H, low, a.D, down, g ? nullptr : next_low);
             for (int t = 0; t < H * kTile; t++) {
                 const float bound = up[t] + down[t];
-                if ((g == 0 && t < kTile) || bound > best[t % kTile]) best[t % kTile] = bound;
+                float& so_far = best[t % kTile];
+                if ((g == 0 && t < kTile) || bound > so_far || bound != bound) so_far = bound;
             }
         }
         memcpy(a.out + list * a.M + first, best, count * sizeof(float));

@@ -14,6 +14,10 @@ static inline Vector fma(Vector a, Vector b, Vector c) { return {_mm256_fmadd_ps
 // Where one of them is NaN: the second.
 static inline Vector max(Vector a, Vector b) { return {_mm256_max_ps(a.v, b.v)}; }
 static inline Vector min(Vector a, Vector b) { return {_mm256_min_ps(a.v, b.v)}; }
+// a, but NaN where `b` is.
+static inline Vector or_nan(Vector a, Vector b) {
+    return {_mm256_blendv_ps(a.v, b.v, _mm256_cmp_ps(b.v, b.v, _CMP_UNORD_Q))};
+}
 static inline float largest(Vector a) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));

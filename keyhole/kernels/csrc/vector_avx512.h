@@ -14,6 +14,10 @@ static inline Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps
 // Where one of them is NaN: the second.
 static inline Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline Vector min(Vector a, Vector b) { return {_mm512_min_ps(a.v, b.v)}; }
+// a, but NaN where `b` is.
+static inline Vector or_nan(Vector a, Vector b) {
+    return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(b.v, b.v, _CMP_UNORD_Q), b.v)};
+}
 static inline float largest(Vector a) { return _mm512_reduce_max_ps(a.v); }
 static inline float total(Vector a) { return _mm512_reduce_add_ps(a.v); }
 static inline Vector nearest(Vector a) { return {_mm512_roundscale_ps(a.v, 8)}; }

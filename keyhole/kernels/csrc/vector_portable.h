@@ -19,6 +19,8 @@ static inline Vector fma(Vector a, Vector b, Vector c) { KEYHOLE_EACH(a.v[i] * b
 // Where one of them is NaN: the second.
 static inline Vector max(Vector a, Vector b) { KEYHOLE_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 static inline Vector min(Vector a, Vector b) { KEYHOLE_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+// a, but NaN where `b` is.
+static inline Vector or_nan(Vector a, Vector b) { KEYHOLE_EACH(b.v[i] != b.v[i] ? b.v[i] : a.v[i]); }
 static inline float largest(Vector a) {
     float r = a.v[0];
     for (int i = 1; i < 8; i++) r = a.v[i] > r ? a.v[i] : r;
