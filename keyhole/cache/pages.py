@@ -3,7 +3,8 @@
 A page holds `page_size` tokens in every layer at once, so one page number serves all layers. Per
 layer there is one tensor in which a head's page of keys is followed by its page of values: what is
 read together lies together, which selected tokens gain most by (benchmarks/LOG.md). Beside it lies
-what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`.
+what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`. Keys and values of
+a layer can move to a lower tier, where they are used and grow as before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from keyhole.cache import huge_pages
 from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.tiers import Store, Tier, move
 from keyhole.errors import CapacityError, is_out_of_memory
 
 # Pages of the first allocation; each growth doubles, so a page is moved O(1) times on average.
@@ -28,6 +30,7 @@ class PageCache:
     keys, values: per layer, [capacity, Hkv, page_size, D or Dv], views into one tensor; with shared
         values (MLA) `values` is a view into `keys`.
     data: per layer, the policy's side data by name, [capacity, ...].
+    common: side data that belongs to no layer, in the same form.
     """
 
     def __init__(
@@ -38,13 +41,16 @@ class PageCache:
         dtype: torch.dtype,
         device: torch.device,
         page_data: Sequence[Mapping[str, tuple[int, ...]]] | None = None,
+        common: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.geometry = geometry
         self.page_size = geometry.page_size
         self.max_pages = max_pages
         self._shapes = page_data or [{} for _ in geometry.layers]
+        self._common_shapes = common or {}
         self._refs: list[int] = []
         self._free: list[int] = []
+        self._stores: dict[int, Store] = {}  # layers on the lower tier
         empty = torch.empty(0, dtype=dtype, device=device)
         self._pages = [
             empty.new_empty(0, layout.num_kv_heads, self.page_size * layout.numbers_per_head)
@@ -55,6 +61,9 @@ class PageCache:
             {name: empty.new_empty(0, *shape) for name, shape in shapes.items()}
             for shapes in self._shapes
         ]
+        self.common = {
+            name: empty.new_empty(0, *shape) for name, shape in self._common_shapes.items()
+        }
 
     @property
     def capacity(self) -> int:
@@ -69,7 +78,35 @@ class PageCache:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: keys, values and side data of all layers."""
-        return bytes_per_page(self.geometry, self._shapes)
+        return bytes_per_page(self.geometry, [*self._shapes, self._common_shapes])
+
+    @property
+    def lower_layers(self) -> tuple[int, ...]:
+        """Layers whose keys and values are on the lower tier."""
+        return tuple(sorted(self._stores))
+
+    @property
+    def lower_bytes(self) -> int:
+        """Bytes of the tensors on the lower tier."""
+        return sum(self._pages[layer].nbytes for layer in self._stores)
+
+    @property
+    def upper_bytes(self) -> int:
+        """Bytes of the tensors on the upper tier: keys, values and all side data."""
+        return sum(tensor.nbytes for tensor in self._tensors()) - self.lower_bytes
+
+    def move_down(self, layer: int, tier: Tier) -> None:
+        """Moves keys and values of a layer to `tier`; side data stays. Not while a step runs.
+
+        CapacityError or ConfigError if they cannot be kept there; nothing has changed then.
+        """
+        assert layer not in self._stores, f"layer {layer} is there already"
+        upper = self._pages[layer]
+        store = tier.store(upper)
+        lower = store.resized(len(upper))
+        move(upper, lower)
+        self._pages[layer], self._stores[layer] = lower, store
+        self.keys, self.values = self._views()
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages with one reference each, or None (and nothing changed) if they are out."""
@@ -129,6 +166,7 @@ class PageCache:
         for pages, data in zip(self._pages, self.data, strict=True):
             yield pages
             yield from data.values()
+        yield from self.common.values()
 
     def _views(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of all layers."""
@@ -143,10 +181,12 @@ class PageCache:
         capacity = min(self.max_pages, max(_FIRST_PAGES, 2 * self.capacity))
         try:
             for i, data in enumerate(self.data):
-                self._pages[i] = _enlarged(self._pages[i], capacity)
+                self._pages[i] = self._enlarged_pages(i, capacity)
                 self.keys, self.values = self._views()  # let go of the smaller tensor
-                for name, tensor in data.items():
-                    data[name] = _enlarged(tensor, capacity)
+                _enlarge_all(data, capacity)
+            _enlarge_all(self.common, capacity)
+        except CapacityError:  # of the lower tier, which says more
+            raise
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -157,6 +197,11 @@ class PageCache:
             ) from error
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
         self._refs.extend([0] * (capacity - self.capacity))
+
+    def _enlarged_pages(self, layer: int, capacity: int) -> Tensor:
+        if layer in self._stores:
+            return self._stores[layer].resized(capacity)
+        return _enlarged(self._pages[layer], capacity)
 
 
 def bytes_per_page(geometry: Geometry, page_data: Sequence[Mapping[str, tuple[int, ...]]]) -> int:
@@ -176,6 +221,11 @@ def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple
     if layout.shared_values:
         return keys, keys[..., : layout.value_dim]
     return keys, pages[..., end:].unflatten(-1, (page_size, layout.value_dim))
+
+
+def _enlarge_all(data: dict[str, Tensor], capacity: int) -> None:
+    for name, tensor in data.items():
+        data[name] = _enlarged(tensor, capacity)
 
 
 def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
