@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from keyhole.policy.full import Full
     from keyhole.policy.quest import Quest
     from keyhole.policy.sliding_window import SlidingWindow
+    from keyhole.policy.spe_context import SpeContext
     from keyhole.policy.streaming_llm import StreamingLLM
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ _PLACES = {
     "SlidingWindow": "keyhole.policy.sliding_window",
     "StreamingLLM": "keyhole.policy.streaming_llm",
     "Quest": "keyhole.policy.quest",
+    "SpeContext": "keyhole.policy.spe_context",
     "Delta": "keyhole.policy.delta",
     "KeyholeError": "keyhole.errors",
     "ConfigError": "keyhole.errors",
@@ -77,6 +79,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "SlidingWindow",
+    "SpeContext",
     "Stats",
     "StreamingLLM",
     "UnknownNameError",

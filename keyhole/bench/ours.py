@@ -19,18 +19,24 @@ from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.core import Engine
+from keyhole.engine.lookahead import Lookahead
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
 from keyhole.policy import make_policy
+from keyhole.retrieval.head import RetrievalHead
 
 
 class Ours:
     """One policy's engine over a shared cache."""
 
-    def __init__(self, name: str, model: Model, cache: PageCache, batch: int) -> None:
+    def __init__(
+        self, name: str, model: Model, cache: PageCache, batch: int, head: RetrievalHead | None
+    ) -> None:
         self.name = name
         config = EngineConfig(max_batch=batch, page_size=PAGE_SIZE)
-        self.engine = Engine(model, make_policy(name), config, cache)
+        policy = make_policy(name)
+        head = head if policy.wants_head else None
+        self.engine = Engine(model, policy, config, cache, head)
         self.sequences: list[Sequence] = []
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
@@ -83,8 +89,11 @@ class Pages:
             dtype=model.dtype,
             device=model.device,
             page_data=data,
+            common=_head_data(model, policies),
         )
-        self.ours = [Ours(name, model, self.cache, batch) for name in policies]
+        # Random weights have no head that was trained for them; what a step costs is the same.
+        head = RetrievalHead.random(model.network) if self.cache.common else None
+        self.ours = [Ours(name, model, self.cache, batch, head) for name in policies]
         pages = self.cache.allocate(batch * context // PAGE_SIZE)
         assert pages is not None
         self._pages = torch.tensor(pages, device=model.device)
@@ -92,6 +101,8 @@ class Pages:
     def fill(self, numbers: Numbers) -> None:
         """Writes keys and values of all prompts, and what the policies keep of them."""
         cache = self.cache
+        for tensor in cache.common.values():
+            tensor[self._pages] = torch.randn_like(tensor[self._pages])
         for sequence, pages in enumerate(self._pages.view(numbers.batch, -1)):
             filled = torch.full_like(pages, PAGE_SIZE)
             for layer in range(numbers.num_layers):
@@ -119,7 +130,8 @@ class Pages:
 
 def needed_bytes(model: Model, policies: Several[str], batch: int, context: int, steps: int) -> int:
     """What `Pages` takes, before it is made."""
-    page_bytes = bytes_per_page(model.geometry(PAGE_SIZE), _page_data(model, policies))
+    data = [*_page_data(model, policies), _head_data(model, policies)]
+    page_bytes = bytes_per_page(model.geometry(PAGE_SIZE), data)
     return _num_pages(len(policies), batch, context, steps) * page_bytes
 
 
@@ -140,3 +152,10 @@ def _page_data(model: Model, policies: Several[str]) -> list[dict[str, tuple[int
             assert all(names.get(name, shape) == shape for name, shape in own.items())
             names |= own
     return data
+
+
+def _head_data(model: Model, policies: Several[str]) -> dict[str, tuple[int, ...]]:
+    """What a retrieval head keeps in a page, if a policy wants one."""
+    if not any(make_policy(name).wants_head for name in policies):
+        return {}
+    return Lookahead.page_data(RetrievalHead.random(model.network).config, PAGE_SIZE)

@@ -30,7 +30,7 @@ PEERS = {
 OUTSIDE = {"llama_cpp": False, "llama_cpp_flash": True}
 
 #: Policies that are timed unless others are asked for.
-POLICIES = ("full", "delta", "quest", "streaming_llm")
+POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 
 #: Operations of the kernel benchmark, in the order of its table.
 OPS = (

@@ -15,6 +15,7 @@ from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.cache.prefix import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.lookahead import Lookahead, load_head
 from keyhole.engine.runner import Runner
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Plan, Scheduler
@@ -29,6 +30,8 @@ from keyhole.errors import (
 )
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
+from keyhole.policy.spe_context import selection_heads
+from keyhole.retrieval.head import RetrievalHead
 
 # Share of the free memory that the KV cache may take when no limit is given; the rest is for
 # activations and for the other programs of the machine.
@@ -41,6 +44,7 @@ class Engine:
     """Many sequences over one model, one cache and one policy.
 
     cache: pages that other engines use too; None: its own, within `config.memory`.
+    head: of a policy that wants one; None: the policy's own, or the one beside the weights.
     """
 
     def __init__(
@@ -49,19 +53,26 @@ class Engine:
         policy: Policy,
         config: EngineConfig,
         cache: PageCache | None = None,
+        head: RetrievalHead | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.geometry = model.geometry(config.page_size)
         self.policy = policy.resolve(self.geometry)
         self.max_length = _max_length(model, config)
+        if self.policy.wants_head and head is None:
+            head = load_head(self.policy, model)
         self.cache = (
-            _make_cache(model, self.geometry, self.policy, config) if cache is None else cache
+            _make_cache(model, self.geometry, self.policy, config, head) if cache is None else cache
         )
         self.max_pages = self.cache.max_pages
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
         self.scheduler = Scheduler(self.cache, self.prefix, config, dense=self.policy.dense)
-        self._runner = Runner(model, self.cache, self.policy, config.max_batch)
+        lookahead = None
+        if head is not None:
+            model.watch(head.config.feature_layers)
+            lookahead = Lookahead(head, self.cache, selection_heads(self.geometry))
+        self._runner = Runner(model, self.cache, self.policy, config.max_batch, lookahead)
 
     @property
     def has_work(self) -> bool:
@@ -216,18 +227,28 @@ class Engine:
 
 
 def _make_cache(
-    model: Model, geometry: Geometry, policy: Policy, config: EngineConfig
+    model: Model,
+    geometry: Geometry,
+    policy: Policy,
+    config: EngineConfig,
+    head: RetrievalHead | None,
 ) -> PageCache:
     page_data = [
         {} if layout.window is not None else policy.page_data(layout) for layout in geometry.layers
     ]
-    page_bytes = bytes_per_page(geometry, page_data)
+    common = Lookahead.page_data(head.config, config.page_size) if head is not None else {}
+    page_bytes = bytes_per_page(geometry, [*page_data, common])
     memory = _free_memory(model.device) if config.memory is None else config.memory
     max_pages = memory // page_bytes
     if max_pages < 1:
         raise ConfigError(f"memory {memory} bytes holds no page of {page_bytes} bytes")
     return PageCache(
-        geometry, max_pages, dtype=model.dtype, device=model.device, page_data=page_data
+        geometry,
+        max_pages,
+        dtype=model.dtype,
+        device=model.device,
+        page_data=page_data,
+        common=common,
     )
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
+from keyhole.engine.lookahead import Lookahead
 from keyhole.engine.page_table import PageTable
 from keyhole.engine.scheduler import Plan
 from keyhole.engine.sequence import Sequence
+from keyhole.engine.state import SequenceState
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy, Selection, Step
@@ -21,11 +23,22 @@ from keyhole.policy.base import Policy, Selection, Step
 class Runner:
     """The model with its cache and policy."""
 
-    def __init__(self, model: Model, cache: PageCache, policy: Policy, max_batch: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: PageCache,
+        policy: Policy,
+        max_batch: int,
+        lookahead: Lookahead | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._policy = policy
+        self._lookahead = lookahead
         self._table = PageTable(max_batch)
+        self._state = SequenceState(
+            policy.sequence_state(cache.geometry), max_batch, model.device
+        )
         self._keeps_data = any(cache.data)
 
     def run(self, plan: Plan) -> tuple[list[Sequence], Tensor, Tensor]:
@@ -42,9 +55,14 @@ class Runner:
         positions = _join(np.arange(start, end) for _, start, end in spans)
         ends = np.cumsum([end - start for _, start, end in spans])
         wanted = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
-        logits = self._model.forward(
-            self._send(tokens), self._send(positions), batch, self._send(ends[wanted] - 1)
-        )
+        row = (self._send(tokens), self._send(positions))
+        if batch.step is not None:
+            if self._lookahead is not None:
+                self._lookahead.before(*row, batch)
+            self._policy.before_step(batch.step)
+        logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
+        if self._lookahead is not None:
+            self._lookahead.after(*row, batch)
         for sequence, _, end in spans:
             sequence.num_computed = end
         return [spans[i][0] for i in wanted], logits, self._reads(batch)
@@ -62,25 +80,31 @@ class Runner:
             pages = self._table.rows([sequence], -(-end // size))[0]
             place = np.arange(start, end)
             slots.append(pages[place // size] * size + place % size)
-            written = np.arange(start // size, len(pages))
-            touched.append(pages[written])
-            filled.append(np.minimum(end - written * size, size))
-            chunks.append(Chunk(slice(row, row + count), start, self._send(_join([pages]))))
+            entries = np.arange(start // size, len(pages))
+            touched.append(pages[entries])
+            filled.append(np.minimum(end - entries * size, size))
+            known = int(sequence.repeated == start)
+            rows = slice(row, row + count)
+            chunks.append(Chunk(rows, start, self._send(_join([pages])), known))
             row += count
         keep = self._keeps_data
+        written = _join(slots)
+        last = np.append(written[1:] != written[:-1] + 1, True) | (written % size == size - 1)
         return Batch(
             cache=self._cache,
             policy=self._policy,
-            slots=self._send(_join(slots)),
+            slots=self._send(written),
+            newest=self._send(np.flatnonzero(last)),
             num_decode=len(position),
-            step=self._step(position, table) if plan.decodes else None,
+            step=self._step(plan.decodes, position, table) if plan.decodes else None,
             chunks=chunks,
             touched=self._send(_join(touched)) if keep else None,
             filled=self._send(_join(filled)) if keep else None,
         )
 
-    def _step(self, position: np.ndarray, table: np.ndarray) -> Step:
+    def _step(self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray) -> Step:
         size = self._cache.page_size
+        fresh = self._state.enter(decodes)
         return Step(
             lengths=self._send((position + 1).astype(np.int32)),
             pages=self._send((position // size + 1).astype(np.int32)),
@@ -88,6 +112,10 @@ class Runner:
             page_table=self._send(table),
             page_size=size,
             page_data=self._cache.data,
+            host_lengths=position + 1,
+            fresh=fresh,
+            slots=self._send(np.asarray([s.slot for s in decodes], np.int64)),
+            state=self._state.tensors,
         )
 
     def _reads(self, batch: Batch) -> Tensor:
@@ -116,7 +144,10 @@ def _attended(
         if key not in tokens:
             tokens[key] = _tokens(selection, layer.window, step)
         fraction += tokens[key] / length
-        kv_bytes += tokens[key] * (layer.numbers_per_token * geometry.itemsize)
+        # With MLA every head may read latents of its own choice.
+        lists = 1 if selection is None else selection.indices.shape[1]
+        heads = max(layer.num_kv_heads, lists)
+        kv_bytes += tokens[key] * (heads * layer.numbers_per_head * geometry.itemsize)
     return fraction / len(reads), kv_bytes
 
 

@@ -116,6 +116,7 @@ class Scheduler:
         sequence.pages = pages
         size = self._cache.page_size
         computed = len(pages) * size
+        sequence.repeated = None
         if computed == sequence.prefill_end:
             # The last token is written again, into a page that others may hold.
             page = self._cache.writable(pages[-1])
@@ -125,6 +126,7 @@ class Scheduler:
             else:
                 pages[-1] = page
                 computed -= 1
+                sequence.repeated = computed
         sequence.num_computed = computed
         sequence.num_cached = max(sequence.num_cached, min(computed, len(sequence.prompt)))
 

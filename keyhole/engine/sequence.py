@@ -64,6 +64,7 @@ class Sequence:
     tokens: prompt and generated tokens. num_computed: how many have keys and values in `pages`.
     prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
     under the policy, also when they are already known (replay after pre-emption, given tokens).
+    repeated: the place of a token that is computed again only for its logits.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     """
 
@@ -81,6 +82,7 @@ class Sequence:
     exact: bool = True
     slot: int = -1
     num_cached: int = 0
+    repeated: int | None = None
     finish_reason: str | None = None
     error: KeyholeError | None = None
     counters: Counters = Counters()

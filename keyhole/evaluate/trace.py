@@ -99,6 +99,8 @@ class Traced(Policy):
         # Class variables of a policy; here they are those of the policy inside.
         object.__setattr__(self, "name", self.inner.name)
         object.__setattr__(self, "dense", self.inner.dense)
+        object.__setattr__(self, "wants_head", self.inner.wants_head)
+        object.__setattr__(self, "head", getattr(self.inner, "head", None))
 
     def resolve(self, geometry: Geometry) -> Self:
         """Settles the policy inside; the record stays the same object."""
@@ -107,6 +109,14 @@ class Traced(Policy):
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         """As the policy inside."""
         return self.inner.page_data(layout)
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """As the policy inside."""
+        return self.inner.sequence_state(geometry)
+
+    def before_step(self, step: Step) -> None:
+        """As the policy inside."""
+        self.inner.before_step(step)
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor

@@ -25,6 +25,7 @@ from keyhole.models.loading import Model, load
 from keyhole.policy import policies
 from keyhole.policy.base import Policy
 from keyhole.policy.full import Full
+from keyhole.retrieval.head import RetrievalHead
 
 #: Largest error allowed, see `Check.error`. Sums in another order cost float32 up to 2e-5 on the
 #: families of our tests; every layer rounds to 2^-11 in float16 and to 2^-8 in bfloat16, which came
@@ -140,7 +141,10 @@ def _generate(
 
     decoded: all of a prompt but its first token goes through the decode path.
     """
-    engine = Engine(model, policy, config)
+    # With a budget that covers everything any head must do.
+    spare = policy.wants_head and model.head is None
+    head = RetrievalHead.random(model.network) if spare else None
+    engine = Engine(model, policy, config, head=head)
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
     sequences = [
         engine.add(

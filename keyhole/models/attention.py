@@ -106,6 +106,11 @@ def _decode(
         return out
     selection = policy.select(layer, query, step)
     batch.reads.append(selection)
+    if selection is not None and selection.indices.shape[1] > keys.shape[1]:
+        # A choice per query head over what all heads share (MLA): as if each had keys of its own.
+        heads = selection.indices.shape[1]
+        keys, values = (x.expand(-1, heads, -1, -1) for x in (keys, values))
+        paged = (query, keys, values, step.page_table, step.lengths)
     return kernels.attend(*paged, selection=selection, **options)
 
 

@@ -15,11 +15,15 @@ from keyhole.policy.base import Policy, Selection, Step
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens `start` .. of one sequence, at rows `rows` of the packed row."""
+    """Prompt tokens `start` .. of one sequence, at rows `rows` of the packed row.
+
+    known: how many of the first ones have all their side data already (0 or 1).
+    """
 
     rows: slice
     start: int
     pages: Tensor  # int64 [M], all pages of the sequence up to the chunk's end
+    known: int = 0
 
 
 @dataclass
@@ -27,15 +31,18 @@ class Batch:
     """Everything that attention needs in one step. Travels through `model.forward` as a keyword.
 
     slots: int64 [T], where each token's key and value go: page * page_size + place.
+    newest: int64 [n], of each page written in this step the row of its newest token.
     touched, filled: int64 [n], pages written in this step and tokens in them afterwards; None if
         the policy keeps nothing per page.
     reads: what each layer read for the decoding sequences, appended as layers run.
     latents: MLA's new latents on their way from the cache hook to the attention function.
+    hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     """
 
     cache: PageCache
     policy: Policy
     slots: Tensor
+    newest: Tensor
     num_decode: int
     step: Step | None
     chunks: list[Chunk]
@@ -43,3 +50,4 @@ class Batch:
     filled: Tensor | None = None
     reads: list[Selection | None] = field(default_factory=list)
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from keyhole.models.linear import speed_up
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
 CALIBRATION_FILE = "keyhole-delta.json"
+#: A folder of `keyhole train-head` with this name there is used by SpeContext.
+HEAD_FOLDER = "keyhole-head"
 
 
 @dataclass
@@ -32,7 +35,8 @@ class Model:
     """A loaded model, its tokenizer (None if it has none) and what its files say.
 
     defaults: the generation_config as a dictionary. max_length: tokens that a sequence may have.
-    length_reason: why it is not more.
+    length_reason: why it is not more. calibration, head: what lies beside the weights for DELTA and
+    for SpeContext.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Model:
     eos_token_ids: frozenset[int]
     defaults: dict[str, Any]
     calibration: Path | None = None
+    head: Path | None = None
+    watched: set[int] = field(default_factory=set)
 
     def geometry(self, page_size: int) -> Geometry:
         """The model's shape for a cache of this page size."""
@@ -62,6 +68,17 @@ class Model:
         """Entries of the logits."""
         return int(self.network.config.vocab_size)
 
+    def watch(self, layers: tuple[int, ...]) -> None:
+        """Lets every forward leave the hidden states at the input of these layers in its batch."""
+        base = self.network.base_model
+        blocks = base.layers if hasattr(base, "layers") else base.h
+        for layer in set(layers) - self.watched:
+            if not 0 <= layer < len(blocks):
+                raise ConfigError(f"feature layer {layer} must be from 0 to {len(blocks) - 1}")
+            hook = functools.partial(_keep_input, layer)
+            blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)
+            self.watched.add(layer)
+
     @torch.no_grad()
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
         """Logits [len(rows), vocabulary] of a packed row.
@@ -78,6 +95,14 @@ class Model:
         )
         logits: Tensor = out.logits[0]
         return logits
+
+
+def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """What a decoder layer gets, kept in the batch that travels with it."""
+    batch = named.get("keyhole")
+    if batch is not None:  # the network may also run without us
+        hidden = given[0] if given else named["hidden_states"]
+        batch.hidden[layer] = hidden[0]
 
 
 def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
@@ -130,6 +155,7 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
         eos_token_ids=_eos(network, config),
         defaults=network.generation_config.to_dict(),
         calibration=calibration if calibration.is_file() else None,
+        head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
     )
 
 

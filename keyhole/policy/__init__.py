@@ -19,6 +19,7 @@ _TABLE = {
     "streaming_llm": "keyhole.policy.streaming_llm:StreamingLLM",
     "quest": "keyhole.policy.quest:Quest",
     "delta": "keyhole.policy.delta:Delta",
+    "spe_context": "keyhole.policy.spe_context:SpeContext",
 }
 
 

@@ -7,7 +7,7 @@ Prefill is exact whatever the policy, and layers with a sliding window of their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -15,6 +15,7 @@ from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.kernels import ScoreRequest, Selection
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 __all__ = ["Policy", "ScoreRequest", "Selection", "Step"]
@@ -29,7 +30,12 @@ class Step:
     max_length: the largest of `lengths`, known without asking the device.
     page_table: int32 [B, M]; row b lists the physical pages of sequence b, the rest is 0.
     page_data: per layer, the side data that the policy declared, [P, ...] each.
-    carry: what a layer of this step left for the layers after it.
+    carry: what `before_step`, or a layer of this step, left for the layers after it.
+    host_lengths: int64 [B], `lengths` without asking the device. fresh: bool [B], sequences in
+        their first decode step since they began to run.
+    slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
+    head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N]; computed when
+        it is called. None without a head. head_token_bytes: the head's keys of a token.
     """
 
     lengths: Tensor
@@ -38,7 +44,13 @@ class Step:
     page_table: Tensor
     page_size: int
     page_data: Sequence[Mapping[str, Tensor]]
+    host_lengths: np.ndarray
+    fresh: np.ndarray
+    slots: Tensor
+    state: Mapping[str, Tensor]
     carry: Selection | None = None
+    head_weights: Callable[[], Tensor] | None = None
+    head_token_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +60,8 @@ class Policy:
     name: ClassVar[str]
     #: True only if every step reads everything; generated tokens are then as good as a prefill.
     dense: ClassVar[bool] = False
+    #: Whether the policy chooses by a retrieval head, which the engine then loads and runs.
+    wants_head: ClassVar[bool] = False
 
     def resolve(self, geometry: Geometry) -> Self:
         """This policy with every "auto" value settled for a model; the engine uses the result.
@@ -59,6 +73,16 @@ class Policy:
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         """Name and shape, per page, of what this policy keeps beside the keys of a layer."""
         return {}
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """Name and shape of what this policy keeps per sequence from step to step, int32.
+
+        Old numbers stand there when a sequence begins: `Step.fresh` says when to write first.
+        """
+        return {}
+
+    def before_step(self, step: Step) -> None:
+        """Called before layer 0 of every decode step; may leave `step.carry`."""
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor

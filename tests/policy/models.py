@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import HEAD_FOLDER, Model, load
+from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_config, make_model, make_network
 
 VOCAB = 64
@@ -17,6 +18,14 @@ def twins(kind: str, folder: Path, *, dtype: str = "float32", **fields: Any) -> 
     fields = {"num_hidden_layers": 8, "vocab_size": VOCAB} | fields
     model = load(make_model(kind, folder, **fields), "cpu", dtype)
     return model, make_network(make_config(kind, **fields))
+
+
+def with_head(checkpoint: str | Path, inputs: str = "tokens+features", seed: int = 0) -> Model:
+    """The model of a checkpoint, with a random retrieval head beside its weights."""
+    network = load(checkpoint, "cpu").network
+    head = RetrievalHead.random(network, inputs=inputs, seed=seed)
+    head.save_pretrained(Path(checkpoint) / HEAD_FOLDER)
+    return load(checkpoint, "cpu")
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:

@@ -52,11 +52,21 @@ class Recording(Policy):
     def dense(self) -> bool:  # type: ignore[override]
         return self.inner.dense
 
+    @property
+    def wants_head(self) -> bool:  # type: ignore[override]
+        return self.inner.wants_head
+
     def resolve(self, geometry: Geometry) -> Recording:
         return dataclasses.replace(self, inner=self.inner.resolve(geometry))
 
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         return self.inner.page_data(layout)
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        return self.inner.sequence_state(geometry)
+
+    def before_step(self, step: Step) -> None:
+        self.inner.before_step(step)
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor

@@ -21,6 +21,7 @@ from keyhole.models.loading import Model, load
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
 from tests.checkpoints import make_model
+from tests.policy.models import with_head
 from tests.policy.recording import (
     GREEDY,
     PAGE,
@@ -58,7 +59,7 @@ FULL_ATTENTION = {name: range(8) for name in MODELS} | {"sliding": range(1, 8, 2
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     folder: Path = tmp_path_factory.mktemp("models")
     return {
-        name: load(make_model(kind, folder, **fields), "cpu")
+        name: with_head(make_model(kind, folder, **fields))
         for name, (kind, fields) in MODELS.items()
     }
 
@@ -183,7 +184,9 @@ def test_selections_are_well_formed_and_within_the_budget(
         assert unit in (1, PAGE)
         assert indices.shape[:2] == counts.shape
         assert indices.shape[0] == len(call.lengths)
-        assert indices.shape[1] in (1, layout.num_kv_heads)
+        # Latents are shared by all heads, and each may choose among them.
+        heads = model.geometry(PAGE).num_query_heads if layout.shared_values else 1
+        assert indices.shape[1] in (1, layout.num_kv_heads, heads)
         for row, length in enumerate(call.lengths):
             newest = (length - 1) // unit
             for head, entries in enumerate(call.entries(row) or []):
@@ -212,7 +215,7 @@ def test_what_is_read_is_counted(name: str, model: Model) -> None:
     shares, read_bytes, place = [], 0.0, 0
     for length in range(len(PROMPT) + 1, len(PROMPT) + len(GIVEN) + 1):
         for layout in geometry.layers:
-            read = float(min(length, layout.window or length))
+            read, lists = float(min(length, layout.window or length)), 1
             if layout.window is None:
                 call = recording.calls[place]
                 place += 1
@@ -223,9 +226,10 @@ def test_what_is_read_is_counted(name: str, model: Model) -> None:
                         sum(min(unit, length - entry * unit) for entry in entries)
                         for entries in call.entries(0) or []
                     ]
-                    read = sum(heads) / len(heads)
+                    read, lists = sum(heads) / len(heads), len(heads)
             shares.append(read / length)
-            read_bytes += read * layout.numbers_per_token * geometry.itemsize
+            rows = max(lists, layout.num_kv_heads)
+            read_bytes += read * rows * layout.numbers_per_head * geometry.itemsize
     stats = request.stats()
     assert place == len(recording.calls)
     assert stats.attended_fraction == pytest.approx(sum(shares) / len(shares))

@@ -1,0 +1,131 @@
+"""SpeContext: a small head, pruned from the draft model, chooses tokens before the step begins.
+
+SpeContext: Enabling Efficient Long-context Reasoning with Speculative Context Sparsity in LLMs
+(2025), section 4. The head keeps one layer of keys of its own. Before layer 0 its query of the
+newest token is compared with all of them; each KV head takes the tokens of highest weight, the
+largest among the head's query heads of its group, and every layer reads the same choice.
+
+Cost per step: the head's keys once, then `token_budget` keys and values per layer.
+
+Differences from the paper: first tokens and a recent window are part of the budget; a choice may be
+kept for several steps (`refresh_every`), with the tokens generated meanwhile added to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, setting
+from keyhole.errors import ConfigError
+from keyhole.policy.base import Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeContext(Policy):
+    """The `token_budget` tokens that the retrieval head prefers, per KV head, for all layers."""
+
+    name: ClassVar[str] = "spe_context"
+    wants_head: ClassVar[bool] = True
+    token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and window included")
+    sink_size: int = setting(4, "first tokens that are always read")
+    window_size: int | None = setting(
+        None, "newest tokens always read; None: 64, or a quarter of a smaller budget"
+    )
+    refresh_every: int = setting(1, "steps that a choice is kept for")
+    head: str | None = setting(None, "folder of the retrieval head; None: beside the weights")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that sinks, window and the tokens of a kept choice fit into the budget."""
+        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        window = self.window_size
+        if window is None:
+            window = max(1, min(64, self.token_budget // 4))
+        require(is_count(window), "window_size", window, "at least 1")
+        require(is_count(self.refresh_every), "refresh_every", self.refresh_every, "at least 1")
+        least = self.sink_size + window + self.refresh_every - 1
+        right = (
+            f"at least {least}: sink_size {self.sink_size}, window_size {window} and the tokens "
+            f"between refreshes (refresh_every {self.refresh_every})"
+        )
+        require(self.token_budget >= least, "token_budget", self.token_budget, right)
+        selection_heads(geometry)
+        return dataclasses.replace(self, window_size=window)
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """The kept choice, how many tokens it has, and the length it was made at."""
+        if self.refresh_every == 1:
+            return {}
+        heads = selection_heads(geometry)
+        return {"chosen": (heads, self._at_refresh), "counts": (heads,), "length": ()}
+
+    def before_step(self, step: Step) -> None:
+        """Chooses for all layers, by the head's weights of the newest token."""
+        if step.max_length <= self.token_budget:
+            return
+        if self.refresh_every == 1:
+            step.carry = self._choose(step, step.lengths)
+            return
+        due = (step.host_lengths % self.refresh_every == 0) | step.fresh
+        # Up to the budget everything is read, and nothing may have been chosen yet.
+        due |= step.host_lengths <= self.token_budget + 1
+        if due.any():
+            # A text within the budget is read whole: its beginning is kept, the rest is "since".
+            lengths = step.lengths
+            made_at = lengths.where(
+                lengths > self.token_budget, lengths.clamp(max=self._at_refresh)
+            )
+            kernels.keep(step.state, step.slots, due, self._choose(step, made_at), made_at)
+        step.carry = kernels.kept(step.state, step.slots, step.lengths, self.refresh_every - 1)
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The head's choice."""
+        return step.carry
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """The head's keys, in steps that choose; a mean where a choice is kept."""
+        if step.max_length <= self.token_budget:
+            return None
+        return step.lengths * (step.head_token_bytes / self.refresh_every)
+
+    @property
+    def _at_refresh(self) -> int:
+        """Tokens that are chosen at once; the rest of the budget is for those to come."""
+        return self.token_budget - (self.refresh_every - 1)
+
+    def _choose(self, step: Step, lengths: Tensor) -> Selection:
+        assert step.head_weights is not None, "the engine gives a head where wants_head is set"
+        return kernels.top_indices(
+            step.head_weights(),
+            lengths,
+            self._at_refresh,
+            1,
+            first=self.sink_size,
+            last=self.window_size or 1,
+        )
+
+
+def selection_heads(geometry: Geometry) -> int:
+    """Lists that a choice has: one per KV head; with MLA, whose latents all heads share, per head.
+
+    ConfigError if layers differ in this.
+    """
+    layouts = [geometry.layers[i] for i in geometry.full_attention]
+    heads = {
+        geometry.num_query_heads if layout.shared_values else layout.num_kv_heads
+        for layout in layouts
+    }
+    if len(heads) > 1:
+        raise ConfigError(
+            f"spe_context makes one choice for all layers, and this model's layers have {heads} "
+            "KV heads; use delta or quest"
+        )
+    return heads.pop() if heads else 1
+

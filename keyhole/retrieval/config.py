@@ -1,0 +1,123 @@
+"""The settings of a retrieval head: its shape, what it reads and how far it was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyhole.config import is_count, is_number, require, require_layers
+from keyhole.errors import UnknownNameError
+
+#: What a head computes queries and keys from.
+INPUTS = ("tokens", "tokens+features")
+#: How a head was made: cut from a draft model, trained on the target's attention, or not trained.
+OBJECTIVES = ("eagle", "attention", "random")
+#: RoPE of transformers and what `rope_scaling` must say of it. Only types whose frequencies do not
+#: change with the length of the text: those would make the keys of earlier tokens wrong.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+#: RoPE that YaRN can stretch (https://arxiv.org/abs/2309.00071); of the others nobody wrote it.
+STRETCHABLE = ("default", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The shape of a retrieval head; ConfigError names a value that cannot be.
+
+    hidden_size: width of the embedding that it uses. feature_size, feature_layers: width of the
+    target's hidden states and which of them it reads (0: the embeddings, i: the input of layer i);
+    0 and () without features. trained_length: tokens, or the distance between two, that it was
+    trained at. rope_factor: how far YaRN stretches it beyond that; 1 leaves RoPE as it is.
+
+    What only some drafts have: rope_scaling is a RoPE other than the plain one, in transformers'
+    words (`rope_type`, `factor`, ...); bias of both projections; qk_norm on each head's query and
+    key; input_norm over all features, feature_norms over each of them, both before `fc`;
+    own_embedding where it does not share the target's.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inputs: str
+    feature_size: int
+    feature_layers: tuple[int, ...]
+    rms_norm_eps: float
+    rope_theta: float
+    trained_length: int
+    rope_factor: float = 1.0
+    objective: str = "eagle"
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    bias: bool = False
+    qk_norm: bool = False
+    input_norm: bool = False
+    feature_norms: bool = False
+    own_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "trained_length")
+        for name in (*sizes, "head_dim"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for RoPE turns pairs")
+        whole = self.num_heads % self.num_kv_heads == 0
+        require(
+            whole, "num_heads", self.num_heads, f"a multiple of num_kv_heads {self.num_kv_heads}"
+        )
+        _require_known("inputs", self.inputs, INPUTS)
+        _require_known("objective", self.objective, OBJECTIVES)
+        require_layers("feature_layers", self.feature_layers)
+        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
+        self._check_features()
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            require(is_number(value) and value > 0, name, value, "a number above 0")
+        factor = self.rope_factor
+        require(is_number(factor) and factor >= 1, "rope_factor", factor, "a number of at least 1")
+        for name in ("bias", "qk_norm", "input_norm", "feature_norms", "own_embedding"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "true or false")
+        scaling = self.rope_scaling
+        require(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling, "an object")
+        _require_known("rope_type", self.rope_type, tuple(ROPE_TYPES))
+        for name in ROPE_TYPES[self.rope_type]:
+            value = (scaling or {}).get(name)
+            require(is_number(value), f"rope_scaling {name}", value, "a number")
+        if factor > 1:
+            right = f"1 with a RoPE of type {self.rope_type!r}, which YaRN cannot stretch"
+            require(self.rope_type in STRETCHABLE, "rope_factor", factor, right)
+
+    @property
+    def rope_type(self) -> str:
+        """The kind of RoPE that it was trained with, "default" for the plain one."""
+        return str((self.rope_scaling or {}).get("rope_type", "default"))
+
+    @property
+    def uses_features(self) -> bool:
+        """Whether queries and keys are made from the target's features too."""
+        return self.inputs == "tokens+features"
+
+    @property
+    def input_size(self) -> int:
+        """Width of what the projections of queries and keys take."""
+        return self.hidden_size * (2 if self.uses_features else 1)
+
+    def _check_features(self) -> None:
+        size, layers = self.feature_size, self.feature_layers
+        if self.uses_features:
+            require(is_count(size), "feature_size", size, "at least 1")
+            distinct = len(layers) > 0 and len(set(layers)) == len(layers)
+            require(distinct, "feature_layers", layers, "different layers, at least one")
+        else:
+            require(size == 0 and layers == (), "feature_layers", layers, "() without features")
+            norms = self.input_norm or self.feature_norms
+            require(not norms, "input_norm", True, "false without features")
+
+
+def _require_known(kind: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UnknownNameError(kind, str(value), known)

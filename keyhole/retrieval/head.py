@@ -1,0 +1,239 @@
+"""The retrieval head: what is left of a draft model when it only has to say where it would look.
+
+A draft model imitates its target, so its attention tells which tokens the target will need, one
+step before the target runs. Of the draft are kept the embedding (shared with the target), the norms
+of its inputs, its projections of queries and keys with RoPE, and with features the layer that fuses
+them; no values, no output projection, no MLP, no logits.
+
+Source: SpeContext (section 4.1, "Implementation Details"), on EAGLE-3's draft (Li et al., 2025).
+Cost per step: one token through two projections, and one layer of keys to score.
+
+Positions. At its step i the draft reads token i + 1 beside the target's features of position i,
+and rotates by i. The head's token j is therefore the draft's step j - 1: key and query of token j
+come from its embedding and from the features of position j - 1, known before the target runs token
+j. The head rotates by the token's own position j: every pair is as far apart as in the draft, and
+with RoPE only that counts. Token 0, which the draft never reads, has no features before it: zeros.
+
+Differences from the paper: it does not say what stands where the draft has the target's features.
+Here either the features themselves do ("tokens+features"), or only the embedding's half of the
+projections is kept ("tokens").
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keyhole.config import is_count, require
+from keyhole.retrieval import eagle3, stored
+from keyhole.retrieval.checkpoint import Checkpoint
+from keyhole.retrieval.config import INPUTS, HeadConfig
+from keyhole.retrieval.rope import frequencies, rotate
+from keyhole.retrieval.target import Target, distinct_feature_layers
+
+__all__ = ["INPUTS", "HeadConfig", "RetrievalHead"]
+
+
+class RetrievalHead(nn.Module):
+    """Queries and keys of tokens, to be scored against each other as attention would.
+
+    embedding: [vocab_size or more, hidden_size]. It is used where it lies, without gradients and
+    outside of the head's parameters, unless the config says that it is the head's own; the head
+    computes on its device and, until it is cast, in its dtype.
+
+    dropped_share: the share of the draft's parameters that the head left out; None if there was
+    no draft.
+    """
+
+    def __init__(self, config: HeadConfig, embedding: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self.dropped_share: float | None = None
+        table = embedding.detach()
+        own = config.own_embedding
+        self.embedding: Tensor = nn.Parameter(table, requires_grad=False) if own else table
+        place: dict[str, Any] = {"device": embedding.device, "dtype": embedding.dtype}
+        H, D, Ht = config.hidden_size, config.head_dim, config.feature_size
+
+        def norm(size: int) -> nn.RMSNorm:
+            return nn.RMSNorm(size, eps=config.rms_norm_eps, **place)
+
+        def linear(width: int, out: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(width, out, bias=bias, **place)
+
+        self.embed_norm = norm(H)
+        self.q = linear(config.input_size, config.num_heads * D, config.bias)
+        self.k = linear(config.input_size, config.num_kv_heads * D, config.bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = norm(D), norm(D)
+        if config.uses_features:
+            count = len(config.feature_layers)
+            self.feature_norm = norm(H)
+            self.fc = linear(count * Ht, H)
+            if config.input_norm:
+                self.input_norm = norm(count * Ht)
+            if config.feature_norms:
+                self.feature_norms = nn.ModuleList(norm(Ht) for _ in range(count))
+        self._set_frequencies()
+
+    @property
+    def scale(self) -> float:
+        """What the product of a query and a key is multiplied by: with YaRN's part, if any."""
+        return float(self.config.head_dim**-0.5 * self._attention_factor**2)
+
+    def fuse(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        """The target's states of `config.feature_layers`, each [..., Ht], as features [..., H]."""
+        config = self.config
+        assert len(hidden_states) == len(config.feature_layers) > 0
+        x = torch.cat([state.to(self.fc.weight.dtype) for state in hidden_states], -1)
+        if config.input_norm:
+            x = self.input_norm(x)
+        if config.feature_norms:
+            chunks = x.chunk(len(hidden_states), -1)
+            x = torch.cat([n(c) for n, c in zip(self.feature_norms, chunks, strict=True)], -1)
+        fused: Tensor = self.fc(x)
+        return fused
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, fused: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Query [T, num_heads, D] and key [T, num_kv_heads, D] of tokens, rotated to positions.
+
+        token_ids, positions: int64 [T]. fused: [T, H], of a token at position j the features (see
+        `fuse`) of position j - 1, and zeros for j = 0; None without features. There may be more
+        dimensions before T.
+        """
+        assert (fused is not None) == self.config.uses_features
+        dtype, D = self.q.weight.dtype, self.config.head_dim
+        x = self.embed_norm(F.embedding(token_ids, self.embedding).to(dtype))
+        if fused is not None:
+            x = torch.cat((x, self.feature_norm(fused.to(dtype))), -1)
+        query, key = self.q(x).unflatten(-1, (-1, D)), self.k(x).unflatten(-1, (-1, D))
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        turns = self._frequencies
+        return rotate(query, positions, turns), rotate(key, positions, turns)
+
+    def check_length(self, length: int) -> None:
+        """Warns (RuntimeWarning) of a sequence longer than the head was trained at."""
+        trained, factor = self.config.trained_length, self.config.rope_factor
+        if length > trained:
+            stretched = (
+                f"stretched by YaRN to {factor:g} times that"
+                if factor > 1
+                else ("not stretched; give from_eagle3 a max_length")
+            )
+            warnings.warn(
+                f"the retrieval head was trained at {trained} tokens and is to choose among "
+                f"{length}: heads choose worse beyond their trained length (RoPE {stretched})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_eagle3(
+        cls,
+        path: str | Path,
+        target: nn.Module,
+        *,
+        inputs: str = "tokens+features",
+        max_length: int | None = None,
+    ) -> RetrievalHead:
+        """Cuts a head out of an EAGLE-3 draft, a folder or hub id, for the network `target`.
+
+        It lies on the device of the target's embedding, in its dtype. max_length: tokens that it
+        shall choose among; beyond the trained length YaRN stretches its RoPE, with a warning.
+        ModelError for a draft that cannot be read or was made for another target, ConfigError for
+        a setting that cannot be.
+        """
+        require(max_length is None or is_count(max_length), "max_length", max_length, "at least 1")
+        require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
+        draft, shape = Checkpoint.open(path), Target.of(target)
+        config = eagle3.head_config(draft, shape, inputs, max_length)
+        shape.check_fits(config, draft.name)
+        kept = eagle3.weights(draft, config)
+        if config.own_embedding and shape.embeds_as(kept["embedding"]):
+            config = replace(config, own_embedding=False)  # a copy of the target's is not needed
+            del kept["embedding"]
+        head = _build(config, shape, kept)
+        head.dropped_share = eagle3.dropped_share(draft.shapes, head)
+        if max_length is not None:
+            head.check_length(max_length)
+        return head
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, target: nn.Module) -> RetrievalHead:
+        """Reads what `save_pretrained` wrote, for the network `target`, as `from_eagle3` does."""
+        checkpoint, shape = Checkpoint.open(path), Target.of(target)
+        config, dropped_share = stored.read_config(checkpoint)
+        shape.check_fits(config, checkpoint.name)
+        # A head that has shapes and no numbers says what must be there.
+        table = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+        outline = cls(config, table).named_parameters()
+        kept = {name: checkpoint.tensor(name, *x.shape) for name, x in outline}
+        head = _build(config, shape, kept)
+        head.dropped_share = dropped_share
+        return head
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Writes the folder `path`, config.json and model.safetensors, without what is shared.
+
+        Replaces a head that is there. ConfigError if it cannot be written.
+        """
+        stored.write(path, self.config, self.dropped_share, dict(self.named_parameters()))
+
+    @classmethod
+    def random(
+        cls, target: nn.Module, *, inputs: str = "tokens+features", seed: int = 0
+    ) -> RetrievalHead:
+        """Random weights in the shape of `target`: the baseline of the tables.
+
+        Queries and keys of unit variance, so that its choices are spread; the same on each device.
+        """
+        require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
+        shape = Target.of(target)
+        featured = inputs == "tokens+features"
+        config = HeadConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=int(shape.embedding.shape[-1]),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            inputs=inputs,
+            feature_size=shape.hidden_size if featured else 0,
+            feature_layers=distinct_feature_layers(shape.num_layers) if featured else (),
+            rms_norm_eps=1e-6,
+            rope_theta=shape.rope_theta,
+            trained_length=shape.max_length,
+            objective="random",
+        )
+        head = cls(config, shape.embedding)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for linear in (x for x in head.modules() if isinstance(x, nn.Linear)):
+                spread = linear.in_features**-0.5
+                linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * spread)
+        return head
+
+    def _set_frequencies(self) -> None:
+        turns, self._attention_factor = frequencies(self.config)
+        self._frequencies = turns.to(self.q.weight.device)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        nn.Module._apply(self, fn, recurse)
+        self._set_frequencies()  # float32 whatever the head is cast to: positions need it
+        return self
+
+
+def _build(config: HeadConfig, target: Target, kept: dict[str, Tensor]) -> RetrievalHead:
+    kept = {name: x.to(target.embedding) for name, x in kept.items()}  # its device and dtype
+    head = RetrievalHead(config, kept.get("embedding", target.embedding))
+    head.load_state_dict(kept)
+    return head

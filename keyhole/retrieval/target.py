@@ -1,0 +1,105 @@
+"""What a retrieval head must know of the model that it chooses for, and whether the two fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.errors import ModelError
+from keyhole.retrieval.config import HeadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The shape of a target model and its embedding [vocabulary or more, hidden_size].
+
+    The embedding is the model's own memory, without gradients: no copy.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    rope_theta: float
+    embedding: Tensor
+
+    @classmethod
+    def of(cls, network: nn.Module) -> Target:
+        """Reads it from a network of transformers."""
+        config: Any = network.config
+        embed: Any = network.get_input_embeddings()  # type: ignore[operator]
+        heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+        if config.model_type == "gpt_bigcode":  # says it in a word of its own
+            kv_heads = 1 if config.multi_query else heads
+        else:
+            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        ropes = getattr(config, "rope_parameters", None) or {}
+        return cls(
+            vocab_size=int(config.vocab_size),
+            hidden_size=hidden,
+            num_layers=int(config.num_hidden_layers),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+            max_length=int(config.max_position_embeddings),
+            rope_theta=float(ropes.get("rope_theta") or 10000.0),  # Llama's default
+            embedding=embed.weight.detach(),
+        )
+
+    def embeds_as(self, table: Tensor) -> bool:
+        """Whether the model's embedding has the same numbers as the rows of `table`."""
+        own = self.embedding[: len(table)]
+        return own.shape == table.shape and torch.equal(own, table.to(own.device, own.dtype))
+
+    def check_fits(self, head: HeadConfig, name: str) -> None:
+        """ModelError, with both values, unless the head `name` was made for such a target."""
+        if head.uses_features and head.feature_size != self.hidden_size:
+            raise ModelError(
+                f"head {name!r} reads features of hidden size {head.feature_size}, the target has "
+                f"hidden size {self.hidden_size}"
+            )
+        width = int(self.embedding.shape[-1])
+        if not head.own_embedding and head.hidden_size != width:
+            raise ModelError(
+                f"head {name!r} has hidden size {head.hidden_size} and no embed_tokens of its own, "
+                f"the target's embedding is {width} wide"
+            )
+        if head.vocab_size != self.vocab_size:
+            raise ModelError(
+                f"head {name!r} was made for a vocabulary of {head.vocab_size} tokens, the target "
+                f"has {self.vocab_size}"
+            )
+        for kind, count in (("query", self.num_heads), ("KV", self.num_kv_heads)):
+            if head.num_heads % count and count % head.num_heads:
+                raise ModelError(
+                    f"head {name!r} has {head.num_heads} query heads, the target has {count} "
+                    f"{kind} heads: one must be a multiple of the other"
+                )
+        if any(layer >= self.num_layers for layer in head.feature_layers):
+            raise ModelError(
+                f"head {name!r} reads the inputs of layers {head.feature_layers}, the target has "
+                f"{self.num_layers} layers"
+            )
+
+
+def feature_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs EAGLE-3 reads in a model of this depth: low, middle, high.
+
+    (2, n // 2, n - 3), as vLLM has it where a draft's config names none. Some of them coincide in
+    models of less than 7 layers.
+    """
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def distinct_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """The same, spread out where they would coincide: for heads that do not come from a draft."""
+    layers = feature_layers(num_layers)
+    if num_layers < 7:
+        layers = (min(1, num_layers - 1), num_layers // 2, num_layers - 1)
+    return tuple(sorted(set(layers)))
