@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "two long tasks under four methods with one budget, and a picture",
     "generate": "continue a prompt",
     "chat": "talk with a model",
+    "plan": "which layers fit into memory at which length",
     "calibrate": "measure where DELTA's layers belong in a model",
     "verify": "compare the engine with transformers on a model",
     "bench": "measure kernels or decode steps on this machine",

@@ -31,6 +31,7 @@ class Lookahead:
         self._head = head
         self._cache = cache
         self._groups = groups
+        self._warned = False
         self.token_bytes = (
             head.config.num_kv_heads * head.config.head_dim * cache.geometry.itemsize
         )
@@ -50,6 +51,9 @@ class Lookahead:
         """Takes the newest token of each decoding sequence and offers the head's weights."""
         step, count = batch.step, batch.num_decode
         assert step is not None
+        if step.max_length > self._head.config.trained_length and not self._warned:
+            self._warned = True
+            self._head.check_length(step.max_length)
         fused = None
         if self._head.config.feature_layers:
             before = (positions[:count] - 1) // step.page_size

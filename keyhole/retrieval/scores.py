@@ -35,5 +35,5 @@ def group_weights(
             scale=scale,
         )
         weights = weights.unflatten(0, (batch, parts)).transpose(1, 2).flatten(1, 2)
-    weights = weights.repeat_interleave(groups // lists, 1)
-    return weights
+    spread: Tensor = weights.repeat_interleave(groups // lists, 1)
+    return spread

@@ -1,0 +1,355 @@
+"""What lives where: memory predicted from shapes alone, and the lengths at which layers move down.
+
+SpeContext (2025), section 6. Eq. 6 is the memory with every layer's keys and values on the upper
+tier, Eq. 7 with some layers on the lower one, where each keeps a buffer of `token_budget` tokens
+above; Eq. 8 asks for the fewest layers below. `MemoryModel.thresholds` is Algorithm 1, `Plan` is
+what Algorithm 2 asks while a text grows. All sizes are bytes.
+
+Differences from the paper: every constant is a named term, so that it can be that of our own cache
+(`measured`) or the paper's (`paper`); layers may differ, and those with a sliding window stay
+above; tokens come in pages; the data that selection needs stays above with its layer below.
+
+Erratum: Algorithm 1 drops the factor 4 in front of i B R H D. Eq. 7 has it, and so have we.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from keyhole.config import is_count, require
+from keyhole.errors import CapacityError
+
+#: "Runtime memory typically amounts to around 20% to 30% of the model size" (section 6.2).
+_PAPER_WEIGHT_FACTOR = Fraction(13, 10)
+#: Bytes of a key and its value in fp16, per dimension of the head: the 4 of Eq. 6.
+_PAPER_PAIR_BYTES = 4
+#: A page number is an int32 in the engine's table, and again in the table of a step.
+_TABLE_BYTES = 8
+
+
+def buffer_tokens(token_budget: int, page_size: int) -> int:
+    """Tokens of the buffer of a layer below: the budget in whole pages, and one for the newest."""
+    return (-(-token_budget // page_size) + 1) * page_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """What one layer keeps.
+
+    token_bytes: keys and values of a token, all KV heads. slot_bytes: a token's place in the buffer
+    that the layer keeps above, per request, while it is below. movable: whether it may go below at
+    all.
+    """
+
+    token_bytes: int
+    slot_bytes: int
+    movable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """Bytes on the upper tier, term by term, for `requests` texts of one length.
+
+    layers: L entries. requests: R. page_size: tokens that are kept together. token_budget: B;
+    buffer_tokens: the places that a layer below keeps above for it.
+    weight_bytes, head_weight_bytes: the model and its retrieval head, M_O and M_D of Eq. 6, which
+    are multiplied by `weight_factor`. head_token_bytes: the head's own keys of a token.
+    side_page_bytes: what lies beside the keys of a page, in all layers. request_bytes: per request
+    whatever its length. staging_bytes: buffers for copies between the tiers, there when a layer is
+    below. runtime_bytes: the rest, such as what a step computes with, or a CUDA context.
+    """
+
+    layers: tuple[LayerMemory, ...]
+    requests: int
+    token_budget: int
+    buffer_tokens: int
+    weight_bytes: int
+    page_size: int = 1
+    head_weight_bytes: int = 0
+    weight_factor: Fraction = Fraction(1)
+    head_token_bytes: int = 0
+    side_page_bytes: int = 0
+    request_bytes: int = 0
+    staging_bytes: int = 0
+    runtime_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "token_budget"):
+            value = getattr(self, name)
+            require(is_count(value), name, value, "a whole number >= 1")
+        # Otherwise a text without end would fit once every layer is below.
+        assert self._page_bytes(len(self.order)) > 0, "a page must cost something above"
+
+    @classmethod
+    def paper(
+        cls,
+        *,
+        model_bytes: int,
+        head_bytes: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        groups: int,
+        requests: int,
+        token_budget: int,
+    ) -> MemoryModel:
+        """Eq. 6 and 7 as they stand, in fp16.
+
+        model_bytes, head_bytes, num_layers, num_kv_heads, head_dim, groups, requests, token_budget
+        are M_O, M_D, L, H, D, alpha, R, B of table 1. The head's layer counts as keys and values,
+        and `groups` times more for its repeat_kv buffer; 0 where there is none.
+        """
+        row = _PAPER_PAIR_BYTES * num_kv_heads * head_dim
+        return cls(
+            layers=(LayerMemory(token_bytes=row, slot_bytes=row),) * num_layers,
+            requests=requests,
+            token_budget=token_budget,
+            buffer_tokens=token_budget,
+            weight_bytes=model_bytes,
+            head_weight_bytes=head_bytes,
+            weight_factor=_PAPER_WEIGHT_FACTOR,
+            head_token_bytes=(1 + groups) * row,
+        )
+
+    @classmethod
+    def measured(
+        cls,
+        *,
+        layers: tuple[LayerMemory, ...],
+        requests: int,
+        token_budget: int,
+        page_size: int,
+        weight_bytes: int,
+        page_data_bytes: int = 0,
+        head_weight_bytes: int = 0,
+        request_bytes: int = 0,
+        staging_bytes: int = 0,
+        runtime_bytes: int = 0,
+    ) -> MemoryModel:
+        """The terms of our own engine; `keyhole.cache.footprint` has layers and page data.
+
+        Weights count once, repeat_kv is never done, and the head keeps keys only. They are side
+        data of a page, as the policy's are: `page_data_bytes` of all layers and of the head.
+        """
+        return cls(
+            layers=layers,
+            requests=requests,
+            token_budget=token_budget,
+            buffer_tokens=buffer_tokens(token_budget, page_size),
+            page_size=page_size,
+            weight_bytes=weight_bytes,
+            head_weight_bytes=head_weight_bytes,
+            side_page_bytes=page_data_bytes + _TABLE_BYTES,
+            request_bytes=request_bytes,
+            staging_bytes=staging_bytes,
+            runtime_bytes=runtime_bytes,
+        )
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Layers in the order in which they go below: the last first (Algorithm 2)."""
+        return tuple(i for i in reversed(range(len(self.layers))) if self.layers[i].movable)
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token in all layers."""
+        return self._token_bytes(0)
+
+    def pages(self, length: int) -> int:
+        """Pages of all requests at this length."""
+        return self.requests * -(-length // self.page_size)
+
+    def terms(self, pages: int, offloaded: int) -> dict[str, int]:
+        """Bytes on the upper tier, by name, with `pages` pages and the first of `order` below."""
+        slots = sum(self.layers[i].slot_bytes for i in self.order[:offloaded])
+        tokens = pages * self.page_size
+        weights = self.weight_factor * (self.weight_bytes + self.head_weight_bytes)
+        return {
+            "weights": math.ceil(weights),
+            "keys_values": tokens * self._token_bytes(offloaded),
+            "head_keys": tokens * self.head_token_bytes,
+            "side_data": pages * self.side_page_bytes,
+            "buffers": self.requests * self.buffer_tokens * slots,
+            "requests": self.requests * self.request_bytes,
+            "staging": self.staging_bytes if offloaded else 0,
+            "runtime": self.runtime_bytes,
+        }
+
+    def bytes(self, length: int, offloaded: int = 0) -> int:
+        """Bytes on the upper tier for texts of `length` tokens with `offloaded` layers below.
+
+        Eq. 6 where that is 0, else Eq. 7.
+        """
+        return sum(self.terms(self.pages(length), offloaded).values())
+
+    def lower_bytes(self, length: int, offloaded: int) -> int:
+        """Bytes on the lower tier: all keys and values of the layers that are there."""
+        row = self.token_bytes - self._token_bytes(offloaded)
+        return self.pages(length) * self.page_size * row
+
+    def capacity(self, memory: int, offloaded: int) -> int:
+        """The most pages, of all requests together, that fit into `memory`; 0 if none does."""
+        left = memory - sum(self.terms(0, offloaded).values())
+        return max(0, left // self._page_bytes(offloaded))
+
+    def thresholds(self, memory: int) -> tuple[int, ...]:
+        """S_0 to S_L: the longest texts that fit with i layers below; 0 where not a page does.
+
+        They never fall where a layer of S_0 tokens is larger than its buffer (and staging, if any,
+        fits). Where it is smaller, each is less than the one before: moving layers does not help,
+        and S_0 is the longest text. Where fewer than L layers may go below, the last are equal.
+        """
+        found = [
+            self.capacity(memory, i) // self.requests * self.page_size
+            for i in range(len(self.order) + 1)
+        ]
+        return (*found, *found[-1:] * (len(self.layers) - len(self.order)))
+
+    def offloaded(self, length: int, memory: int) -> int:
+        """The fewest layers that must be below for texts of `length` tokens (Eq. 8).
+
+        CapacityError if they do not fit, however many are below.
+        """
+        return Plan(model=self, memory=memory).offloaded(length)
+
+    def largest_batch(self, length: int, memory: int, offloaded: int | None = None) -> int:
+        """The most requests of `length` tokens that fit with so many layers below; 0 if none does.
+
+        offloaded: None is whatever number of layers fits most.
+        """
+        one = dataclasses.replace(self, requests=1)
+        places = range(len(self.order) + 1) if offloaded is None else [offloaded]
+        return max(one._batch(length, memory, i) for i in places)
+
+    def _batch(self, length: int, memory: int, offloaded: int) -> int:
+        shared = self.terms(0, offloaded)
+        shared |= {"buffers": 0, "requests": 0}
+        fixed = sum(shared.values())
+        return max(0, (memory - fixed) // (self.bytes(length, offloaded) - fixed))
+
+    def _token_bytes(self, offloaded: int) -> int:
+        """Keys and values of a token in the layers that are above."""
+        down = sum(self.layers[i].token_bytes for i in self.order[:offloaded])
+        return sum(layer.token_bytes for layer in self.layers) - down
+
+    def _page_bytes(self, offloaded: int) -> int:
+        tokens = self._token_bytes(offloaded) + self.head_token_bytes
+        return self.page_size * tokens + self.side_page_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a plan says of one length.
+
+    offloaded: layers below; None if the texts do not fit. upper_bytes, lower_bytes: on each tier,
+    None with it. largest_batch: requests of this length that fit, and that fit with all layers up.
+    """
+
+    length: int
+    offloaded: int | None
+    upper_bytes: int | None
+    lower_bytes: int | None
+    largest_batch: int
+    largest_batch_above: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A memory model at a given memory: what Algorithm 2 asks before each step.
+
+    CapacityError if the memory does not even hold the weights and what a step needs.
+    """
+
+    model: MemoryModel
+    memory: int
+
+    def __post_init__(self) -> None:
+        terms = self.model.terms(0, 0)
+        need = sum(terms.values())
+        if need > self.memory:
+            raise CapacityError(
+                f"the weights need {_mib(terms['weights'])}, with what a step needs {_mib(need)}; "
+                f"memory is {_mib(self.memory)}: raise memory, or use a smaller dtype or model"
+            )
+
+    @cached_property
+    def capacities(self) -> tuple[int, ...]:
+        """Pages of all requests that fit with 0, 1, ... layers below."""
+        places = range(len(self.model.order) + 1)
+        return tuple(self.model.capacity(self.memory, i) for i in places)
+
+    @cached_property
+    def thresholds(self) -> tuple[int, ...]:
+        """S_0 to S_L (`MemoryModel.thresholds`)."""
+        return self.model.thresholds(self.memory)
+
+    def offloaded(self, length: int) -> int:
+        """The fewest layers below for requests that all have `length` tokens."""
+        found = self.offloaded_for(self.model.pages(length))
+        if found is None:
+            model = self.model
+            count = model.requests
+            places = range(len(model.order) + 1)
+            need, best = min((model.bytes(length, i), i) for i in places)
+            raise CapacityError(
+                f"{count} requests of {length} tokens need {_mib(need)} with {best} layers on the "
+                f"lower tier, memory is {_mib(self.memory)}; lower requests, length or token_budget"
+            )
+        return found
+
+    def offloaded_for(self, pages: int) -> int | None:
+        """The fewest layers below for requests of any lengths with `pages` pages; None: too many.
+
+        Algorithm 2 is: before a step that needs a page more, while fewer layers are below, move the
+        next of `model.order`.
+        """
+        found = bisect.bisect_left(self._longest, pages)
+        # Where moving does not help, capacities fall, and the largest so far stays what fits.
+        return found if found < len(self._longest) else None
+
+    def rows(self, lengths: Iterable[int]) -> tuple[Row, ...]:
+        """A row per length."""
+        return tuple(self._row(length) for length in lengths)
+
+    def as_dict(self, lengths: Iterable[int]) -> dict[str, Any]:
+        """For JSON: thresholds, the order of going below, every term, and a row per length."""
+        model = self.model
+        names = [f.name for f in dataclasses.fields(model) if f.name != "layers"]
+        return {
+            "thresholds": list(self.thresholds),
+            "memory": self.memory,
+            "num_layers": len(model.layers),
+            "order": list(model.order),
+            **{name: getattr(model, name) for name in names},
+            "weight_factor": float(model.weight_factor),
+            "layers": [dataclasses.asdict(layer) for layer in model.layers],
+            "lengths": [dataclasses.asdict(row) for row in self.rows(lengths)],
+        }
+
+    @cached_property
+    def _longest(self) -> tuple[int, ...]:
+        """For each number of layers below, the most pages that fit with it or with fewer."""
+        return tuple(max(self.capacities[: i + 1]) for i in range(len(self.capacities)))
+
+    def _row(self, length: int) -> Row:
+        model = self.model
+        found = self.offloaded_for(model.pages(length))
+        return Row(
+            length=length,
+            offloaded=found,
+            upper_bytes=None if found is None else model.bytes(length, found),
+            lower_bytes=None if found is None else model.lower_bytes(length, found),
+            largest_batch=model.largest_batch(length, self.memory),
+            largest_batch_above=model.largest_batch(length, self.memory, 0),
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,173 @@
+"""`keyhole plan` prints, draws and gives as JSON what the planner says of a model's config."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.bench.shapes import SHAPES
+from keyhole.planner import MemoryModel
+from tests.checkpoints import make_config
+from tests.cli.conftest import Run
+
+#: Llama-3.1-8B, with the longest text that it is made for.
+LLAMA = SHAPES["llama-3.1-8b"] | {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+
+
+def folder(path: Path, fields: dict[str, Any] = LLAMA) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(fields))
+    return str(path)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    return folder(tmp_path / "llama-8b")
+
+
+def test_a_table_shows_each_length(llama: str, run: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "plan.png"
+    options = ("--requests", "4", "--token-budget", "2048", "--lengths", "4096,16384,65536,999999")
+    ran = run("plan", llama, "--memory", "24GiB", *options, "--plot", str(plot))
+    assert ran.status == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0] == "llama-8b in 24.0 GiB: 4 requests, budget 2,048"
+    assert "8,030,261,248 weights counted from the config" in lines[1]
+    rows = [line.split() for line in lines if line.startswith((" ", "9")) and "  " in line]
+    found = {row[0]: row[1:] for row in rows if row[0] in ("4,096", "16,384", "65,536", "999,999")}
+    assert found["4,096"][:2] == ["32", "0"]
+    above, below = (int(n) for n in found["65,536"][:2])
+    assert above + below == 32
+    assert 0 < above < 32
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert lines[-1] == f"written: {plot}"
+
+
+def test_json_has_thresholds_terms_and_rows(llama: str, run: Run) -> None:
+    options = (
+        "--requests",
+        "4",
+        "--token-budget",
+        "2048",
+        "--lengths",
+        "4096,99999999999",
+        "--json",
+    )
+    ran = run("plan", llama, "--memory", "24GiB", *options)
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert len(found["thresholds"]) == 33
+    assert found["thresholds"] == sorted(found["thresholds"])
+    assert found["order"] == list(range(31, -1, -1))
+    assert (found["preset"], found["dtype"], found["model"]) == ("measured", "bfloat16", "llama-8b")
+    assert found["weight_bytes"] == 2 * 8_030_261_248
+    assert found["layers"][0]["token_bytes"] == 2 * 8 * (128 + 128)
+    first, last = found["lengths"]
+    assert first["offloaded"] == 0
+    assert first["upper_bytes"] <= 24 * 2**30
+    assert first["largest_batch"] >= first["largest_batch_above"] >= 4
+    assert last["offloaded"] is None
+    assert last["largest_batch"] == 0
+
+
+def test_the_papers_preset_is_the_papers_model(llama: str, run: Run) -> None:
+    options = ("--requests", "4", "--token-budget", "2048", "--preset", "paper", "--json")
+    ran = run("plan", llama, "--memory", "24GiB", *options)
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    paper = MemoryModel.paper(
+        model_bytes=2 * 8_030_261_248,
+        head_bytes=2 * 218_112_000,
+        num_layers=32,
+        num_kv_heads=8,
+        head_dim=128,
+        groups=4,
+        requests=4,
+        token_budget=2048,
+    )
+    assert found["thresholds"] == list(paper.thresholds(24 * 2**30))
+    assert found["thresholds"][:2] == [7132, 7274]
+    assert found["weight_factor"] == 1.3
+    assert found["dtype"] == "float16"
+
+
+def test_the_bundled_model_is_planned_up_to_its_longest_text(run: Run) -> None:
+    ran = run("plan", "--memory", "64MiB", "--json")
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["counted_from"] == "the weights' headers"
+    assert [row["length"] for row in found["lengths"]] == [1024, 2048, 4096, 8192, 16384]
+
+
+def test_layers_with_a_window_stay_above(run: Run, tmp_path: Path) -> None:
+    fields = json.loads(make_config("gemma2").to_json_string())
+    model = folder(tmp_path / "gemma", fields)
+    ran = run("plan", model, "--memory", "64MiB", "--json", "--lengths", "512")
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["order"] == [3, 1]
+    assert len(found["thresholds"]) == 5
+
+
+def test_one_length_can_be_drawn(llama: str, run: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "plan.png"
+    options = ("--lengths", "5000", "--plot", str(plot))
+    assert run("plan", llama, "--memory", "24GiB", *options).status == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+MISTAKES = [
+    ("", "give --memory, for example --memory 8GiB"),
+    ("--memory plenty", "memory 'plenty' is not a size"),
+    ("--memory 8GiB --token-budget 0", "token_budget 0 must be at least 1"),
+    ("--memory 8GiB --requests none", "--requests 'none' must be a whole number"),
+    ("--memory 8GiB --requests 0", "requests 0 must be at least 1"),
+    ("--memory 8GiB --lengths 5,x", "--lengths '5,x' must be numbers such as 0,1"),
+    ("--memory 8GiB --lengths 0", "lengths (0,) must be numbers of tokens"),
+    ("--memory 8GiB --preset papr", "unknown preset 'papr'; did you mean 'paper'?"),
+    ("--memory 8GiB --dtype float", "unknown dtype 'float'; did you mean 'float32'?"),
+    ("--memory 8GiB --preset paper --dtype float32", "preset 'paper' counts 2 bytes per number"),
+    ("--memory 8GiB", "the weights need 15316.5 MiB, with what a step needs"),
+    ("--memory 8GiB", "memory is 8192.0 MiB: raise memory, or use a smaller dtype or model"),
+    ("--memory 24GiB --plot nowhere/plan.png", "cannot write the picture 'nowhere/plan.png'"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES)
+def test_a_mistake_is_one_line(line: str, message: str, llama: str, run: Run) -> None:
+    ran = run("plan", llama, *line.split())
+    assert ran.status == 2
+    assert ran.out == ""
+    assert message in ran.err
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1
+
+
+def test_unknown_models_and_latents_are_refused(run: Run, tmp_path: Path) -> None:
+    ran = run("plan", "nowhere", "--memory", "8GiB")
+    assert "unknown model 'nowhere': it is no folder" in ran.err
+    fields = json.loads(make_config("deepseek_v3").to_json_string())
+    model = folder(tmp_path / "deepseek", fields)
+    ran = run("plan", model, "--memory", "8GiB", "--preset", "paper")
+    assert ran.status == 2
+    assert "'deepseek' keeps latents; use --preset measured" in ran.err
+
+
+def test_neither_torch_nor_transformers_is_loaded(llama: str) -> None:
+    code = (
+        "import sys\n"
+        "from keyhole.cli import main\n"
+        f"assert main(['plan', {llama!r}, '--memory', '24GiB']) == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)

@@ -1,0 +1,189 @@
+"""A model's files, read without torch, say what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from keyhole.errors import ModelError, UnknownNameError
+from keyhole.models import checkpoint, config_file, families, parameters
+from tests.checkpoints import KINDS, make_config, make_model, make_network
+
+#: A kind of each family, whose config class has the family's defaults.
+FAMILIES = {make_config(kind).model_type: kind for kind in reversed(KINDS)}
+
+
+def stored(kind: str, **overrides: Any) -> dict[str, Any]:
+    """A config.json, as a dictionary."""
+    return json.loads(make_config(kind, **overrides).to_json_string())
+
+
+def folder(path: Path, fields: object) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+def test_every_supported_family_can_be_read() -> None:
+    assert set(config_file.DEFAULTS) == set(families.SUPPORTED) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_layers_weights_and_length_are_those_of_transformers(
+    kind: str, leave_out: bool, tmp_path: Path
+) -> None:
+    theirs = make_config(kind)
+    fields = stored(kind)
+    if leave_out:
+        cls, family = type(theirs), theirs.model_type
+        derived = {"layer_types", "head_dim", "num_key_value_heads"}
+        gone = {*config_file.DEFAULTS[family], *derived, "tie_word_embeddings"}
+        kept = {name: value for name, value in fields.items() if name not in gone}
+        theirs = cls.from_dict(dict(kept))
+        fields = kept
+    ours = checkpoint.read(folder(tmp_path / kind, fields))
+    assert ours.layers == families.layouts(theirs)
+    assert ours.max_length == families.max_length(theirs)[0]
+    assert ours.num_query_heads == theirs.num_attention_heads
+    with torch.device("meta"):
+        network = _network(theirs)
+    assert ours.num_parameters == _numel(network)
+    assert ours.counted_from == "the config"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_headers_count_what_a_model_loads(kind: str, tmp_path: Path) -> None:
+    path = make_model(kind, tmp_path)
+    ours = checkpoint.read(path)
+    assert ours.counted_from == "the weights' headers"
+    assert ours.num_parameters == _numel(make_network(make_config(kind)))
+    assert (ours.dtype, ours.itemsize) == ("float32", 4)
+    assert ours.name == Path(path).name
+    assert checkpoint.read(path, "bfloat16").itemsize == 2
+
+
+def test_shards_count_together_and_only_when_all_are_there(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", stored("llama"))
+    weights = {"model.layers.0.a": torch.zeros(2, 3), "model.layers.1.a": torch.zeros(5)}
+    # Layers beyond the last are not loaded.
+    weights["model.layers.4.a"] = torch.zeros(100)
+    files = {name: f"part-{i}.safetensors" for i, name in enumerate(weights)}
+    for name, file in files.items():
+        save_file({name: weights[name]}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert checkpoint.read(path).num_parameters == 11
+    (path / "part-1.safetensors").unlink()
+    assert checkpoint.read(path).counted_from == "the config"
+
+
+def test_tied_and_quantised_weights_are_counted_as_they_are_loaded(tmp_path: Path) -> None:
+    fields = stored("llama", tie_word_embeddings=True)
+    path = folder(tmp_path / "model", fields)
+    weights = {"model.embed_tokens.weight": torch.zeros(7), "lm_head.weight": torch.zeros(7)}
+    save_file(weights, path / "model.safetensors")
+    assert checkpoint.read(path).num_parameters == 7
+    folder(path, fields | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert checkpoint.read(path).counted_from == "the config"
+
+
+@pytest.mark.parametrize("overrides", [{"attention_bias": True}, {"mlp_bias": True}])
+def test_biases_are_weights(overrides: dict[str, bool]) -> None:
+    config = make_config("llama", **overrides)
+    assert parameters.num_parameters(config) == _numel(make_network(config))
+
+
+def test_deepseek_without_query_rank_and_with_biases() -> None:
+    for overrides in ({"q_lora_rank": None}, {"attention_bias": True}):
+        config = make_config("deepseek_v3", **overrides)
+        assert parameters.num_parameters(config) == _numel(make_network(config))
+
+
+def test_a_dtype_is_the_files_unless_it_is_given(tmp_path: Path) -> None:
+    fields = stored("llama") | {"dtype": None}
+    path = folder(tmp_path / "model", fields)
+    assert checkpoint.read(path).dtype == "float32"
+    save_file({"a": torch.zeros(1, dtype=torch.float16)}, path / "model.safetensors")
+    assert checkpoint.read(path).dtype == "float16"
+    folder(path, fields | {"torch_dtype": "bfloat16"})
+    assert checkpoint.read(path).dtype == "bfloat16"
+    assert checkpoint.read(path, "float32").dtype == "float32"
+    with pytest.raises(UnknownNameError, match=r"unknown dtype 'float8'"):
+        checkpoint.read(path, "float8")
+    folder(path, fields | {"dtype": "float8_e4m3fn"})
+    with pytest.raises(ModelError, match="dtype 'float8_e4m3fn'; give one of float32"):
+        checkpoint.read(path)
+
+
+def test_older_files_name_rope_otherwise(tmp_path: Path) -> None:
+    scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    fields = stored("phi3") | {"original_max_position_embeddings": 256, "rope_scaling": scaling}
+    assert checkpoint.read(folder(tmp_path / "model", fields)).max_length == 256
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mamba"}, "is of the family 'mamba', which is not supported"),
+        ({}, "is of the family None, which is not supported"),
+        ([], "must be a JSON object"),
+        ({"model_type": "llama", "num_hidden_layers": 2}, "has no field 'num_attention_heads'"),
+        ({"model_type": "llama", "num_hidden_layers": "two"}, "cannot be read: ValueError"),
+    ],
+)
+def test_what_is_no_model_is_refused(fields: object, message: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", fields)
+    with pytest.raises(ModelError, match=message):
+        checkpoint.read(path)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", stored("llama"))
+    (path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match=r"'model.safetensors' is damaged"):
+        checkpoint.read(path)
+    (path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read: JSONDecodeError"):
+        checkpoint.read(path)
+
+
+def test_an_unknown_model_is_named_as_by_load(tmp_path: Path) -> None:
+    folder(tmp_path / "llama-0", stored("llama"))
+    with pytest.raises(ModelError, match=r"unknown model '.*': it is no folder \(did you mean"):
+        checkpoint.read(tmp_path / "llama-1")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"holds no model: it has no config\.json"):
+        checkpoint.read(tmp_path / "empty")
+
+
+def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", stored("llama"))
+    code = (
+        "import sys, keyhole.cache.footprint\n"
+        "from keyhole.models import checkpoint\n"
+        f"checkpoint.read({str(path)!r})\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+def _network(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config)
+
+
+def _numel(network: Any) -> int:
+    """Weights, and the buffers that are stored with them; tied ones once."""
+    stored = {id(p): p.numel() for p in network.parameters()}
+    names = set(network.state_dict())
+    stored |= {id(b): b.numel() for name, b in network.named_buffers() if name in names}
+    return sum(stored.values())
