@@ -3,14 +3,14 @@
 A page holds `page_size` tokens in every layer at once, so one page number serves all layers. Per
 layer there is one tensor in which a head's page of keys is followed by its page of values: what is
 read together lies together, which selected tokens gain most by (benchmarks/LOG.md). Beside it lies
-what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`. Keys and values of
-a layer can move to a lower tier, where they are used and grow as before.
+what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`. Keys and values
+of a layer can move to a lower tier, where they are used and grow as before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class PageCache:
         self._refs: list[int] = []
         self._free: list[int] = []
         self._stores: dict[int, Store] = {}  # layers on the lower tier
+        #: Told how many pages there must be and how many would be liked; says how many there may be.
+        self.before_growth: Callable[[int, int], int] | None = None
         empty = torch.empty(0, dtype=dtype, device=device)
         self._pages = [
             empty.new_empty(0, layout.num_kv_heads, self.page_size * layout.numbers_per_head)
@@ -113,7 +115,7 @@ class PageCache:
         if count > self.available:
             return None
         while len(self._free) < count:
-            self._grow()
+            self._grow(self.capacity + count - len(self._free))
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
@@ -176,9 +178,12 @@ class PageCache:
         ]
         return [keys for keys, _ in views], [values for _, values in views]
 
-    def _grow(self) -> None:
+    def _grow(self, least: int) -> None:
         """Doubles the tensors, one after the other, so that little is held twice at any time."""
         capacity = min(self.max_pages, max(_FIRST_PAGES, 2 * self.capacity))
+        if self.before_growth is not None:
+            least = min(least, capacity)
+            capacity = self.before_growth(least, capacity)
         try:
             for i, data in enumerate(self.data):
                 self._pages[i] = self._enlarged_pages(i, capacity)

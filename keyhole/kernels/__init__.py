@@ -14,6 +14,8 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     bound_scores     Quest's upper bound of a query's score on every page
     top_indices      deterministic top-k with places that are always taken
     recent_indices   the first and the last positions
+    keep, kept       store a choice; give it again, with the tokens since
+    exchange         selected tokens or pages into a buffer that keeps those it has
     linear           a linear layer for the few tokens of a decode step
 
 Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
         attend_and_score,
         backend,
         bound_scores,
+        exchange,
         head_scores,
+        keep,
+        kept,
         linear,
         page_bounds,
         prefill,
@@ -50,7 +55,10 @@ __all__ = [
     "attend_and_score",
     "backend",
     "bound_scores",
+    "exchange",
     "head_scores",
+    "keep",
+    "kept",
     "linear",
     "page_bounds",
     "prefill",

@@ -343,6 +343,52 @@ def top_indices(
     return indices, counts
 
 
+def exchange(
+    entries: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    indices: Tensor,
+    unit: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference, the selection in parts."""
+    assert entries.is_contiguous()  # the buffer makes them so
+    page_table, lengths, indices = _rows(page_table), _int32(lengths), _int32(indices)
+    rows = rows.to(torch.int64).contiguous()
+    num_slots, (_, num_heads, page_size, dim) = entries.shape[2], keys.shape
+    used = torch.empty(len(rows), num_heads, num_slots, dtype=torch.int32)
+    counts, moved = (torch.empty(len(rows), num_heads, dtype=torch.int32) for _ in range(2))
+    value_dim = 0 if values is None else values.shape[3]
+    _cpu.exchange(
+        keys.itemsize,
+        (len(rows), num_heads, dim, value_dim, page_size, num_slots, unit),
+        entries.data_ptr(),
+        keys.data_ptr(),
+        keys.stride()[:3],
+        _address(values),
+        (0, 0, 0) if values is None else values.stride()[:3],
+        key_pages.data_ptr(),
+        key_pages.stride()[:3],
+        _address(value_pages),
+        (0, 0, 0) if value_pages is None else value_pages.stride()[:3],
+        page_table.data_ptr(),
+        page_table.stride(0),
+        page_table.shape[1],
+        lengths.data_ptr(),
+        rows.data_ptr(),
+        indices.data_ptr(),
+        tuple(indices.shape[1:]),
+        used.data_ptr(),
+        counts.data_ptr(),
+        moved.data_ptr(),
+    )
+    return used, counts, moved
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As the reference."""
     # Kept in variables: a copy that only its address is known of would be freed at once.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import cpu, reference
+from keyhole.kernels import cpu, keeping, reference
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 _library = Library("keyhole", "DEF")
@@ -120,6 +120,27 @@ def top_indices(
     return Selection(indices, counts, unit)
 
 
+def exchange(
+    entries: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    *,
+    selection: Selection,
+) -> tuple[Selection, Tensor]:
+    """Brings what is selected into the buffers of sequences; what is there already stays."""
+    chosen = (selection.indices, selection.unit)
+    assert selection.indices.shape[2] < entries.shape[2], "the last slot is the newest entry's"
+    used, counts, moved = torch.ops.keyhole.exchange(
+        entries, keys, values, key_pages, value_pages, page_table, lengths, rows, *chosen
+    )
+    return Selection(used, counts, selection.unit), moved
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """X W^T + bias for a few tokens, [..., O]."""
     out: Tensor = torch.ops.keyhole.linear(x, weight, bias)
@@ -127,6 +148,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 recent_indices = reference.recent_indices
+keep, kept = keeping.keep, keeping.kept
 
 
 def backend(device: torch.device) -> str:
@@ -167,6 +189,13 @@ def _top_indices(
 ) -> tuple[Tensor, Tensor]:
     chosen = reference.top_indices(scores, valid, k, 1, first=first, last=last)
     return chosen.indices, chosen.counts.contiguous()
+
+
+def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *buffered, indices, unit = operands
+    # The twin knows padding by -1 and asks for no counts.
+    found, moved = reference.exchange(*buffered, selection=Selection(indices, indices, unit))
+    return found.indices, found.counts, moved
 
 
 def _register(
@@ -232,6 +261,14 @@ _register(
     "(Tensor scores, Tensor valid, int k, int first, int last) -> (Tensor, Tensor)",
     _top_indices,
     cpu.top_indices,
+)
+_register(
+    "exchange",
+    "(Tensor(a!) entries, Tensor(b!) keys, Tensor(c!)? values, Tensor key_pages,"
+    " Tensor? value_pages, Tensor page_table, Tensor lengths, Tensor rows, Tensor indices,"
+    " int unit) -> (Tensor, Tensor, Tensor)",
+    _exchange,
+    cpu.exchange,
 )
 _register(
     "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", reference.linear, cpu.linear

@@ -94,6 +94,23 @@ struct TopIndices {
     int32_t* counts;       // [B, H]
 };
 
+// `reference.exchange`: H heads of the buffer, `lists` of n selected entries of `unit` tokens.
+struct Exchange {
+    int64_t itemsize, B, H, D, Dv, page_size, slots, unit;  // Dv 0: values are part of the keys
+    int32_t* entries;    // [R, H, slots]
+    Pages keys, values;  // the buffer, written
+    Pages from_keys, from_values;
+    const int32_t* table;  // [B, M]
+    int64_t table_stride, M;
+    const int32_t* lengths;  // [B]
+    const int64_t* rows;     // [B]
+    const int32_t* indices;  // [B, lists, n]
+    int64_t lists, n;
+    int32_t* used;    // [B, H, slots]
+    int32_t* counts;  // [B, H]
+    int32_t* moved;   // [B, H]
+};
+
 struct Linear {
     DType dtype;
     int64_t T, I, O;
@@ -117,6 +134,7 @@ extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86
 
 // The others move or compare single numbers.
 void append(const Append&);
+void exchange(const Exchange&);
 void top_indices(const TopIndices&);
 
 // Memory that the calling thread keeps from call to call, 64-byte aligned; it only grows.

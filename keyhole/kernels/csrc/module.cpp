@@ -142,6 +142,24 @@ void best_indices(std::tuple<int64_t, int64_t, int64_t> sizes, int64_t k, int64_
                  at<int32_t>(indices), at<int32_t>(counts)});
 }
 
+void exchange_rows(int64_t itemsize,
+                   std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+                   Address entries, Address keys, Strides key_strides, Address values,
+                   Strides value_strides, Address from_keys, Strides from_key_strides,
+                   Address from_values, Strides from_value_strides, Address table,
+                   int64_t table_stride, int64_t M, Address lengths, Address rows, Address indices,
+                   std::tuple<int64_t, int64_t> selection, Address used, Address counts,
+                   Address moved) {
+    const auto [B, H, D, Dv, page_size, slots, unit] = sizes;
+    const auto [lists, n] = selection;
+    exchange({itemsize, B, H, D, Dv, page_size, slots, unit, at<int32_t>(entries),
+              pages(keys, key_strides), pages(values, value_strides),
+              pages(from_keys, from_key_strides), pages(from_values, from_value_strides),
+              at<int32_t>(table), table_stride, M, at<int32_t>(lengths), at<int64_t>(rows),
+              at<int32_t>(indices), lists, n, at<int32_t>(used), at<int32_t>(counts),
+              at<int32_t>(moved)});
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -153,6 +171,7 @@ NB_MODULE(_cpu, m) {
     m.def("attend", &attend, unlocked);
     m.def("prefill", &prefill, unlocked);
     m.def("append", &append_rows, unlocked);
+    m.def("exchange", &exchange_rows, unlocked);
     m.def("page_bounds", &page_bounds, unlocked);
     m.def("bound_scores", &bound_scores, unlocked);
     m.def("linear", &linear, unlocked);

@@ -1,0 +1,111 @@
+"""Layers of a GPU in pinned memory of the host: read where they are, and through buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.tiers import PinnedTier
+from keyhole.kernels import ScoreRequest, Selection
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+SIZE, BUDGET, LENGTH = 16, 64, 300
+PLAIN = LayerLayout(num_kv_heads=2, key_dim=64, value_dim=32)
+LATENT = LayerLayout(num_kv_heads=1, key_dim=64, value_dim=48, shared_values=True)
+LAYERS = (PLAIN, LATENT, PLAIN)
+
+
+def on_device(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def make_caches() -> tuple[PageCache, PageCache, list[int]]:
+    """Two caches with the same numbers."""
+    geometry = Geometry(layers=LAYERS, num_query_heads=4, page_size=SIZE, itemsize=4)
+    device = torch.device(DEVICE)
+    caches = [PageCache(geometry, 80, dtype=torch.float32, device=device) for _ in range(2)]
+    pages, same = (cache.allocate(40) for cache in caches)
+    assert pages is not None
+    assert pages == same
+    for keys, values, *copies in zip(
+        caches[0].keys, caches[0].values, caches[1].keys, caches[1].values, strict=True
+    ):
+        keys.normal_()
+        values.normal_()
+        copies[0].copy_(keys)
+        copies[1].copy_(values)
+    return *caches, pages
+
+
+@pytest.mark.parametrize("unit", [1, SIZE])
+def test_steps_over_layers_below_are_those_over_layers_above(unit: int) -> None:
+    above, below, pages = make_caches()
+    loads = Prefetcher(below, num_rows=2, token_budget=BUDGET)
+    for layer in (2, 1, 0):
+        loads.offload(layer, PinnedTier())
+    assert below.keys[0].device.type == "cpu"
+    table, random = on_device([pages]), torch.Generator().manual_seed(0)
+    for step in range(20):
+        length = LENGTH + step
+        lengths = on_device([length])
+        loads.begin(on_device([1], torch.int64), table, lengths)
+        newest = (length - 1) // unit
+        others = torch.randperm(newest, generator=random)[: BUDGET // unit - 1]
+        entries = [[sorted([*others.tolist(), newest])]]
+        count = on_device([[len(entries[0][0])]])
+        selection = Selection(on_device(entries), count, unit)
+        loads.start(selection, range(1, 3))
+        slot = on_device([pages[(length - 1) // SIZE] * SIZE + (length - 1) % SIZE], torch.int64)
+        for layer, layout in enumerate(LAYERS):
+            key = torch.randn(1, layout.num_kv_heads, layout.key_dim, device=DEVICE)
+            value = None
+            if not layout.shared_values:
+                value = torch.randn(1, layout.num_kv_heads, layout.value_dim, device=DEVICE)
+            for cache in (above, below):
+                values = None if value is None else cache.values[layer]
+                kernels.append(cache.keys[layer], values, key, value, slot)
+            resident = loads.wait(layer, selection)
+            resident.append(key, value)
+            query = torch.randn(1, 4, layout.key_dim, device=DEVICE)
+            found = kernels.attend(query, *resident.paged, selection=resident.selection, scale=0.1)
+            paged = query, above.keys[layer], above.values[layer], table, lengths
+            wanted = kernels.attend(*paged, selection=selection, scale=0.1)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert len(loads.end()) == 1
+    assert loads.total.hits > 0
+    loads.close()
+
+
+def test_all_operations_read_and_write_pages_below() -> None:
+    above, below, pages = make_caches()
+    below.move_down(0, PinnedTier())
+    query = torch.randn(1, 4, 64, device=DEVICE)
+    rows = torch.randn(7, 4, 64, device=DEVICE)
+    requests = (ScoreRequest("max", SIZE),)
+    found = []
+    for cache in (above, below):
+        keys, values = cache.keys[0], cache.values[0]
+        paged = query, keys, values, on_device([pages]), on_device([LENGTH])
+        bounds = [torch.zeros(len(keys), 2, 64, device=DEVICE) for _ in range(2)]
+        order = on_device(pages, torch.int64)
+        kernels.page_bounds(keys, *bounds, order, torch.full_like(order, SIZE))
+        out, scores = kernels.attend_and_score(*paged, requests=requests, scale=0.1)
+        found.append(
+            [
+                kernels.attend(*paged, scale=0.1),
+                kernels.attend(*paged, scale=0.1, window=50),
+                kernels.prefill(rows, keys, values, order, LENGTH - 7, scale=0.1),
+                out,
+                *scores,
+                *bounds,
+            ]
+        )
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
