@@ -145,6 +145,9 @@ class EngineConfig:
     prefill_chunk: int = setting(1024, "at most this many prompt tokens in one step")
     prefix_cache: bool = setting(True, "do not compute the same prompt start twice")
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
+    offload: str | None = setting(
+        None, "folder that layers move to when memory is full; on a GPU: any, it is host memory"
+    )
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ class PageCache:
         self._refs: list[int] = []
         self._free: list[int] = []
         self._stores: dict[int, Store] = {}  # layers on the lower tier
-        #: Told how many pages there must be and how many would be liked; says how many there may be.
+        #: Told how many pages there must be and how many are wished for; says how many may be.
         self.before_growth: Callable[[int, int], int] | None = None
         empty = torch.empty(0, dtype=dtype, device=device)
         self._pages = [

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence as Tokens
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from keyhole.cache.layout import Geometry
-from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.allocation import allocate, too_long
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.lookahead import Lookahead, load_head
+from keyhole.engine.placement import Placement
 from keyhole.engine.runner import Runner
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Plan, Scheduler
@@ -30,14 +28,8 @@ from keyhole.errors import (
 )
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
-from keyhole.policy.spe_context import selection_heads
+from keyhole.policy.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
-
-# Share of the free memory that the KV cache may take when no limit is given; the rest is for
-# activations and for the other programs of the machine.
-_SHARE_OF_FREE = 0.8
-
-_MEMINFO = Path("/proc/meminfo")
 
 
 class Engine:
@@ -62,17 +54,21 @@ class Engine:
         self.max_length = _max_length(model, config)
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
-        self.cache = (
-            _make_cache(model, self.geometry, self.policy, config, head) if cache is None else cache
-        )
+        self.placement: Placement | None = None
+        if cache is None:
+            cache, self.placement = allocate(model, self.geometry, self.policy, config, head)
+        self.cache = cache
         self.max_pages = self.cache.max_pages
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
         self.scheduler = Scheduler(self.cache, self.prefix, config, dense=self.policy.dense)
         lookahead = None
         if head is not None:
             model.watch(head.config.feature_layers)
-            lookahead = Lookahead(head, self.cache, selection_heads(self.geometry))
-        self._runner = Runner(model, self.cache, self.policy, config.max_batch, lookahead)
+            lookahead = Lookahead(head, self.cache, choice_lists(self.geometry))
+        prefetcher = None if self.placement is None else self.placement.prefetcher
+        self._runner = Runner(
+            model, self.cache, self.policy, config.max_batch, lookahead, prefetcher
+        )
 
     @property
     def has_work(self) -> bool:
@@ -128,11 +124,7 @@ class Engine:
         length = min(len(tokens) + params.max_tokens, self.max_length)
         pages = -(-length // self.config.page_size)
         if pages > self.max_pages:
-            need, have = (n * self.cache.page_bytes / 2**20 for n in (pages, self.max_pages))
-            raise CapacityError(
-                f"{length} tokens (prompt and max_tokens) need {need:.1f} MiB of KV cache, the "
-                f"limit is {have:.1f} MiB; raise memory= or lower max_tokens"
-            )
+            raise CapacityError(too_long(length, self.cache, self.placement, self.config))
 
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that got a token or finished."""
@@ -224,32 +216,13 @@ class Engine:
             fraction, kv_bytes, other_bytes = row
             sequence.counters += Counters(fraction, kv_bytes, other_bytes, 1)
             sequence.step_ms.append(1e3 * seconds)
-
-
-def _make_cache(
-    model: Model,
-    geometry: Geometry,
-    policy: Policy,
-    config: EngineConfig,
-    head: RetrievalHead | None,
-) -> PageCache:
-    page_data = [
-        {} if layout.window is not None else policy.page_data(layout) for layout in geometry.layers
-    ]
-    common = Lookahead.page_data(head.config, config.page_size) if head is not None else {}
-    page_bytes = bytes_per_page(geometry, [*page_data, common])
-    memory = _free_memory(model.device) if config.memory is None else config.memory
-    max_pages = memory // page_bytes
-    if max_pages < 1:
-        raise ConfigError(f"memory {memory} bytes holds no page of {page_bytes} bytes")
-    return PageCache(
-        geometry,
-        max_pages,
-        dtype=model.dtype,
-        device=model.device,
-        page_data=page_data,
-        common=common,
-    )
+        if self.placement is not None:
+            for sequence in plan.decodes:
+                sequence.offloaded = self.placement.offloaded
+        for sequence, load in zip(plan.decodes, self._runner.traffic, strict=False):
+            sequence.counters += Counters(
+                hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
+            )
 
 
 def _max_length(model: Model, config: EngineConfig) -> int:
@@ -260,16 +233,3 @@ def _max_length(model: Model, config: EngineConfig) -> int:
             f"max_length {config.max_length} is more than {model.max_length}: {model.length_reason}"
         )
     return config.max_length
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that the KV cache may take of what is free now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    elif _MEMINFO.is_file():
-        # MemAvailable counts what the kernel would give up, such as cached files; MemFree does not.
-        text = _MEMINFO.read_text()
-        free = 1024 * int(text[text.index("MemAvailable:") :].split()[1])
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return int(_SHARE_OF_FREE * free)

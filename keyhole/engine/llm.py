@@ -54,7 +54,8 @@ class LLM:
     policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", or None (dense).
     device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
     "bfloat16", "float16". memory: the most that the KV cache may take, bytes or "2GiB"; None: most
-    of what is free. The others as in `EngineConfig`.
+    of what is free. offload: a folder that layers move to, one by one, when texts grow beyond
+    `memory`; results do not change. The others as in `EngineConfig`.
 
     Raises ModelError for the model, ConfigError for settings.
     """
@@ -67,6 +68,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         memory: int | str | None = None,
+        offload: str | Path | None = None,
         max_batch: int = EngineConfig.max_batch,
         page_size: int = EngineConfig.page_size,
         prefill_chunk: int = EngineConfig.prefill_chunk,
@@ -79,6 +81,7 @@ class LLM:
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
             memory=None if memory is None else parse_bytes(memory),
+            offload=None if offload is None else str(offload),
             max_length=max_length,
         )
         chosen = make_policy(policy)

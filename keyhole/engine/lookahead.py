@@ -32,9 +32,7 @@ class Lookahead:
         self._cache = cache
         self._groups = groups
         self._warned = False
-        self.token_bytes = (
-            head.config.num_kv_heads * head.config.head_dim * cache.geometry.itemsize
-        )
+        self.token_bytes = head.config.num_kv_heads * head.config.head_dim * cache.geometry.itemsize
 
     @staticmethod
     def page_data(config: HeadConfig, page_size: int) -> dict[str, tuple[int, ...]]:

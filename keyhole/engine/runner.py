@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher, Traffic
 from keyhole.engine.lookahead import Lookahead
 from keyhole.engine.page_table import PageTable
 from keyhole.engine.scheduler import Plan
@@ -30,16 +31,22 @@ class Runner:
         policy: Policy,
         max_batch: int,
         lookahead: Lookahead | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._policy = policy
         self._lookahead = lookahead
+        self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
-        self._state = SequenceState(
-            policy.sequence_state(cache.geometry), max_batch, model.device
-        )
+        self._state = SequenceState(policy.sequence_state(cache.geometry), max_batch, model.device)
         self._keeps_data = any(cache.data)
+        self._traffic: list[Traffic] = []
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """What the last step's decoding sequences loaded; empty where no layer is below."""
+        return self._traffic
 
     def run(self, plan: Plan) -> tuple[list[Sequence], Tensor, Tensor]:
         """One step. Returns the sequences whose logits are wanted, these logits, and reads.
@@ -60,9 +67,12 @@ class Runner:
             if self._lookahead is not None:
                 self._lookahead.before(*row, batch)
             self._policy.before_step(batch.step)
+            batch.prefetch(-1)
         logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
         if self._lookahead is not None:
             self._lookahead.after(*row, batch)
+        loading = batch.step is not None and self._prefetcher is not None
+        self._traffic = self._prefetcher.end() if loading and self._prefetcher else []
         for sequence, _, end in spans:
             sequence.num_computed = end
         return [spans[i][0] for i in wanted], logits, self._reads(batch)
@@ -100,11 +110,23 @@ class Runner:
             chunks=chunks,
             touched=self._send(_join(touched)) if keep else None,
             filled=self._send(_join(filled)) if keep else None,
+            prefetcher=self._prefetcher,
         )
 
     def _step(self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray) -> Step:
-        size = self._cache.page_size
         fresh = self._state.enter(decodes)
+        step = self._make_step(decodes, position, table, fresh)
+        if self._prefetcher is not None:
+            for sequence, new in zip(decodes, fresh.tolist(), strict=True):
+                if new:
+                    self._prefetcher.reset(sequence.slot)
+            self._prefetcher.begin(step.slots, step.page_table, step.lengths)
+        return step
+
+    def _make_step(
+        self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray, fresh: np.ndarray
+    ) -> Step:
+        size = self._cache.page_size
         return Step(
             lengths=self._send((position + 1).astype(np.int32)),
             pages=self._send((position // size + 1).astype(np.int32)),

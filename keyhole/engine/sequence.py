@@ -21,6 +21,8 @@ class Stats:
 
     Fractions and bytes are of decode steps only, as prefill is always exact and full.
     attended_fraction: keys read / keys there, mean over layers and steps.
+    moved_bytes, hit_rate: what layers on the lower tier loaded, and the share of selected tokens
+    that was there already.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
     """
 
@@ -47,6 +49,9 @@ class Counters:
     kv_bytes: float = 0.0
     other_bytes: float = 0.0
     steps: int = 0
+    hits: int = 0
+    misses: int = 0
+    moved_bytes: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(
@@ -54,6 +59,9 @@ class Counters:
             self.kv_bytes + other.kv_bytes,
             self.other_bytes + other.other_bytes,
             self.steps + other.steps,
+            self.hits + other.hits,
+            self.misses + other.misses,
+            self.moved_bytes + other.moved_bytes,
         )
 
 
@@ -64,6 +72,7 @@ class Sequence:
     tokens: prompt and generated tokens. num_computed: how many have keys and values in `pages`.
     prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
     under the policy, also when they are already known (replay after pre-emption, given tokens).
+    offloaded: layers on the lower tier at its last step; None if they cannot go there.
     repeated: the place of a token that is computed again only for its logits.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     """
@@ -83,6 +92,7 @@ class Sequence:
     slot: int = -1
     num_cached: int = 0
     repeated: int | None = None
+    offloaded: int | None = None
     finish_reason: str | None = None
     error: KeyholeError | None = None
     counters: Counters = Counters()
@@ -127,7 +137,7 @@ class Sequence:
 
     def stats(self) -> Stats:
         """The counters so far."""
-        steps = self.counters.steps
+        steps, loaded = self.counters.steps, self.counters.hits + self.counters.misses
         ttft = None if self.first_token is None else 1e3 * (self.first_token - self.arrival)
         return Stats(
             prompt_tokens=len(self.prompt),
@@ -138,4 +148,7 @@ class Sequence:
             attended_fraction=self.counters.attended_fraction / steps if steps else None,
             kv_bytes_read=round(self.counters.kv_bytes),
             other_bytes_read=round(self.counters.other_bytes),
+            moved_bytes=self.counters.moved_bytes if self.offloaded is not None else None,
+            hit_rate=self.counters.hits / loaded if loaded else None,
+            offloaded_layers=self.offloaded,
         )

@@ -401,7 +401,8 @@ def exchange(
     written yet. Misses take empty slots first, then those of entries that are not selected, in
     order. Entries without a place in the selection stay until then, as they may come back.
 
-    Returns the slots to attend to, [B, H, S] with S - 1 last, and int32 [B, H], tokens copied.
+    Returns the slots to attend to, [B, H, S], in the order of their entries, so that sums are made
+    in the order in which they are made over the pages; and int32 [B, H], tokens copied.
     """
     unit, size, heads = selection.unit, keys.shape[2], keys.shape[1]
     num_entries, last = page_table.shape[1] * size // unit, entries.shape[2] - 1
@@ -443,12 +444,12 @@ def exchange(
 
     entries[rows] = torch.cat([held, newest.expand(-1, heads, -1)], -1).int()
 
-    used = torch.cat([kept, torch.ones_like(kept[..., :1])], -1)
-    slots = torch.arange(last + 1, device=keys.device)
-    slots = slots.where(used, last + 1).sort(-1).values
+    read = torch.cat([held.masked_fill(~kept, num_entries), newest.expand(-1, heads, -1)], -1)
+    read, slots = read.sort(dim=-1, stable=True)
+    counts = (read < num_entries).sum(-1, dtype=torch.int32)
     moved = missing.sum(-1) * unit + known[:, None]
-    chosen = slots.masked_fill(slots > last, -1).int(), used.sum(-1, dtype=torch.int32)
-    return Selection(*chosen, unit), moved.int()
+    slots = slots.masked_fill(read == num_entries, -1)
+    return Selection(slots.int(), counts, unit), moved.int()
 
 
 def _members(listed: Tensor, count: int) -> Tensor:

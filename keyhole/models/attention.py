@@ -77,7 +77,9 @@ def _paged(
         batch.policy.on_append(keys, cache.data[layer], batch.touched, batch.filled)
     parts = []
     if batch.step is not None:
-        parts.append(_decode(batch, layer, query[: batch.num_decode], window, options))
+        rows = slice(batch.num_decode)
+        newest = (key[rows], None if value is None else value[rows])
+        parts.append(_decode(batch, layer, query[rows], newest, window, options))
     parts += [
         kernels.prefill(
             query[chunk.rows], keys, values, chunk.pages, chunk.start, window=window, **options
@@ -88,9 +90,17 @@ def _paged(
 
 
 def _decode(
-    batch: Batch, layer: int, query: Tensor, window: int | None, options: dict[str, Any]
+    batch: Batch,
+    layer: int,
+    query: Tensor,
+    newest: tuple[Tensor, Tensor | None],
+    window: int | None,
+    options: dict[str, Any],
 ) -> Tensor:
-    """The decoding sequences: query [B, Hq, D] over what the policy selects."""
+    """The decoding sequences: query [B, Hq, D] over what the policy selects.
+
+    newest: their new keys [B, Hkv, D] and values, which are in the cache already.
+    """
     step, policy = batch.step, batch.policy
     assert step is not None
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
@@ -103,10 +113,17 @@ def _decode(
         batch.reads.append(None)
         out, scores = kernels.attend_and_score(*paged, requests=requests, **options)
         policy.on_scores(layer, scores, step)
+        batch.prefetch(layer)
         return out
     selection = policy.select(layer, query, step)
     batch.reads.append(selection)
-    if selection is not None and selection.indices.shape[1] > keys.shape[1]:
+    if selection is None:
+        return kernels.attend(*paged, **options)
+    if batch.prefetcher is not None and layer in batch.prefetcher:
+        resident = batch.prefetcher.wait(layer, selection)
+        resident.append(*newest)
+        return kernels.attend(query, *resident.paged, selection=resident.selection, **options)
+    if selection.indices.shape[1] > keys.shape[1]:
         # A choice per query head over what all heads share (MLA): as if each had keys of its own.
         heads = selection.indices.shape[1]
         keys, values = (x.expand(-1, heads, -1, -1) for x in (keys, values))

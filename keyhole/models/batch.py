@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher
 from keyhole.policy.base import Policy, Selection, Step
 
 
@@ -36,6 +37,7 @@ class Batch:
         the policy keeps nothing per page.
     reads: what each layer read for the decoding sequences, appended as layers run.
     latents: MLA's new latents on their way from the cache hook to the attention function.
+    prefetcher: where layers on the lower tier are read from; None if there are none.
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     """
 
@@ -51,3 +53,20 @@ class Batch:
     reads: list[Selection | None] = field(default_factory=list)
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    prefetcher: Prefetcher | None = None
+
+    def prefetch(self, after: int) -> None:
+        """Starts to load what was chosen for the layers after `after`, up to the next choice."""
+        step = self.step
+        assert step is not None
+        if self.prefetcher is None or step.carry is None:
+            return
+        layers = range(after + 1, len(self.cache.keys))
+        end = next((layer for layer in layers if self._chooses(layer, step)), layers.stop)
+        later = [layer for layer in self.prefetcher.layers if after < layer < end]
+        self.prefetcher.start(step.carry, later)
+
+    def _chooses(self, layer: int, step: Step) -> bool:
+        return layer in self.cache.geometry.full_attention and bool(
+            self.policy.needs_scores(layer, step)
+        )

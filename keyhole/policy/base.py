@@ -70,6 +70,14 @@ class Policy:
         """
         return self
 
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """Layers that are read only through selections, so that they may live on a lower tier."""
+        return () if self.dense else geometry.full_attention
+
+    def selection_heads(self, geometry: Geometry) -> int | None:
+        """Lists of a selection, where they may be more than KV heads (MLA); None: they are not."""
+        return None
+
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         """Name and shape, per page, of what this policy keeps beside the keys of a layer."""
         return {}

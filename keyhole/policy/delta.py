@@ -83,6 +83,12 @@ class Delta(Policy):
             require(layer in usable, "delta_layers", delta, f"full-attention layers of {usable}")
         return tuple(sorted(set(full))), tuple(sorted(set(delta)))
 
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """The sparse layers after the first one that chooses."""
+        reads_all = {*(self.full_layers or ()), *(self.delta_layers or ())}
+        first = min(self.delta_layers or (geometry.num_layers,))
+        return tuple(i for i in geometry.full_attention if i > first and i not in reads_all)
+
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Delta layers score pages: largest weight over the heads, summed over the page."""
         if layer not in (self.delta_layers or ()) or step.max_length <= self._tokens(step):

@@ -42,6 +42,10 @@ class Quest(Policy):
         require_layers("full_layers", self.full_layers)
         return self
 
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         """The lowest and the highest number of each key dimension in the page."""
         shape = (layout.num_kv_heads, layout.key_dim)

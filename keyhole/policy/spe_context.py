@@ -56,14 +56,19 @@ class SpeContext(Policy):
             f"between refreshes (refresh_every {self.refresh_every})"
         )
         require(self.token_budget >= least, "token_budget", self.token_budget, right)
-        selection_heads(geometry)
+        choice_lists(geometry)
         return dataclasses.replace(self, window_size=window)
+
+    def selection_heads(self, geometry: Geometry) -> int | None:
+        """A choice per query head over latents that all of them share."""
+        latent = any(layout.shared_values for layout in geometry.layers)
+        return choice_lists(geometry) if latent else None
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The kept choice, how many tokens it has, and the length it was made at."""
         if self.refresh_every == 1:
             return {}
-        heads = selection_heads(geometry)
+        heads = choice_lists(geometry)
         return {"chosen": (heads, self._at_refresh), "counts": (heads,), "length": ()}
 
     def before_step(self, step: Step) -> None:
@@ -112,7 +117,7 @@ class SpeContext(Policy):
         )
 
 
-def selection_heads(geometry: Geometry) -> int:
+def choice_lists(geometry: Geometry) -> int:
     """Lists that a choice has: one per KV head; with MLA, whose latents all heads share, per head.
 
     ConfigError if layers differ in this.
@@ -128,4 +133,3 @@ def selection_heads(geometry: Geometry) -> int:
             "KV heads; use delta or quest"
         )
     return heads.pop() if heads else 1
-

@@ -156,11 +156,11 @@ def test_a_buffer_holds_what_is_selected_and_only_the_difference_is_copied(
                 slots = found.indices[b, head].tolist()
                 assert slots[count:] == [-1] * (world.places + 1 - count)
                 slots = slots[:count]
-                assert slots == sorted(set(slots))
+                assert len(slots) == len(set(slots))
                 assert slots[-1] == world.places
                 held = world.entries[row, head].tolist()
                 assert held[-1] == newest
-                assert sorted(held[s] for s in slots[:-1]) == sorted(now)
+                assert [held[s] for s in slots[:-1]] == sorted(now)
                 # What was there stays where it was.
                 assert all(held[last[e]] == e for e in now & set(last))
                 assert int(moved[b, head]) == len(now - set(last)) * unit + known

@@ -25,13 +25,14 @@ class List {
         slots_ = a.used + (b * a.H + h) * a.slots;
     }
 
-    // `wanted`: room for a bit per entry.
-    void run(uint64_t* wanted) {
+    // `wanted`, `listed`: room for a bit per entry; `places` for a number.
+    void run(uint64_t* wanted, uint64_t* listed, int32_t* places) {
         const int64_t words = (newest_ + 63) / 64, ordinary = a_.slots - 1;
         std::fill(wanted, wanted + words, 0);
         const int32_t* list = a_.indices + (b_ * a_.lists + (a_.lists == 1 ? 0 : h_)) * a_.n;
         for (int64_t i = 0; i < a_.n; i++)
             if (list[i] >= 0 && list[i] < newest_) wanted[list[i] / 64] |= uint64_t{1} << list[i] % 64;
+        std::copy(wanted, wanted + words, listed);
         for (int64_t s = 0; s < ordinary; s++) {
             const int32_t entry = entries_[s];
             slots_[s] = empty;
@@ -43,19 +44,28 @@ class List {
             const uint64_t bit = uint64_t{1} << entry % 64;
             slots_[s] = wanted[entry / 64] & bit ? kept : stale;
             wanted[entry / 64] &= ~bit;
+            places[entry] = static_cast<int32_t>(s);
         }
         int64_t loaded = 0;
         for (int64_t word = 0; word < words; word++)
             for (uint64_t bits = wanted[word]; bits; bits &= bits - 1) {
                 const int64_t entry = word * 64 + __builtin_ctzll(bits), slot = next_free(ordinary);
                 entries_[slot] = static_cast<int32_t>(entry);
+                places[entry] = static_cast<int32_t>(slot);
                 copy(slot, entry, a_.unit);
                 loaded++;
             }
         entries_[ordinary] = static_cast<int32_t>(newest_);
         const int64_t known = a_.lengths[b_] - 1 - newest_ * a_.unit;
         copy(ordinary, newest_, known);
-        finish(ordinary, loaded * a_.unit + known);
+        int64_t count = 0;  // from here on slots_ is the list of slots to attend to
+        for (int64_t word = 0; word < words; word++)
+            for (uint64_t bits = listed[word]; bits; bits &= bits - 1)
+                slots_[count++] = places[word * 64 + __builtin_ctzll(bits)];
+        slots_[count++] = static_cast<int32_t>(ordinary);
+        std::fill(slots_ + count, slots_ + a_.slots, -1);
+        a_.counts[b_ * a_.H + h_] = static_cast<int32_t>(count);
+        a_.moved[b_ * a_.H + h_] = static_cast<int32_t>(loaded * a_.unit + known);
     }
 
   private:
@@ -91,17 +101,6 @@ class List {
                         dim * size);
     }
 
-    // The list of slots in use, in place of what each of them is.
-    void finish(int64_t ordinary, int64_t moved) const {
-        int64_t count = 0;
-        for (int64_t s = 0; s < ordinary; s++)
-            if (slots_[s] == kept) slots_[count++] = static_cast<int32_t>(s);
-        slots_[count++] = static_cast<int32_t>(ordinary);
-        std::fill(slots_ + count, slots_ + a_.slots, -1);
-        a_.counts[b_ * a_.H + h_] = static_cast<int32_t>(count);
-        a_.moved[b_ * a_.H + h_] = static_cast<int32_t>(moved);
-    }
-
     const Exchange& a_;
     const int64_t b_, h_;
     int64_t newest_, at_ = 0;
@@ -112,13 +111,16 @@ class List {
 }  // namespace
 
 void exchange(const Exchange& a) {
-    const int64_t words = (a.M * a.page_size / a.unit + 63) / 64;
-    auto* wanted = static_cast<uint64_t*>(workspace(0, omp_get_max_threads() * words * 8));
+    const int64_t entries = a.M * a.page_size / a.unit, words = (entries + 63) / 64;
+    const int64_t numbers = 2 * words + (entries + 1) / 2;  // of 8 bytes, per thread
+    auto* room = static_cast<uint64_t*>(workspace(0, omp_get_max_threads() * numbers * 8));
     // Below this, waking other threads costs more than it saves.
     const bool together = a.B * a.H * a.slots * a.unit * (a.D + a.Dv) * a.itemsize > 1 << 19;
 #pragma omp parallel for schedule(dynamic) if (together)
-    for (int64_t i = 0; i < a.B * a.H; i++)
-        List(a, i / a.H, i % a.H).run(wanted + omp_get_thread_num() * words);
+    for (int64_t i = 0; i < a.B * a.H; i++) {
+        uint64_t* own = room + omp_get_thread_num() * numbers;
+        List(a, i / a.H, i % a.H).run(own, own + words, reinterpret_cast<int32_t*>(own + 2 * words));
+    }
 }
 
 }  // namespace keyhole

@@ -1,0 +1,96 @@
+"""Makes the cache of an engine: as large as memory allows, with a lower tier if one is wanted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from keyhole.cache.layout import Geometry
+from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.config import EngineConfig
+from keyhole.engine.lookahead import Lookahead
+from keyhole.engine.placement import Placement, make_plan, make_tier
+from keyhole.errors import ConfigError
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+# Share of the free memory that the KV cache may take when no limit is given; the rest is for
+# activations and for the other programs of the machine.
+_SHARE_OF_FREE = 0.8
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def allocate(
+    model: Model,
+    geometry: Geometry,
+    policy: Policy,
+    config: EngineConfig,
+    head: RetrievalHead | None,
+) -> tuple[PageCache, Placement | None]:
+    """An empty cache, and who moves its layers down where `config.offload` is given.
+
+    ConfigError if not a page fits, or if the policy has no layers that may move.
+    """
+    page_data = [
+        {} if layout.window is not None else policy.page_data(layout) for layout in geometry.layers
+    ]
+    common = Lookahead.page_data(head.config, config.page_size) if head is not None else {}
+    data = [*page_data, common]
+    page_bytes = bytes_per_page(geometry, data)
+    if config.offload is not None:
+        plan = make_plan(geometry, policy, config, data)
+        max_pages = max(plan.capacities)
+    else:
+        memory = _free_memory(model.device) if config.memory is None else config.memory
+        max_pages = memory // page_bytes
+    if max_pages < 1:
+        raise ConfigError(f"memory {config.memory} bytes holds no page of {page_bytes} bytes")
+    cache = PageCache(
+        geometry,
+        max_pages,
+        dtype=model.dtype,
+        device=model.device,
+        page_data=page_data,
+        common=common,
+    )
+    if config.offload is None:
+        return cache, None
+    tier, lists = make_tier(config.offload, model.device), policy.selection_heads(geometry)
+    return cache, Placement(plan, cache, tier, num_rows=config.max_batch, num_heads=lists)
+
+
+def too_long(
+    length: int, cache: PageCache, placement: Placement | None, config: EngineConfig
+) -> str:
+    """Why a request of `length` tokens can never be served, and what helps."""
+    if placement is not None:
+        layers, most = len(placement.plan.model.order), cache.max_pages * config.page_size
+        return (
+            f"{length} tokens (prompt and max_tokens) do not fit into memory {config.memory} with "
+            f"all {layers} layers that may on the lower tier: {most} do; raise memory=, or lower "
+            "token_budget, max_batch or max_tokens"
+        )
+    pages = -(-length // config.page_size)
+    need, have = (n * cache.page_bytes / 2**20 for n in (pages, cache.max_pages))
+    return (
+        f"{length} tokens (prompt and max_tokens) need {need:.1f} MiB of KV cache, the limit is "
+        f"{have:.1f} MiB; raise memory=, set offload= to a folder that layers may move to (with a "
+        "policy that selects), or lower max_tokens"
+    )
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that the KV cache may take of what is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    elif _MEMINFO.is_file():
+        # MemAvailable counts what the kernel would give up, such as cached files; MemFree does not.
+        text = _MEMINFO.read_text()
+        free = 1024 * int(text[text.index("MemAvailable:") :].split()[1])
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return int(_SHARE_OF_FREE * free)

@@ -1,0 +1,155 @@
+"""Layers move down while texts grow: the same tokens and logits, within the memory given."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole import LLM, CapacityError, ConfigError, Delta, Quest, SpeContext, StreamingLLM
+from keyhole.engine.core import Engine
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+from tests.checkpoints import make_model
+from tests.policy.models import prompt, with_head
+from tests.policy.recording import GREEDY, PAGE, run, steps
+
+MIXED = ["sliding_attention", "full_attention"] * 4
+KINDS: dict[str, dict[str, Any]] = {
+    "llama_group3": {},
+    "llama_mha": {},
+    "llama_mqa": {},
+    "deepseek_v3": {},
+    "gemma3": {"layer_types": MIXED},
+}
+POLICIES: list[Policy] = [
+    SpeContext(token_budget=16, window_size=4),
+    SpeContext(token_budget=17, window_size=4, refresh_every=3),
+    Delta(token_budget=16, full_layers=(0,), delta_layers=(1, 5)),
+    Quest(token_budget=16, full_layers=(1,)),
+    StreamingLLM(token_budget=18),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    folder: Path = tmp_path_factory.mktemp("models")
+    deep = {"num_hidden_layers": 8, "vocab_size": 64, "max_position_embeddings": 1024}
+    return {
+        kind: with_head(make_model(kind, folder, **deep, **more)) for kind, more in KINDS.items()
+    }
+
+
+def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
+    return LLM(model, policy, page_size=PAGE, max_batch=2, prefill_chunk=64, **settings).engine
+
+
+def memory_for(model: Model, policy: Policy, folder: Path, pages: int, below: int) -> int:
+    """The least memory that holds so many pages with so many layers below."""
+    plan = engine_of(model, policy, memory="1GiB", offload=folder).placement
+    assert plan is not None
+    return sum(plan.plan.model.terms(pages, below).values())
+
+
+def buffer_bytes(engine: Engine) -> int:
+    assert engine.placement is not None
+    buffers = engine.placement.prefetcher._buffers.values()
+    return sum(b.keys.untyped_storage().nbytes() + b.entries.nbytes for b in buffers)
+
+
+@pytest.mark.parametrize(
+    "policy", POLICIES, ids=lambda p: f"{p.name}-{getattr(p, 'refresh_every', 1)}"
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_do_not_change_when_layers_move(
+    models: dict[str, Model], kind: str, policy: Policy, tmp_path: Path
+) -> None:
+    """Several thresholds are crossed in one generation, two ragged requests side by side."""
+    model = models[kind]
+    texts = [prompt(50), prompt(131)]
+    params = dataclasses.replace(GREEDY, max_tokens=150)
+    plain = engine_of(model, policy)
+    wanted = [plain.add(text, params, keep_logits=True) for text in texts]
+    run(plain)
+    pages = sum(-(-len(request.tokens) // PAGE) for request in wanted) + 2
+    movable = policy.resolve(plain.geometry).offloadable(plain.geometry)
+    memory = memory_for(model, policy, tmp_path, pages, min(4, len(movable) - 1))
+    engine = engine_of(model, policy, memory=memory, offload=tmp_path)
+    assert engine.placement is not None
+    found = [engine.add(text, params, keep_logits=True) for text in texts]
+    seen = set()
+    for _ in steps(engine):
+        seen.add(engine.placement.offloaded)
+        measured = engine.cache.upper_bytes + buffer_bytes(engine)
+        assert measured <= memory
+        model_bytes = engine.placement.plan.model.terms(
+            engine.cache.capacity, engine.placement.offloaded
+        )
+        assert measured == pytest.approx(sum(model_bytes.values()), rel=0.05)
+    if (
+        kind != "deepseek_v3" or policy.name != "spe_context"
+    ):  # its buffers are eight times as large
+        assert len(seen) >= min(5, len(movable))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens == other.tokens
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+        stats = one.stats()
+        assert stats.offloaded_layers == engine.placement.offloaded
+        assert stats.moved_bytes is not None
+    assert other.stats().offloaded_layers is None
+    assert other.stats().moved_bytes is None
+
+
+def test_requests_that_come_and_go_are_not_mixed_up(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    """Rows of the buffers are used again by others, pre-empted ones come back."""
+    model, policy = models["llama_group3"], POLICIES[2]
+    params = dataclasses.replace(GREEDY, max_tokens=60)
+    texts = [prompt(n, seed) for seed, n in enumerate((90, 40, 70, 110, 60))]
+    plain = engine_of(model, policy)
+    wanted = [plain.add(text, params) for text in texts]
+    run(plain)
+    memory = memory_for(model, policy, tmp_path, 60, 5)
+    engine = engine_of(model, policy, memory=memory, offload=tmp_path, prefix_cache=False)
+    found = [engine.add(text, params) for text in texts]
+    waited = 0
+    for _ in steps(engine):
+        waited += any(request.generated for request in engine.scheduler.waiting)
+    assert waited
+    assert [request.tokens for request in found] == [request.tokens for request in wanted]
+
+
+def test_what_reads_everything_cannot_be_offloaded(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="'full' reads all keys"):
+        engine_of(
+            models["llama_mha"], LLM(models["llama_mha"]).policy, memory="1MiB", offload=tmp_path
+        )
+    with pytest.raises(ConfigError, match="offload needs memory="):
+        engine_of(models["llama_mha"], POLICIES[0], offload=tmp_path)
+    with pytest.raises(ConfigError, match="nowhere"):
+        engine_of(models["llama_mha"], POLICIES[0], memory="1MiB", offload=tmp_path / "nowhere")
+
+
+def test_a_dense_request_that_does_not_fit_is_told_of_offloading(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    """The same memory holds the request once layers may move."""
+    model, policy = models["llama_mha"], POLICIES[2]
+    params = dataclasses.replace(GREEDY, max_tokens=300)
+    memory = memory_for(model, policy, tmp_path, 90, 5)
+    dense = LLM(model, memory=memory, page_size=PAGE).engine
+    with pytest.raises(CapacityError, match="offload="):
+        dense.add(prompt(40), params)
+    engine = engine_of(model, policy, memory=memory, offload=tmp_path)
+    request = engine.add(prompt(40), params)
+    run(engine)
+    assert request.finish_reason == "length"
+    assert len(request.generated) == 300
+    with pytest.raises(CapacityError, match="on the lower tier"):
+        engine.add(prompt(40), dataclasses.replace(params, max_tokens=900))
