@@ -80,3 +80,12 @@ def test_own_policy(run: Run) -> None:
     assert "answered:" in printed
     share = float(printed.split()[-1].rstrip("%"))
     assert 0 < share < 50
+
+
+def test_beyond_memory(run: Run) -> None:
+    printed = run("beyond_memory")
+    assert "same answer: True" in printed
+    found = re.search(r"^(\d+) layers moved; (\d+)%", printed, re.MULTILINE)
+    assert found is not None
+    assert int(found[1]) >= 1
+    assert int(found[2]) > 50
