@@ -37,8 +37,9 @@ def write(
         weights, words = folder / "model.safetensors.part", folder / "config.json.part"
         plain = {name: x.detach().contiguous() for name, x in tensors.items()}
         save_file(plain, weights, metadata={"format": "pt"})
-        os.replace(weights, folder / "model.safetensors")
         words.write_text(json.dumps(text, indent=2) + "\n")
+        weights.chmod(words.stat().st_mode & 0o777)  # safetensors makes files for the owner alone
+        os.replace(weights, folder / "model.safetensors")
         os.replace(words, folder / "config.json")
     except OSError as error:
         raise ConfigError(f"the head cannot be written to {str(path)!r}: {error}") from error
