@@ -1,11 +1,12 @@
 """Writes what the stored lines say into the documents: `python -m keyhole.bench.report`.
 
     README.md          a table for each device, between two comments
-    docs/results.md    step times, memory, kernels
-    docs/images/       step time against context, a picture for each of these tables
+    docs/results.md    step times, memory, kernels, layers on the lower tier
+    docs/images/       step time against context, a picture for each of these tables; what repeats
 
 A decode line counts if it is the last one of its device and batch, a kernel line if it is the last
-of its processor. Nothing is written that no line tells; a test compares the pages with the lines.
+of its processor, a line of offloading if it is the last. Nothing is written that no line tells; a
+test compares the pages with the lines.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from keyhole.bench import measure, plot, tables
+from keyhole.bench import measure, offload_page, plot, tables
 
 BEGIN, END = "<!-- results: python -m keyhole.bench.report -->\n", "<!-- end of results -->"
 _WRITTEN_BY = "<!-- Written by `python -m keyhole.bench.report`; measure again instead. -->"
@@ -57,7 +58,7 @@ def inserted(text: str, tables: str) -> str:
     return head + BEGIN + tables + END + tail
 
 
-def page(decode: Sequence[Line], kernels: Sequence[Line]) -> str:
+def page(decode: Sequence[Line], kernels: Sequence[Line], offload: Sequence[Line] = ()) -> str:
     """docs/results.md."""
     parts = [
         f"{_WRITTEN_BY}\n\n# Results",
@@ -79,17 +80,21 @@ def page(decode: Sequence[Line], kernels: Sequence[Line]) -> str:
     for line in latest(kernels, lambda line: line["machine"]["cpu"]):
         parts += [f"## Kernels on {line['machine']['cpu']}", *tables.kernels(line)]
         parts.append(tables.about(line))
+    for line in offload[-1:]:
+        parts += offload_page.section(line)
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     """Rewrites pages and pictures of the checkout."""
-    decode = stored("decode")
+    decode, offload = stored("decode"), stored("offload")
     readme, docs = measure.ROOT / "README.md", measure.ROOT / "docs"
     readme.write_text(inserted(readme.read_text(), render(decode)))
-    (docs / "results.md").write_text(page(decode, stored("kernels")))
+    (docs / "results.md").write_text(page(decode, stored("kernels"), offload))
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
+    for line in offload[-1:]:
+        offload_page.curve(line, docs / "images" / offload_page.PICTURE)
 
 
 def _device_and_batch(line: Line) -> Hashable:

@@ -59,9 +59,12 @@ class Settings:
         "attend to all of the others",
     )
     batch: int = setting(1, "sequences in a step")
-    repeat: int = setting(None, "timed calls of each system; None: 11 for decode, 51 for kernels")
+    repeat: int = setting(
+        None, "timed calls of each system; None: 11 for decode, 51 for kernels, 100 for offload"
+    )
     shape: str = setting(
-        None, f"{', '.join(SHAPES)}; None: llama-3.2-1b for decode, llama-3.1-8b for kernels"
+        None,
+        f"{', '.join(SHAPES)}; None: llama-3.2-1b for decode and offload, llama-3.1-8b for kernels",
     )
     dtype: str = setting("bfloat16", ", ".join(DTYPES))
 
@@ -115,6 +118,37 @@ class KernelSettings(Settings):
         super().__post_init__()
         object.__setattr__(self, "ops", self.ops or OPS)
         require_known("operation", self.ops, OPS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """The benchmark of loading from the lower tier, on the bundled model and the CPU."""
+
+    budgets: tuple[int, ...] = setting((64, 128, 256, 512, 1024), "token budgets, the least first")
+    policies: Names = setting(  # noqa: RUF009
+        ("spe_context", "delta"), "policies that select"
+    )
+    words: int = setting(2048, "words of a derivation, its answer included")
+    items: int = setting(2, "derivations")
+    folder: str | None = setting(None, "where the lower tier is; None: the system's place")
+    repeat: int = setting(100, "last steps of each derivation that are timed")
+    context: int | None = setting(
+        None, "also measure a model with random weights over so many tokens; None: not"
+    )
+    shape: str = setting("llama-3.2-1b", "shape of that model")
+
+    def __post_init__(self) -> None:
+        counts = all(is_count(budget) for budget in self.budgets) and bool(self.budgets)
+        good = counts and sorted(set(self.budgets)) == list(self.budgets)
+        require(good, "budgets", self.budgets, "numbers of tokens, the least first")
+        require(bool(self.policies), "policies", self.policies, "at least one")
+        # What the task itself asks for (keyhole.models.tiny.tasks).
+        require(is_count(self.words, 96), "words", self.words, "at least 96")
+        require(is_count(self.items), "items", self.items, "a whole number >= 1")
+        require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
+        pages = self.context is None or (is_count(self.context) and self.context % PAGE_SIZE == 0)
+        require(pages, "context", self.context, f"a multiple of {PAGE_SIZE}")
+        require_known("shape", [self.shape], SHAPES)
 
 
 def require_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:

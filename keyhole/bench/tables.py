@@ -56,7 +56,7 @@ def kernels(line: Line) -> list[str]:
     return [
         "Milliseconds, medians of calls in turns; in brackets the share of the read bandwidth\n"
         f"that the run measured ({line['read_bytes_per_s'] / 1e9:.1f} GB/s):",
-        _table(heads, rows),
+        written(heads, rows),
         bars(line),
     ]
 
@@ -83,11 +83,12 @@ def about(line: Line) -> str:
         f"cores, {machine['memory_gib']:.0f} GiB; torch {versions['torch']}, transformers "
         f"{versions['transformers']}{_outside(line)}; {line['date'][:10]}, "
         f"commit {line['commit']};\n"
-        f"`{shlex.join(_command(line))}`.{note}"
+        f"`{shlex.join(command(line))}`.{note}"
     )
 
 
-def _command(line: Line) -> list[str]:
+def command(line: Line) -> list[str]:
+    """The words of the command, for someone who runs it again."""
     words = shlex.split(line["command"])
     for flag in _UNSAID:
         while flag in words:
@@ -113,13 +114,14 @@ def _by_context(line: Line, names: Sequence[str], cell: Callable[[Any], str]) ->
         [f"{n:,}", *(cell(found[n, name]) if (n, name) in found else "" for name in names)]
         for n in contexts
     ]
-    return _table(["tokens", *(f"`{name}`" for name in names)], rows)
+    return written(["tokens", *(f"`{name}`" for name in names)], rows)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def written(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [heads, *rows]
-    written = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([written[0], "|---" * len(heads) + "|", *written[1:]])
+    text = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([text[0], "|---" * len(heads) + "|", *text[1:]])
 
 
 def _ratio(result: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """Measures this machine beside what others do on it: operations (kernels) or whole steps (decode).
 
+Or the bundled model with its layers on a lower tier, beside itself without (offload).
+
 All systems of a run take turns and must agree before they are timed. Every run adds a line to
 benchmarks/results/ of the checkout, or of the current directory where there is none.
 """
@@ -7,23 +9,32 @@ benchmarks/results/ of the checkout, or of the current directory where there is 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.bench.settings import DecodeSettings, KernelSettings, Settings
+from keyhole.bench.settings import DecodeSettings, KernelSettings, OffloadSettings, Settings
 from keyhole.cli import flags, show
 from keyhole.errors import ConfigError, UnknownNameError
 
-_SETTINGS: dict[str, type[Settings]] = {"kernels": KernelSettings, "decode": DecodeSettings}
-_OWN = {"kernels": ("ops", "paths"), "decode": ("systems", "layers", "device")}
+_SETTINGS: dict[str, type[Any]] = {
+    "kernels": KernelSettings,
+    "decode": DecodeSettings,
+    "offload": OffloadSettings,
+}
+_OWN = {
+    "kernels": ("ops", "paths"),
+    "decode": ("systems", "layers", "device"),
+    "offload": ("budgets", "policies", "words", "items", "folder", "context"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
-    parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(_SETTINGS))
+    parser.add_argument("benchmark", metavar="BENCHMARK", help="kernels, decode or offload")
     parser.add_argument("--note", metavar="TEXT", help="what a reader should know of this run")
     parser.add_argument("--output", metavar="FILE", help="add the line to this file instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -37,29 +48,34 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.benchmark
     if name not in _SETTINGS:
         raise UnknownNameError("benchmark", name, _SETTINGS)
-    for other, names in _OWN.items():
-        wrong = [n for n in names if other != name and getattr(arguments, n) is not None]
-        if wrong:
-            raise ConfigError(f"--{wrong[0]} is for `keyhole bench {other}`, not for {name}")
+    _check_own(arguments, name)
     settings: Any = _SETTINGS[name](**flags.settings_of(arguments, _SETTINGS[name]))
     flags.quiet()
-    from keyhole.bench import decode, kernels, measure
+    from keyhole.bench import decode, kernels, measure, offload
 
     device = measure.device(settings.device if name == "decode" else "cpu")
     output = Path(arguments.output or measure.results() / f"{name}.jsonl")
     line = measure.header(name, device, arguments.note or "", keyhole.__version__)
     # Beside one JSON object on stdout, tables still show how far a long run has come.
     stream = sys.stderr if arguments.json else sys.stdout
-    columns = _DECODE if name == "decode" else _KERNELS
 
     def report(results: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
         if results:
-            print(_table(columns, results), end="\n\n", file=stream)
+            print(_table(name, results), end="\n\n", file=stream)
         for note in notes:
             print(note, file=stream)
         stream.flush()
 
-    line |= decode.run(settings, report) if name == "decode" else kernels.run(settings, report)
+    runs: dict[str, Callable[..., dict[str, Any]]] = {
+        "kernels": kernels.run,
+        "decode": decode.run,
+    }
+    if name == "offload":
+        from keyhole.models.loading import load
+
+        line |= offload.run(load(keyhole.tiny(), "cpu"), settings, report)
+    else:
+        line |= runs[name](settings, report)
     measure.append(output, line)
     if arguments.json:
         print(show.to_json(line))
@@ -69,6 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, wanted {bar['wanted']}")
     print(f"memory is read at {line['read_bytes_per_s'] / 1e9:.1f} GB/s; written: {output}")
     return 0
+
+
+def _check_own(arguments: argparse.Namespace, name: str) -> None:
+    """Refuses flags of another benchmark."""
+    owners: dict[str, list[str]] = {}
+    for benchmark, cls in _SETTINGS.items():
+        for field in dataclasses.fields(cls):
+            owners.setdefault(field.name, []).append(benchmark)
+    for field_name, benchmarks in owners.items():
+        if name not in benchmarks and getattr(arguments, field_name) is not None:
+            right = " and ".join(f"`keyhole bench {benchmark}`" for benchmark in benchmarks)
+            raise ConfigError(f"--{field_name} is for {right}, not for {name}")
 
 
 #: Head of a column, the field of a result, and how it is written.
@@ -105,9 +133,26 @@ _DECODE: _Columns = (
 )
 
 
-def _table(columns: _Columns, results: Sequence[dict[str, Any]]) -> str:
+_OFFLOAD: _Columns = (
+    ("policy", "policy", str),
+    ("budget", "budget", str),
+    ("system", "system", str),
+    ("step", "step_ms", _milliseconds),
+    ("time / above", "ratio_to_above", "{:.2f}".format),
+    ("waiting", "stall_ms", _milliseconds),
+    ("moved per step", "moved_bytes", show.bytes_text),
+    ("was there", "hit_rate", "{:.1%}".format),
+    ("repeated", "repeat_rate", "{:.1%}".format),
+    ("right words", "right_share", "{:.1%}".format),
+)
+#: Columns of each benchmark, and how many of them are names.
+_TABLES = {"kernels": (_KERNELS, 3), "decode": (_DECODE, 2), "offload": (_OFFLOAD, 3)}
+
+
+def _table(benchmark: str, results: Sequence[dict[str, Any]]) -> str:
+    columns, names = _TABLES[benchmark]
     rows = [
         ["-" if result[field] is None else text(result[field]) for _, field, text in columns]
         for result in results
     ]
-    return show.table([head for head, _, _ in columns], rows, left=3 if columns is _KERNELS else 2)
+    return show.table([head for head, _, _ in columns], rows, left=names)

@@ -1,13 +1,20 @@
 """Compares the engine with transformers' eager attention on a model, before you rely on it.
 
-Exit status 1 if any check fails.
+Exit status 1 if any check fails. Where a retrieval head lies beside the weights, also says how much
+of the model's attention it finds at which length.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from keyhole.cli import flags, show
+
+if TYPE_CHECKING:
+    from keyhole.evaluate.head_recall import Cell
+    from keyhole.models.loading import Model
+    from keyhole.retrieval.head import RetrievalHead
 
 _HEADS = ("policy", "run", "result", "error", "allowed", "largest difference", "same token")
 
@@ -15,6 +22,12 @@ _HEADS = ("policy", "run", "result", "error", "allowed", "largest difference", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole verify`."""
     flags.add_model(parser, positional=True)
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="texts for the retrieval head's recall, as `keyhole train-head` takes them; without "
+        "it tasks of the bundled model",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -32,9 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(model.dtype).removeprefix("torch."),
         "kernels": kernels.backend(model.device),
     }
+    head = _head(model, arguments)
     if arguments.json:
         found = [vars(check) | {"passed": check.passed} for check in checks]
-        print(show.to_json({**about, "passed": passed, "checks": found}))
+        recall = None if head is None else [vars(cell) for cell in head[1]]
+        print(show.to_json({**about, "passed": passed, "checks": found, "head_recall": recall}))
         return 0 if passed else 1
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     rows = [
@@ -52,4 +67,36 @@ def run(arguments: argparse.Namespace) -> int:
     print(show.table(_HEADS, rows, left=3))
     failed = sum(not check.passed for check in checks)
     print(f"{failed} of {len(checks)} checks failed" if failed else "all checks passed")
+    _print_head(model, head)
     return 0 if passed else 1
+
+
+def _head(model: Model, arguments: argparse.Namespace) -> tuple[RetrievalHead, list[Cell]] | None:
+    """The head and its recall; None without a head, or without texts for it."""
+    from keyhole.evaluate.head_check import check_head
+    from keyhole.models.tiny.head_texts import HeadTexts
+    from keyhole.retrieval import corpus
+
+    if model.head is None or (arguments.data is None and arguments.model is not None):
+        return None
+    if arguments.data is None:
+        return check_head(model, HeadTexts())
+    return check_head(model, corpus.read(arguments.data, model.tokenizer, model.vocab_size))
+
+
+def _print_head(model: Model, head: tuple[RetrievalHead, list[Cell]] | None) -> None:
+    from keyhole.evaluate import head_check
+
+    if head is None:
+        if model.head is not None:
+            print("give --data FILE to see how much attention the retrieval head finds")
+        return
+    heads = ["tokens", *(f"budget {budget}" for budget in head_check.BUDGETS)]
+    print("\nattention that the retrieval head finds (a window of the same budget):")
+    print(show.table(heads, head_check.rows(head[1]), left=0))
+    trained = head[0].config.trained_length
+    if trained < model.max_length:
+        print(
+            f"warning: the head was trained at {trained:,} tokens, the model takes "
+            f"{model.max_length:,}; heads choose worse beyond their trained length"
+        )

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
-from keyhole.bench import measure, plot, report, tables
+from keyhole.bench import measure, offload_page, plot, report, tables
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_results_and_pictures_are_those_of_the_stored_lines() -> None:
     lines = report.stored("decode")
-    page = report.page(lines, report.stored("kernels"))
+    offload = report.stored("offload")
+    page = report.page(lines, report.stored("kernels"), offload)
     assert page == (ROOT / "docs/results.md").read_text(), "run `python -m keyhole.bench.report`"
-    for name, line in report.pictures(lines).items():
+    shown = [*report.pictures(lines).items()]
+    shown += [(offload_page.PICTURE, line) for line in offload[-1:]]
+    for name, line in shown:
         picture = (ROOT / "docs/images" / name).read_bytes()
         assert line["date"].encode() in picture, "run `python -m keyhole.bench.report`"
 

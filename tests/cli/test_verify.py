@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from keyhole import kernels
 from keyhole.evaluate import verify
+from keyhole.models.loading import HEAD_FOLDER, load
+from keyhole.retrieval.head import RetrievalHead
+from tests.checkpoints import make_model
 from tests.cli.conftest import Run
 
 CHECK = verify.Check(
@@ -49,3 +54,31 @@ def test_one_difference_is_exit_status_1(
     assert not found["passed"]
     assert [check["passed"] for check in found["checks"]] == [True, False]
     assert found["kernels"] == kernels.backend(torch.device("cpu"))
+
+
+def test_the_recall_of_a_head_is_told(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "verify", lambda model: [CHECK])
+    path = make_model("llama", tmp_path, tokenizer=True, max_position_embeddings=600)
+    network = load(path, "cpu").network
+    RetrievalHead.random(network).save_pretrained(Path(path) / HEAD_FOLDER)
+    assert "give --data FILE to see" in run("verify", path, "--device", "cpu").out
+    data = tmp_path / "text.txt"
+    data.write_text("attention is all you read, and keys are many. " * 40)
+    ran = run("verify", path, "--device", "cpu", "--data", str(data))
+    assert ran.status == 0
+    heads, _, row = ran.out.splitlines()[-3:]
+    assert heads.split() == "tokens budget 64 budget 256".split()
+    assert re.fullmatch(r" *512 +\d+\.\d% \(\d+\.\d%\) +\d+\.\d% \(\d+\.\d%\)", row)
+    ran = run("verify", path, "--device", "cpu", "--data", str(data), "--json")
+    found = json.loads(ran.out)["head_recall"]
+    assert {(c["chooser"], c["length"], c["budget"]) for c in found} >= {
+        ("head", 512, 64),
+        ("window", 512, 256),
+    }
+    assert all(0 <= c["recall"] <= 1 for c in found)
+    data.write_text("short")
+    ran = run("verify", path, "--device", "cpu", "--data", str(data))
+    assert ran.status == 2
+    assert "no text of 64 tokens" in ran.err

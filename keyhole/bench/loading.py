@@ -1,0 +1,166 @@
+"""Engines that differ only in where keys and values are, and in how they come up from below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from keyhole.bench.settings import PAGE_SIZE
+from keyhole.bench.turns import Turn, take_turns
+from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.tiers import FileTier
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.core import Engine
+from keyhole.engine.sequence import Sequence
+from keyhole.kernels import Selection
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+# More than any text needs: layers are moved by `Loading`, not when memory is full.
+_MEMORY = 1 << 40
+
+
+class Waiting(Prefetcher):
+    """Without overlap: nothing is loaded before the layer that needs it asks for it."""
+
+    def start(self, selection: Selection, layers: Iterable[int]) -> None:
+        """Nothing; `wait` loads what was not started."""
+
+
+class Forgetful(Prefetcher):
+    """Without elastic loading: everything that is selected is copied at every step."""
+
+    def begin(self, rows: Tensor, page_table: Tensor, lengths: Tensor) -> None:
+        """Forgets what the buffers of these sequences hold."""
+        super().begin(rows, page_table, lengths)
+        for row in rows.tolist():
+            self.reset(row)
+
+
+#: The first step after a prompt loads everything, the next ones bring the systems to their pace.
+WARM_UP = 4
+
+#: Everything above; the others are divided by it.
+ABOVE = "above"
+ELASTIC, NO_OVERLAP, NO_ELASTIC = "elastic", "elastic_without_overlap", "everything_copied"
+#: How layers below are loaded; None where no layer is below.
+SYSTEMS: Mapping[str, type[Prefetcher] | None] = {
+    ABOVE: None,
+    ELASTIC: Prefetcher,
+    NO_OVERLAP: Waiting,
+    NO_ELASTIC: Forgetful,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A prompt, and the tokens after it that are decoded one by one."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+    def last(self, steps: int) -> Text:
+        """The same text with an answer of its last `steps` tokens; the rest is the prompt."""
+        tokens = [*self.prompt, *self.answer]
+        return Text(prompt=tokens[:-steps], answer=tokens[-steps:])
+
+
+class Loading:
+    """One engine, with one request for a text whose tokens are given.
+
+    All layers that may are on the lower tier, files in `folder`, from the first token on, and
+    loaded as `kind` says; None: all are above.
+    """
+
+    def __init__(
+        self,
+        kind: type[Prefetcher] | None,
+        model: Model,
+        policy: Policy,
+        head: RetrievalHead | None,
+        folder: str,
+    ) -> None:
+        config = EngineConfig(max_batch=1, page_size=PAGE_SIZE)
+        if kind is not None:
+            config = replace(config, memory=_MEMORY, offload=folder)
+        self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)
+        self._prefetcher: Prefetcher | None = None
+        placement = self.engine.placement
+        if kind is not None and placement is not None:
+            self._prefetcher = placement.prefetcher
+            # The engine has one way of loading; the others are only worth comparing it with.
+            self._prefetcher.__class__ = kind
+            for layer in placement.plan.model.order:
+                self._prefetcher.offload(layer, FileTier(folder))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    @property
+    def layers_below(self) -> int:
+        """Layers on the lower tier."""
+        return 0 if self.engine.placement is None else self.engine.placement.offloaded
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What all steps so far have loaded; None where no layer is below."""
+        return None if self._prefetcher is None else self._prefetcher.total
+
+    def start(self, text: Text) -> None:
+        """Computes the prompt; each step from here on decodes a token of the answer."""
+        sequence = self._add(text, keep_logits=False)
+        while not sequence.is_decoding:
+            self.engine.step()
+
+    def logits(self, text: Text) -> Tensor:
+        """Decodes the whole answer: logits before and after each of its tokens, [1 + n, V]."""
+        sequence = self._add(text, keep_logits=True)
+        while not sequence.is_finished:
+            self.engine.step()
+        return torch.stack(sequence.logits)
+
+    def _add(self, text: Text, *, keep_logits: bool) -> Sequence:
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        return self.engine.add(text.prompt, params, given=text.answer, keep_logits=keep_logits)
+
+
+def timed(
+    systems: Mapping[str, Loading], repeat: int
+) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
+    """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded."""
+    device = torch.device("cpu")
+    turns = {name: Turn(call=system.engine.step) for name, system in systems.items()}
+    take_turns(turns, WARM_UP, device)
+    before = {name: system.traffic for name, system in systems.items()}
+    times = take_turns(turns, repeat, device)
+    loaded = {name: _since(before[name], system.traffic) for name, system in systems.items()}
+    return times, loaded
+
+
+def _since(before: Traffic | None, now: Traffic | None) -> Traffic | None:
+    if before is None or now is None:
+        return None
+    return Traffic(
+        now.hits - before.hits,
+        now.misses - before.misses,
+        now.moved_bytes - before.moved_bytes,
+        now.stall_ms - before.stall_ms,
+    )

@@ -1,0 +1,178 @@
+"""Layers below: all ways of loading agree, numbers add up, and the documents can show them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.bench import measure, offload, offload_large, offload_page, report
+from keyhole.bench.agreement import DisagreementError
+from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, Text
+from keyhole.bench.repeats import Repeats
+from keyhole.bench.settings import OffloadSettings
+from keyhole.cache.elastic import Resident
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.kernels import Selection
+from keyhole.models.loading import Model, load
+from keyhole.retrieval.head import RetrievalHead
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(keyhole.tiny(), "cpu")
+
+
+@pytest.fixture(scope="module")
+def head(model: Model) -> RetrievalHead:
+    return RetrievalHead.random(model.network)
+
+
+def settings(**given: Any) -> OffloadSettings:
+    usual = {"budgets": (64,), "words": 120, "items": 1, "repeat": 3, "shape": "smoke"}
+    return OffloadSettings(**usual | given)
+
+
+@pytest.fixture(scope="module")
+def line(model: Model, head: RetrievalHead) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
+        reported: list[Any] = []
+        line = offload.run(model, settings(), lambda found, _: reported.append(found), head)
+    assert [result for found in reported for result in found] == line["results"]
+    return line
+
+
+@pytest.mark.parametrize(("policy", "layers"), [("spe_context", 6), ("delta", 3)])
+def test_numbers_add_up(line: dict[str, Any], policy: str, layers: int) -> None:
+    results = {r["system"]: r for r in line["results"] if r["policy"] == policy}
+    assert list(results) == list(SYSTEMS)
+    above, elastic = results[ABOVE], results[ELASTIC]
+    waiting, everything = results[NO_OVERLAP], results[NO_ELASTIC]
+    assert above["moved_bytes"] is above["hit_rate"] is above["stall_ms"] is None
+    assert above["ratio_to_above"] == 1
+    for result in (elastic, waiting, everything):
+        assert result["layers_below"] == layers
+        assert result["steps_timed"] == 3
+        assert result["step_ms"] > 0
+        assert result["stall_ms"] > 0
+        assert 0 < result["repeat_rate"] < 1
+        assert result["repeat_rate"] == above["repeat_rate"]
+    assert waiting["moved_bytes"] == elastic["moved_bytes"] < everything["moved_bytes"]
+    assert everything["hit_rate"] == 0
+    assert everything["steps_counted"] == line["tokens"][0] - 64
+    # What was there was not moved: both say the same.
+    kept = 1 - elastic["moved_bytes"] / everything["moved_bytes"]
+    assert elastic["hit_rate"] == pytest.approx(kept)
+
+
+def test_the_settings_and_the_head_stand_in_the_line(line: dict[str, Any]) -> None:
+    assert line["settings"]["budgets"] == (64,)
+    assert line["head"] == "random"
+    assert len(line["tokens"]) == 1
+    assert 64 < line["tokens"][0] <= 120
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    asked = settings(context=256, policies=("spe_context", "quest"))
+    return offload_large.run(asked, str(tmp_path_factory.mktemp("below")))
+
+
+def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
+    assert [(r["policy"], r["system"]) for r in large] == [
+        (policy, system) for policy in ("spe_context", "quest") for system in SYSTEMS
+    ]
+    for result in large:
+        assert (result["layers_below"] > 0) == (result["system"] != ABOVE)
+        if result["system"] != ABOVE:
+            assert result["moved_bytes"] > 0
+            assert result["relative_error"] == 0
+
+
+def test_another_result_is_not_timed(
+    model: Model, head: RetrievalHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(Prefetcher):
+        def wait(self, layer: int, selection: Selection) -> Resident:
+            resident = super().wait(layer, selection)
+            resident.values.zero_()
+            return resident
+
+    monkeypatch.setattr(offload, "SYSTEMS", {**SYSTEMS, NO_OVERLAP: Wrong})
+    monkeypatch.setattr(offload, "_timed", lambda *_: pytest.fail("too late"))
+    with pytest.raises(DisagreementError, match=f"spe_context, {NO_OVERLAP}"):
+        offload.run(model, settings(), lambda *_: None, head)
+
+
+def test_repeats_are_counted_per_layer_and_head() -> None:
+    def selection(*lists: list[int]) -> Selection:
+        return Selection(torch.tensor([lists]).int(), torch.tensor([[3, 2]]).int(), 1)
+
+    repeats = Repeats()
+    first = selection([1, 4, 7], [0, 2, -1])
+    second = selection([1, 5, 7], [3, 4, -1])
+    for chosen in (first, second):
+        repeats.begin()
+        repeats.record(0, chosen)
+    assert (repeats.selected, repeats.repeated) == (5, 2)  # the padding is no entry
+    repeats.record(1, second)  # another layer's first
+    for _ in range(2):
+        repeats.begin()
+    repeats.record(0, first)  # after a step that read everything
+    repeats.forget()
+    repeats.begin()
+    repeats.record(0, first)  # another sequence
+    assert (repeats.selected, repeats.repeated) == (5, 2)
+    assert repeats.steps == 4
+
+
+def test_the_last_tokens_of_a_text_become_its_answer() -> None:
+    text = Text(prompt=[1, 2, 3], answer=[4, 5])
+    assert text.last(1) == Text(prompt=[1, 2, 3, 4], answer=[5])
+    assert len(text.last(4)) == len(text) == 5
+
+
+def test_what_cannot_be_measured_is_refused_at_once(
+    model: Model, head: RetrievalHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "read_bandwidth", lambda _: pytest.fail("too late"))
+    for given, error in (
+        ({"budgets": (64, 1024)}, "words 120 must be so many that"),
+        ({"policies": ("delta", "nobody")}, "unknown policy 'nobody'"),
+    ):
+        with pytest.raises((ConfigError, UnknownNameError), match=error):
+            offload.run(model, settings(**given), lambda *_: None, head)
+    for given in ({"budgets": (64, 32)}, {"budgets": ()}, {"items": 0}, {"words": 50}):
+        with pytest.raises(ConfigError, match=f"{next(iter(given))} "):
+            settings(**given)
+
+
+def test_without_a_head_the_command_that_makes_one_is_named(
+    model: Model,
+) -> None:
+    with pytest.raises(ConfigError, match="keyhole train-head"):
+        offload.run(replace(model, head=None), settings(), lambda *_: None)
+
+
+def test_documents_show_a_line(
+    line: dict[str, Any], large: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    line = line | {"large": large, "settings": line["settings"] | {"context": 256}}
+    stored = measure.header("offload", torch.device("cpu"), "a note", "1.2.3") | line
+    page = report.page([], [], [stored | {"commit": "old"}, stored | {"commit": "new"}])
+    assert page.count("## Layers on the lower tier") == 1
+    assert "commit new" in page
+    assert "commit old" not in page
+    assert page.count("| `delta` | 64 |") == 2
+    assert "| `quest` | everything copied | " in page
+    assert "6 layers under `spe_context`, 3 layers under `delta`" in page
+    offload_page.curve(stored, tmp_path / "images" / offload_page.PICTURE)
+    picture = (tmp_path / "images" / offload_page.PICTURE).read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert stored["date"].encode() in picture
