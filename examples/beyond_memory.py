@@ -1,4 +1,4 @@
-"""A text that outgrows its memory: layers move to a folder one by one, and the answer is the same."""
+"""A text that outgrows its memory: layers move to a folder, and the answer is the same."""
 
 import tempfile
 

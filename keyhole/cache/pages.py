@@ -198,8 +198,8 @@ class PageCache:
             need = capacity * self.page_bytes / 2**20
             raise CapacityError(
                 f"the KV cache could not grow to {need:.0f} MiB ({capacity} pages of "
-                f"{self.page_size} tokens); set memory= to less and offload= to a folder for the rest "
-                "(with a policy that selects), or lower max_batch or max_length"
+                f"{self.page_size} tokens); set memory= to less, with offload= to a folder for the "
+                "rest (and a policy that selects), or lower max_batch or max_length"
             ) from error
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
         self._refs.extend([0] * (capacity - self.capacity))

@@ -15,15 +15,16 @@ import keyhole
 from keyhole.cli.parser import Parser, check_leftover, usage
 from keyhole.errors import KeyholeError, UnknownNameError
 
-#: Name and one line of help, in the order of `keyhole --help`; each is a module here.
+#: Name and one line of help, in the order of `keyhole --help`; each is a module here, with _ for -.
 COMMANDS = {
     "demo": "two long tasks under four methods with one budget, and a picture",
     "generate": "continue a prompt",
     "chat": "talk with a model",
     "plan": "which layers fit into memory at which length",
     "calibrate": "measure where DELTA's layers belong in a model",
+    "train-head": "train the head that chooses what SpeContext reads",
     "verify": "compare the engine with transformers on a model",
-    "bench": "measure kernels or decode steps on this machine",
+    "bench": "measure kernels, decode steps or offloading on this machine",
 }
 
 
@@ -35,7 +36,7 @@ def build_parser() -> Parser:
         dest="command", title="commands", metavar="COMMAND", required=True
     )
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"keyhole.cli.{name}")
+        module = importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
         command.add_argument("--debug", action="store_true", help="show where an error came from")

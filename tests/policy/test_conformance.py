@@ -17,7 +17,7 @@ from torch import Tensor
 import keyhole
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import Model
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
 from tests.checkpoints import make_model

@@ -34,7 +34,10 @@ def rotated(x: Array, position: int, theta: float) -> Array:
     angles = np.array([position / theta ** (i / half) for i in range(half)])
     low, high = x[:, :half], x[:, half:]
     return np.concatenate(
-        [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)],
+        [
+            low * np.cos(angles) - high * np.sin(angles),
+            high * np.cos(angles) + low * np.sin(angles),
+        ],
         -1,
     )
 

@@ -1,0 +1,89 @@
+"""Measures retrieval heads of the bundled model: what share of its attention they find.
+
+    python -m benchmarks.head_recall "attention=FOLDER" "eagle, tokens=FOLDER" ...
+
+Every argument names a head and its folder; heads with random weights and the recent window are
+measured beside them. Adds a line to benchmarks/results/head-recall.jsonl, and writes the tables to
+stdout and the picture to docs/images/head-recall.png. `--render` only does the latter two, from the
+last line. Texts are items of the bundled model's tasks with their right answers, the query tokens
+are those of the answers: the tokens that decode steps would have. Seeds are those of evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from random import Random
+
+import torch
+
+import keyhole
+from keyhole.bench import measure
+from keyhole.evaluate import head_recall, head_table
+from keyhole.evaluate.head_recall import Text
+from keyhole.models.loading import load
+from keyhole.models.tiny.tasks import make
+from keyhole.models.tiny.vocabulary import BOS, EOS, WORD_IDS
+from keyhole.retrieval.head import RetrievalHead
+
+BUDGETS = (64, 128, 256, 512, 1024)
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+TASKS = ("recall", "multiquery", "docs2", "majority", "derive")
+ITEMS = {8192: 2, 4096: 3}
+MOST_ITEMS = 4
+MOST_ROWS = 64
+OUTPUT = measure.results() / "head-recall.jsonl"
+PICTURE = measure.ROOT / "docs/images/head-recall.png"
+
+
+def text(task: str, length: int, seed: int) -> Text:
+    """An item with its answer; rows are tokens of the answer, at most MOST_ROWS of them."""
+    item = make(task, length, seed)
+    prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
+    answer = [WORD_IDS[word] for word in [*item.answer.split(), EOS]]
+    places = range(len(prompt), len(prompt) + len(answer) - 1)
+    rows = Random(seed).sample(places, min(MOST_ROWS, len(places)))
+    return Text(token_ids=prompt + answer, rows=sorted(rows))
+
+
+def main() -> None:
+    """Reads the command line, measures and writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--render", action="store_true", help="only write tables and picture")
+    arguments = parser.parse_args()
+    if not arguments.render:
+        measure.append(OUTPUT, line(arguments.heads, arguments.note))
+    last = json.loads(OUTPUT.read_text().splitlines()[-1])
+    head_table.picture(last, PICTURE)
+    print(head_table.tables(last))
+
+
+def line(named: list[str], note: str) -> dict[str, object]:
+    """What is stored of one run."""
+    torch.set_num_threads(2)
+    model = load(keyhole.tiny(), "cpu", "float32")
+    places = dict(name.split("=", 1) for name in named)
+    heads = {n: RetrievalHead.from_pretrained(path, model.network) for n, path in places.items()}
+    for inputs in ("tokens+features", "tokens"):
+        heads[f"random, {inputs}"] = RetrievalHead.random(model.network, inputs=inputs)
+    texts = {
+        n: [text(task, n, seed) for task in TASKS for seed in range(ITEMS.get(n, MOST_ITEMS))]
+        for n in LENGTHS
+    }
+    cells = head_recall.measure(model, heads, texts, BUDGETS)
+    header = measure.header("head-recall", model.device, note, keyhole.__version__)
+    header["command"] = shlex.join(["python", "-m", "benchmarks.head_recall", *sys.argv[1:]])
+    settings = {"model": model.name, "budgets": BUDGETS, "lengths": LENGTHS, "tasks": TASKS}
+    settings |= {"rows": MOST_ROWS, "items": ITEMS, "most_items": MOST_ITEMS}
+    configs = {name: dataclasses.asdict(head.config) for name, head in heads.items()}
+    results = [dataclasses.asdict(cell) for cell in cells]
+    return {**header, "settings": settings, "heads": configs, "results": results}
+
+
+if __name__ == "__main__":
+    main()

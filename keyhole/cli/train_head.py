@@ -1,0 +1,134 @@
+"""Trains a retrieval head, which chooses what SpeContext reads, for a model that stays as it is.
+
+The head learns to look where the model looks (objective attention), or is cut out of a small draft
+model that learns the model's next tokens (eagle). Ctrl-C writes a snapshot, and --resume goes on
+from it to the same weights. `--policy spe_context --head FOLDER` uses the result; in a folder
+keyhole-head beside the weights it is used by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from keyhole.cli import flags, show
+from keyhole.errors import ConfigError
+from keyhole.retrieval.recipe import Recipe
+
+if TYPE_CHECKING:
+    from keyhole.models.loading import Model
+    from keyhole.retrieval.corpus import Corpus
+    from keyhole.retrieval.training import Outcome
+
+#: What a shell says of a program that Ctrl-C ended.
+_INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole train-head`."""
+    flags.add_model(parser, positional=True)
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="texts: a JSON string or list of token ids per line of a .jsonl file, or the whole of "
+        "any other file; without it texts of the bundled model's world",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="where the head goes; default: keyhole-head in MODEL, or here if MODEL is no folder",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags.add_settings(parser, Recipe, "training")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains; 130 where Ctrl-C ended it early."""
+    given = flags.settings_of(arguments, Recipe)
+    folder = _folder(arguments)
+    recipe = Recipe(**given)
+    if arguments.data is None and arguments.model is not None:
+        raise ConfigError("give --data FILE with texts for this model")
+    model = flags.load_model(arguments)
+    from keyhole.retrieval import training
+
+    if arguments.resume:
+        # What is not said again is as it was.
+        recipe = dataclasses.replace(training.recipe_of(folder) or recipe, **given)
+    corpus = _corpus(arguments, model)
+    with _Interrupt() as interrupt:
+        outcome = training.train(
+            model.network,
+            corpus,
+            recipe,
+            folder,
+            resume=arguments.resume,
+            stop=lambda: interrupt.seen,
+        )
+    if arguments.json:
+        print(show.to_json({"output": str(folder), **vars(outcome)}))
+    elif outcome.finished:
+        print(_text(outcome, folder))
+    if outcome.finished:
+        return 0
+    print(
+        f"stopped after {outcome.tokens} of {recipe.tokens} tokens; the same command with --resume "
+        f"goes on from {folder}",
+        file=sys.stderr,
+    )
+    return _INTERRUPTED
+
+
+def _text(outcome: Outcome, folder: Path) -> str:
+    lines = [f"{outcome.tokens} tokens in {outcome.steps} steps, {outcome.seconds:.0f} s"]
+    if outcome.loss is not None:
+        lines.append(
+            f"loss {outcome.loss:.3f}; with an eighth of the text the head keeps "
+            f"{outcome.recall:.1%} of the attention, the newest tokens {outcome.window:.1%}"
+        )
+    return "\n".join([*lines, f"written: {folder}"])
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    if arguments.output:
+        return Path(arguments.output)
+    # Not into a cache of the hub, nor into the package.
+    beside = Path(arguments.model) if arguments.model and Path(arguments.model).is_dir() else Path()
+    return beside / "keyhole-head"
+
+
+def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:
+    if arguments.data is None:
+        from keyhole.models.tiny.head_texts import HeadTexts
+
+        return HeadTexts()
+    from keyhole.retrieval.corpus import read
+
+    return read(arguments.data, model.tokenizer, model.vocab_size)
+
+
+class _Interrupt:
+    """Remembers Ctrl-C and SIGTERM until a step is done; a second one ends the program."""
+
+    seen = False
+
+    def __enter__(self) -> _Interrupt:
+        self._before = {
+            number: signal.signal(number, self._see) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def _see(self, number: int, frame: FrameType | None) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+        self.seen = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,24 @@
+"""Texts of the bundled model's world for its retrieval head: its training rows, freshly written."""
+
+from random import Random
+
+from keyhole.models.tiny.curriculum import LONGEST_WALK
+from keyhole.models.tiny.rows import ROWS
+from keyhole.models.tiny.vocabulary import WORD_IDS
+
+_WEIGHTS = {"questions": 3.0, "walk": 1.5, "derive": 3.0}
+"""What is written by the model in long generations counts most; `stream` is no task of anyone."""
+
+
+class HeadTexts:
+    """A corpus (see `keyhole.retrieval.corpus`) whose items are those of no evaluation.
+
+    Every text is a prompt and an answer that takes about its second half.
+    """
+
+    def text(self, rng: Random, length: int) -> list[int]:
+        """Token ids of one row of at most `length` words, at least 96."""
+        kinds = [kind for kind in _WEIGHTS if kind != "walk" or length <= LONGEST_WALK]
+        kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        words, _ = ROWS[kind](rng, length)
+        return [WORD_IDS[word] for word in words]

@@ -1,0 +1,74 @@
+"""`keyhole train-head` trains, stops and goes on, and writes what SpeContext loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.retrieval.distill import Distiller
+from tests.cli.conftest import Run
+
+OPTIONS = ("--device", "cpu", "--tokens", "600", "--length", "100", "--batch-tokens", "200")
+OPTIONS += ("--num-queries", "8")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "data.txt"
+    path.write_text("A text of some length. " * 20)
+    return str(path)
+
+
+def test_a_head_is_trained_and_used(path: str, data: str, run: Run, tmp_path: Path) -> None:
+    folder = str(tmp_path / "head")
+    ran = run("train-head", path, "--data", data, "--output", folder, *OPTIONS)
+    assert ran.status == 0, ran.err
+    assert "600 tokens in 3 steps" in ran.out
+    assert f"written: {folder}" in ran.out
+    policy = ("--policy", "spe_context", "--head", folder, "--token-budget", "8")
+    assert run("generate", "x" * 40, "--model", path, *policy, "--max-tokens", "2").status == 0
+    again = run("train-head", path, "--data", data, "--output", folder, *OPTIONS)
+    assert again.status == 2
+    assert "holds a finished head" in again.err
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(
+    path: str, data: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Distiller.train_step
+
+    def interrupted(self: Distiller) -> Any:
+        if self.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    command = ("train-head", path, "--data", data, "--output", str(tmp_path / "head"))
+    command += ("--objective", "eagle", "--inputs", "tokens")
+    monkeypatch.setattr(Distiller, "train_step", interrupted)
+    ran = run(*command, *OPTIONS)
+    assert ran.status == 130
+    assert "stopped after 400 of 600 tokens; the same command with --resume goes on" in ran.err
+    monkeypatch.setattr(Distiller, "train_step", step)
+    assert "holds a run that is not finished" in run(*command, *OPTIONS).err
+    ran = run(*command, "--resume", "--device", "cpu", "--json")
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert (found["finished"], found["tokens"], found["steps"]) == (True, 600, 3)
+    assert json.loads((tmp_path / "head/config.json").read_text())["inputs"] == "tokens"
+
+
+def test_a_model_needs_data(path: str, run: Run) -> None:
+    ran = run("train-head", path)
+    assert ran.status == 2
+    assert "give --data FILE with texts for this model" in ran.err
+
+
+def test_a_wrong_setting_is_named(run: Run) -> None:
+    ran = run("train-head", "--objective", "atention")
+    assert ran.status == 2
+    assert "unknown objective 'atention'; did you mean 'attention'?" in ran.err

@@ -1,0 +1,38 @@
+"""The bundled model's own head finds what the model looks at, and far better than a window."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+import keyhole
+from keyhole.evaluate.head_recall import WINDOW, Text, measure
+from keyhole.models.loading import load
+from keyhole.models.tiny.tasks import is_correct, make
+from keyhole.models.tiny.vocabulary import BOS, WORD_IDS
+from keyhole.retrieval.head import RetrievalHead
+
+
+@pytest.mark.parametrize("task", ["recall", "derive"])
+def test_the_head_finds_more_than_the_newest_tokens(task: str) -> None:
+    model = load(keyhole.tiny(), "cpu")
+    assert model.head is not None
+    item = make(task, 768, 0)
+    prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
+    ids = prompt + [WORD_IDS[word] for word in item.answer.split()]
+    places = range(len(prompt), len(ids))
+    rows = sorted(Random(0).sample(places, min(32, len(places))))
+    heads = {"ours": RetrievalHead.from_pretrained(model.head, model.network)}
+    cells = measure(model, heads, {768: [Text(token_ids=ids, rows=rows)]}, (96,))
+    found = {cell.chooser: cell.recall for cell in cells}
+    assert found["ours"] > found[WINDOW] + 0.03
+
+
+def test_a_fact_is_recalled_with_an_eighth_of_the_text() -> None:
+    llm = keyhole.LLM(keyhole.tiny(), policy=keyhole.SpeContext(token_budget=128), device="cpu")
+    item = make("recall", 1024, 0)
+    result = llm.generate(item.prompt, keyhole.SamplingParams(max_tokens=12))
+    assert is_correct(item, result.text)
+    assert result.stats.attended_fraction is not None
+    assert result.stats.attended_fraction < 0.2

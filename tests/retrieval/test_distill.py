@@ -1,0 +1,130 @@
+"""A training lowers its loss, goes on bit for bit, and leaves a head that can be loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole.errors import ConfigError, NumericalError, UnknownNameError
+from keyhole.retrieval import training
+from keyhole.retrieval.distill import Distiller, rate
+from keyhole.retrieval.head import RetrievalHead
+from keyhole.retrieval.recipe import Recipe
+from tests.checkpoints import VOCAB_SIZE, make_config, make_network
+
+RECIPE = Recipe(tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3))
+
+
+class Texts:
+    """Two words in turns with noise between: there is something to find."""
+
+    def text(self, rng: Random, length: int) -> list[int]:
+        return [
+            rng.choice((7, 8)) if i % 3 else rng.randrange(3, VOCAB_SIZE) for i in range(length)
+        ]
+
+
+@pytest.fixture(scope="module")
+def network() -> Any:
+    return make_network(make_config("llama"))
+
+
+@pytest.mark.parametrize("objective", ["attention", "eagle"])
+@pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
+def test_a_few_steps_lower_the_loss(network: Any, objective: str, inputs: str) -> None:
+    layers = None if inputs == "tokens" else (1, 2, 3)
+    recipe = dataclasses.replace(
+        RECIPE, objective=objective, inputs=inputs, feature_layers=layers, tokens=12_000
+    )
+    distiller = Distiller(network, Texts(), recipe)
+    losses = []
+    while not distiller.finished:
+        losses.append(distiller.train_step().loss)
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert distiller.head.config.inputs == inputs
+    assert distiller.head.config.trained_length == 96
+
+
+@pytest.mark.parametrize("objective", ["attention", "eagle"])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    network: Any, objective: str, tmp_path: Path
+) -> None:
+    recipe = dataclasses.replace(RECIPE, objective=objective)
+    whole = training.train(network, Texts(), recipe, tmp_path / "whole")
+    asked = iter([False, False, True])
+    part = training.train(network, Texts(), recipe, tmp_path / "part", stop=lambda: next(asked))
+    assert (part.finished, part.steps) == (False, 2)
+    assert training.recipe_of(tmp_path / "part") is not None
+    rest = training.train(network, Texts(), recipe, tmp_path / "part", resume=True)
+    assert (rest.finished, rest.steps) == (True, whole.steps)
+    heads = [RetrievalHead.from_pretrained(tmp_path / x, network) for x in ("whole", "part")]
+    for one, other in zip(*(head.parameters() for head in heads), strict=True):
+        assert torch.equal(one, other)
+    assert not (tmp_path / "part" / training.SNAPSHOT).exists()
+
+
+def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
+    training.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
+    with pytest.raises(ConfigError, match="holds a run that is not finished; resume it"):
+        training.train(network, Texts(), RECIPE, tmp_path / "run")
+    other = dataclasses.replace(RECIPE, seed=1)
+    with pytest.raises(ConfigError, match="seed 1 must be 0, as in the run"):
+        training.train(network, Texts(), other, tmp_path / "run", resume=True)
+    bigger = make_network(make_config("llama_group4"))
+    with pytest.raises(ConfigError, match=r"learning_rate .* must be"):
+        training.train(bigger, Texts(), RECIPE, tmp_path / "run", resume=True)
+    (tmp_path / "run" / training.SNAPSHOT).write_bytes(b"no")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        training.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match="holds no run that could be resumed"):
+        training.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
+    RetrievalHead.random(network).save_pretrained(tmp_path / "head")
+    with pytest.raises(ConfigError, match="holds a finished head; choose another"):
+        training.train(network, Texts(), RECIPE, tmp_path / "head")
+
+
+def test_nan_stops_a_training_and_nothing_is_lost(
+    network: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = Distiller._loss
+
+    def bad(self: Distiller, lesson: Any) -> Any:
+        loss, found = good(self, lesson)
+        return (loss * float("nan") if self.step == 3 else loss), found
+
+    monkeypatch.setattr(Distiller, "_loss", bad)
+    with pytest.raises(
+        NumericalError, match=r"the loss of step 3 is nan .* the step before is kept"
+    ):
+        training.train(network, Texts(), RECIPE, tmp_path)
+    monkeypatch.setattr(Distiller, "_loss", good)
+    rest = training.train(network, Texts(), RECIPE, tmp_path, resume=True)
+    whole = training.train(network, Texts(), RECIPE, tmp_path / "whole")
+    assert rest.finished
+    assert rest.steps == whole.steps
+    heads = [RetrievalHead.from_pretrained(x, network) for x in (tmp_path, tmp_path / "whole")]
+    assert torch.equal(heads[0].q.weight, heads[1].q.weight)
+
+
+def test_settings_that_cannot_be_are_named(network: Any) -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'eagle'"):
+        Recipe(objective="eagel")
+    with pytest.raises(ConfigError, match="learning_rate 0 must be"):
+        Recipe(learning_rate=0)
+    with pytest.raises(ConfigError, match="length 20 must be >= 64"):
+        Recipe(length=20)
+    with pytest.raises(ConfigError, match="length 1000 must be at most 512"):
+        Distiller(network, Texts(), Recipe(length=1000))
+    with pytest.raises(ConfigError, match=r"feature_layers \(1, 4\) must be layers of 0 to 3"):
+        Distiller(network, Texts(), Recipe(feature_layers=(1, 4)))
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [rate(done / 100) for done in range(101)]
+    assert rates[0] < rates[1] < rates[2] > rates[50] > rates[100] > 0
+    assert max(rates) <= 1

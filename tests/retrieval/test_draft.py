@@ -1,0 +1,121 @@
+"""The draft model is EAGLE-3's layer, its unrolled training what a plain drafter would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keyhole.retrieval.distill import Distiller
+from keyhole.retrieval.draft import DECAY, Draft, eagle_loss
+from keyhole.retrieval.recipe import Recipe
+from keyhole.retrieval.teacher import Lesson, Teacher
+from tests.checkpoints import VOCAB_SIZE, make_config, make_network
+from tests.retrieval.test_distill import Texts
+
+LAYERS = (1, 2, 3)
+
+
+def made(kind: str = "llama") -> tuple[Any, Draft, Lesson]:
+    network = make_network(make_config(kind))
+    recipe = Recipe(objective="eagle", length=64, feature_layers=LAYERS, learning_rate=1e-3)
+    draft = Distiller(network, Texts(), recipe).module
+    assert isinstance(draft, Draft)
+    for weight in (draft.o.weight, draft.down.weight):  # zero at first
+        torch.nn.init.normal_(weight, std=0.2)
+    text = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
+    lesson = Teacher(network, LAYERS).lesson(text, torch.tensor([4, 11, 27]), logit_steps=3)
+    return network, draft, lesson
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turned(x: Tensor, position: int, theta: float) -> Tensor:
+    """[heads, D] rotated as Llama does."""
+    half = x.shape[-1] // 2
+    angle = position * theta ** (-torch.arange(half).double() / half)
+    a, b = x[:, :half], x[:, half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+class PlainDrafter:
+    """One token after the other, in float64, with a list of keys and values."""
+
+    def __init__(self, network: Any, draft: Draft) -> None:
+        self.w = {name: x.detach().double() for name, x in draft.named_parameters()}
+        self.embedding = network.get_input_embeddings().weight.detach().double()
+        self.output = network.get_output_embeddings().weight.detach().double()
+        self.config = draft.head.config
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def step(self, token: int, position: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        w, config = self.w, self.config
+        heads, kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        embedded = norm(self.embedding[token], w["head.embed_norm.weight"])
+        x = torch.cat([embedded, norm(hidden, w["head.feature_norm.weight"])])
+        query = turned((w["head.q.weight"] @ x).view(heads, dim), position, config.rope_theta)
+        key = turned((w["head.k.weight"] @ x).view(kv, dim), position, config.rope_theta)
+        self.keys.append(key)
+        self.values.append((w["v.weight"] @ x).view(kv, dim))
+        mixed = []
+        for head in range(heads):
+            own = head * kv // heads
+            logits = torch.stack([query[head] @ k[own] for k in self.keys]) * dim**-0.5
+            weights = logits.softmax(0)
+            mixed.append(sum(a * v[own] for a, v in zip(weights, self.values, strict=True)))
+        hidden = hidden + w["o.weight"] @ torch.cat(mixed)
+        y = norm(hidden, w["mlp_norm.weight"])
+        gated = F.silu(w["gate.weight"] @ y) * (w["up.weight"] @ y)
+        hidden = hidden + w["down.weight"] @ gated
+        return hidden, self.output @ norm(hidden, w["norm.weight"])
+
+
+def test_unrolled_steps_are_those_of_a_plain_drafter() -> None:
+    network, draft, lesson = made()
+    found = draft.unroll(lesson, 3)
+    states = torch.cat([h.double() for h in lesson.hidden], -1)
+    fused = states @ draft.head.fc.weight.detach().double().T
+    for number, row in enumerate(lesson.rows.tolist()):
+        plain = PlainDrafter(network, draft)
+        for j in range(row + 1):
+            before = fused[j - 1] if j else torch.zeros_like(fused[0])
+            hidden, logits = plain.step(int(lesson.token_ids[j]), j, before)
+        for step in range(3):
+            if step:
+                at = row + step
+                hidden, logits = plain.step(int(lesson.token_ids[at]), at, hidden)
+            difference = (found[step][number].detach().double() - logits).abs().max()
+            assert float(difference) < 1e-4 * float(logits.abs().max())
+
+
+def test_the_loss_is_the_weighted_cross_entropy_of_the_steps() -> None:
+    _, draft, lesson = made()
+    assert lesson.logits is not None
+    total = weight = 0.0
+    for step, logits in enumerate(draft.unroll(lesson, 3)):
+        wanted, found = lesson.logits[:, step].double().softmax(-1), logits.double().log_softmax(-1)
+        total += DECAY**step * -(wanted * found).sum(-1).mean().item()
+        weight += DECAY**step
+    assert eagle_loss(draft, lesson).item() == pytest.approx(total / weight, rel=1e-5)
+
+
+@pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
+def test_the_pruned_head_gives_the_layers_products(inputs: str) -> None:
+    _, draft, lesson = made("llama_group3")
+    head = draft.prune(inputs)
+    ids, places = lesson.token_ids, torch.arange(len(lesson.token_ids))
+    fused = draft.head.fuse(lesson.hidden)
+    query, key, _ = draft.project(ids, places, fused)
+    if inputs == "tokens":  # what the layer gives where the features' half adds nothing
+        with torch.no_grad():
+            draft.head.feature_norm.weight.zero_()
+        query, key, _ = draft.project(ids, places, fused)
+    pruned = head(ids, places, None if inputs == "tokens" else fused)
+    torch.testing.assert_close(pruned, (query, key))
+    assert head.config.objective == "eagle"
