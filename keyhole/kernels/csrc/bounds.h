@@ -39,19 +39,19 @@ static void bound_scores(const BoundScores& a) {
         const int64_t list = i / tiles, first = i % tiles * kTile;
         const int64_t b = list / a.Hkv, h = list % a.Hkv;
         const int64_t count = a.M - first < kTile ? a.M - first : kTile;
-        const T *low[kTile], *high[kTile], *next_low[kTile], *next_high[kTile];
+        const T *low[2 * kTile], *high[2 * kTile];  // of this tile, and of the next one
         for (int64_t t = 0; t < 2 * kTile; t++) {
             const int64_t entry = first + t < a.M ? first + t : first;
             const int64_t at = (a.table[b * a.table_stride + entry] * a.Hkv + h) * a.D;
-            (t < kTile ? low : next_low)[t % kTile] = static_cast<const T*>(a.low) + at;
-            (t < kTile ? high : next_high)[t % kTile] = static_cast<const T*>(a.high) + at;
+            low[t] = static_cast<const T*>(a.low) + at;
+            high[t] = static_cast<const T*>(a.high) + at;
         }
         float best[kTile];
         for (int64_t g = 0; g < G; g += 4) {
             const int64_t row = (b * a.Hq + h * G + g) * stride, H = G - g < 4 ? G - g : 4;
             float up[4 * kTile], down[4 * kTile];
-            score_all<T>(query + row, stride, H, high, a.D, up, g ? nullptr : next_high);
-            score_all<T>(negative + row, stride, H, low, a.D, down, g ? nullptr : next_low);
+            score_all<T>(query + row, stride, H, high, a.D, up, g ? nullptr : high + kTile);
+            score_all<T>(negative + row, stride, H, low, a.D, down, g ? nullptr : low + kTile);
             for (int t = 0; t < H * kTile; t++) {
                 const float bound = up[t] + down[t];
                 float& so_far = best[t % kTile];
