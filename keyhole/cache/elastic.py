@@ -23,11 +23,6 @@ from keyhole.cache.pages import keys_and_values
 from keyhole.kernels import Selection
 
 
-def buffer_tokens(token_budget: int, page_size: int) -> int:
-    """Tokens of a buffer for selections of `token_budget` tokens: whole pages, and one more."""
-    return (-(-token_budget // page_size) + 1) * page_size
-
-
 @dataclass(frozen=True)
 class Frame:
     """The decoding sequences of a step, and where they lie in the buffers of every layer.

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.cache.elastic import ElasticBuffer, Frame, Resident, buffer_tokens
+from keyhole.cache.elastic import ElasticBuffer, Frame, Resident
 from keyhole.cache.pages import PageCache
 from keyhole.cache.tiers import Tier
 from keyhole.kernels import Selection
+from keyhole.planner import buffer_tokens
 
 
 @dataclass(frozen=True)

@@ -119,11 +119,16 @@ def find(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # the hub's client, the network and the disk each have their own
-        near = _nearest_folder(folder)
-        raise ModelError(
-            f"unknown model {name!r}: it is no folder{near} and no model of that name could be "
-            "loaded from the hub or its local cache"
-        ) from error
+        raise unknown_model(name) from error
+
+
+def unknown_model(name: str) -> ModelError:
+    """The error for a name that is neither a folder nor known to the hub; names the nearest."""
+    near = _nearest_folder(Path(name))
+    return ModelError(
+        f"unknown model {name!r}: it is no folder{near} and no model of that name could be loaded "
+        "from the hub or its local cache"
+    )
 
 
 def _nearest_folder(folder: Path) -> str:

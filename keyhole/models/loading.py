@@ -22,6 +22,7 @@ from keyhole.errors import (
 from keyhole.models import families
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch
+from keyhole.models.config_file import unknown_model
 from keyhole.models.linear import speed_up
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
@@ -168,19 +169,7 @@ def _read(reader: Any, name: str) -> Any:
             raise ModelError(f"folder {name!r} holds no model: it has no config.json") from error
         if folder.is_dir():
             raise ModelError(f"the config of {name!r} cannot be read: {_line(error)}") from error
-        near = _nearest_folder(folder)
-        raise ModelError(
-            f"unknown model {name!r}: it is no folder{near} and no model of that name could be "
-            "loaded from the hub or its local cache"
-        ) from error
-
-
-def _nearest_folder(folder: Path) -> str:
-    if not folder.parent.is_dir():
-        return ""
-    known = [path.name for path in folder.parent.iterdir() if (path / "config.json").is_file()]
-    message = str(UnknownNameError("folder", folder.name, known))
-    return " (" + message.partition("; ")[2].partition(" (")[0] + ")" if "; " in message else ""
+        raise unknown_model(name) from error
 
 
 def _tokenizer(name: str, vocab_size: int) -> Any:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.cache import pages as pages_module
-from keyhole.cache.elastic import ElasticBuffer, Resident, buffer_tokens
+from keyhole.cache.elastic import ElasticBuffer, Resident
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher, Traffic
 from keyhole.cache.tiers import FileTier
 from keyhole.kernels import Selection
+from keyhole.planner import buffer_tokens
 
 SIZE, BUDGET, ROWS, GROUP = 4, 10, 3, 2
 PLAIN = LayerLayout(num_kv_heads=2, key_dim=8, value_dim=6)

@@ -88,6 +88,8 @@ def test_results_do_not_change_when_layers_move(
         model_bytes = engine.placement.plan.model.terms(
             engine.cache.capacity, engine.placement.offloaded
         )
+        # The plan is to be within 5 % of what is there; it also counts 8 bytes per page of table,
+        # which are not in these tensors.
         assert measured == pytest.approx(sum(model_bytes.values()), rel=0.05)
     if (
         kind != "deepseek_v3" or policy.name != "spe_context"
