@@ -8,8 +8,11 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     append           write new keys and values into pages
     attend           one query token per sequence over all, some pages or some tokens
     attend_and_score the same over all, and reduced attention weights beside it
+    attend_and_score_chosen  the same over chosen tokens
     head_scores      attention weights alone, the largest of each group of heads
     prefill          the query tokens of one sequence, causal, over its pages
+    prefill_chosen   query tokens at any places, over chosen tokens not after them
+    gather_tokens    keys or values of some tokens of a sequence
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
     top_indices      deterministic top-k with places that are always taken
@@ -34,15 +37,18 @@ if TYPE_CHECKING:
         append,
         attend,
         attend_and_score,
+        attend_and_score_chosen,
         backend,
         bound_scores,
         exchange,
+        gather_tokens,
         head_scores,
         keep,
         kept,
         linear,
         page_bounds,
         prefill,
+        prefill_chosen,
         recent_indices,
         top_indices,
     )
@@ -53,15 +59,18 @@ __all__ = [
     "append",
     "attend",
     "attend_and_score",
+    "attend_and_score_chosen",
     "backend",
     "bound_scores",
     "exchange",
+    "gather_tokens",
     "head_scores",
     "keep",
     "kept",
     "linear",
     "page_bounds",
     "prefill",
+    "prefill_chosen",
     "recent_indices",
     "top_indices",
 ]

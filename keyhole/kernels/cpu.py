@@ -257,6 +257,43 @@ def prefill(
     sinks: Tensor | None,
 ) -> Tensor:
     """As the reference."""
+    size = key_pages.shape[2]
+    pages = pages[: -(-(start + len(query)) // size)]
+    paged = (query, key_pages, value_pages, pages)
+    return _prefill(*paged, start, (0, 0, 0), scale, window, softcap, sinks)
+
+
+def prefill_chosen(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    chosen: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As the reference."""
+    positions, chosen = positions.to(torch.int64).contiguous(), chosen.int().contiguous()
+    places = (positions.data_ptr(), chosen.data_ptr(), len(chosen))
+    paged = (query, key_pages, value_pages, pages)
+    return _prefill(*paged, 0, places, scale, window, softcap, sinks)
+
+
+def _prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    start: int,
+    places: tuple[int, int, int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     num_tokens, num_heads, dim = query.shape
@@ -270,9 +307,10 @@ def prefill(
         key_pages.stride()[:3],
         value_pages.data_ptr(),
         value_pages.stride()[:3],
-        pages.data_ptr(),
+        (pages.data_ptr(), len(pages)),
         start,
         window or 0,
+        places,
         scale,
         softcap or 0.0,
         _address(sinks),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import cpu, keeping, reference
+from keyhole.kernels import chosen, cpu, keeping, reference
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 _library = Library("keyhole", "DEF")
@@ -99,6 +99,25 @@ def prefill(
     return out
 
 
+def prefill_chosen(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of tokens at any places over chosen tokens that are not after them, [T, Hq, Dv]."""
+    paged = (query, key_pages, value_pages, pages, positions, tokens)
+    out: Tensor = torch.ops.keyhole.prefill_chosen(*paged, scale, window, softcap, sinks)
+    return out
+
+
 def page_bounds(
     key_pages: Tensor, low: Tensor, high: Tensor, pages: Tensor, filled: Tensor
 ) -> None:
@@ -148,6 +167,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 recent_indices = reference.recent_indices
+attend_and_score_chosen = chosen.attend_and_score_chosen
+gather_tokens = chosen.gather_tokens
 keep, kept = keeping.keep, keeping.kept
 
 
@@ -182,6 +203,12 @@ def _prefill(*operands: Any) -> Tensor:
     *paged, scale, window, softcap, sinks = operands
     options = {"window": window, "softcap": softcap, "sinks": sinks}
     return reference.prefill(*paged, scale=scale, **options)
+
+
+def _prefill_chosen(*operands: Any) -> Tensor:
+    *paged, scale, window, softcap, sinks = operands
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    return chosen.prefill_chosen(*paged, scale=scale, **options)
 
 
 def _top_indices(
@@ -243,6 +270,13 @@ _register(
     f"({_QKV}, Tensor pages, int start, float scale, int? window, {_REST} -> Tensor",
     _prefill,
     cpu.prefill,
+)
+_register(
+    "prefill_chosen",
+    f"({_QKV}, Tensor pages, Tensor positions, Tensor chosen, float scale, int? window, {_REST}"
+    " -> Tensor",
+    _prefill_chosen,
+    cpu.prefill_chosen,
 )
 _register(
     "page_bounds",

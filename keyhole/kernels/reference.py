@@ -18,7 +18,7 @@ from torch import Tensor
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 # The explicit path of `prefill` holds at most this many scores at once (256 MiB in float32).
-_MAX_SCORES = 1 << 26
+MAX_SCORES = 1 << 26
 
 # Numbers of keys or values gathered at once. On a CPU small buffers stay in the caches: at 32k
 # tokens this is seven times as fast as gathering all (benchmarks/LOG.md). A GPU wants few and large
@@ -70,9 +70,37 @@ def attend(
     """
     if selection is None and window is not None:
         selection = _window_pages(lengths, window, key_pages.shape[2], page_table.shape[1])
+    return attend_weights(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        selection=selection,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )[0]
+
+
+def attend_weights(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    selection: Selection | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, and its weights, float32 [B, Hkv, G, n] over the n tokens of the selection."""
     reads = _reads(key_pages, page_table, lengths, selection, window)
     weights = _weights(query, key_pages, reads, scale, softcap, sinks)
-    return _mix(weights, value_pages, reads).to(query.dtype)
+    return _mix(weights, value_pages, reads).to(query.dtype), weights
 
 
 def attend_and_score(
@@ -91,14 +119,14 @@ def attend_and_score(
 
     n = M * page_size / unit; entries past the sequence are 0.
     """
-    reads = _reads(key_pages, page_table, lengths, None, None)
-    weights = _weights(query, key_pages, reads, scale, softcap, sinks)
+    paged = (query, key_pages, value_pages, page_table, lengths)
+    out, weights = attend_weights(*paged, scale=scale, softcap=softcap, sinks=sinks)
     scores = []
     for request in requests:
         tokens = weights.flatten(1, 2)
         tokens = tokens.amax(1) if request.reduce == "max" else tokens.sum(1)
         scores.append(tokens.unflatten(1, (-1, request.unit)).sum(2)[:, None])
-    return _mix(weights, value_pages, reads).to(query.dtype), tuple(scores)
+    return out, tuple(scores)
 
 
 def head_scores(
@@ -279,11 +307,11 @@ def prefill(
         )
         out = out.view(*grouped.shape[:3], -1)
     else:
-        rows = max(1, _MAX_SCORES // (query.shape[1] * (end - first)))
+        rows = max(1, MAX_SCORES // (query.shape[1] * (end - first)))
         blocks = zip(grouped.split(rows, 2), seen.split(rows), strict=True)
         out = torch.cat(
             [
-                _block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)
+                attend_block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)
                 for block, mask in blocks
             ],
             2,
@@ -291,7 +319,7 @@ def prefill(
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _block(
+def attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -17,8 +17,9 @@ from transformers import AttentionInterface
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
-from keyhole.models import mla
-from keyhole.models.batch import Batch
+from keyhole.models import mla, scattered
+from keyhole.models.batch import Batch, LastLayer, ScatteredChunk
+from keyhole.policy.base import ScoreRequest, Selection, Step
 
 NAME = "keyhole"
 
@@ -72,20 +73,28 @@ def _paged(
     """Writes key and value [T, Hkv, D], reads for query [T, Hq, D]; returns [T, Hq, Dv]."""
     cache = batch.cache
     keys, values = cache.keys[layer], cache.values[layer]
-    kernels.append(keys, None if value is None else values, key, value, batch.slots)
+    if batch.rewrite is None:
+        kernels.append(keys, None if value is None else values, key, value, batch.slots)
+    else:
+        scattered.write(batch, batch.rewrite, layer, (key, value))
     if batch.touched is not None and batch.filled is not None and window is None:
         batch.policy.on_append(keys, cache.data[layer], batch.touched, batch.filled)
+    if batch.observer is not None:
+        batch.observer(layer, query, {"window": window, **options})
+    if layer == batch.last_layer:
+        raise LastLayer
     parts = []
     if batch.step is not None:
         rows = slice(batch.num_decode)
         newest = (key[rows], None if value is None else value[rows])
         parts.append(_decode(batch, layer, query[rows], newest, window, options))
-    parts += [
-        kernels.prefill(
-            query[chunk.rows], keys, values, chunk.pages, chunk.start, window=window, **options
-        )
-        for chunk in batch.chunks
-    ]
+    for chunk in batch.chunks:
+        if isinstance(chunk, ScatteredChunk):
+            part = scattered.attend(batch, chunk, layer, query[chunk.rows], window, options)
+        else:
+            place = (keys, values, chunk.pages, chunk.start)
+            part = kernels.prefill(query[chunk.rows], *place, window=window, **options)
+        parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -106,29 +115,63 @@ def _decode(
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     paged = (query, keys, values, step.page_table, step.lengths)
     if window is not None:
-        batch.reads.append(None)
-        return kernels.attend(*paged, window=window, **options)
+        if step.thinned is None:
+            batch.reads.append(None)
+            return kernels.attend(*paged, window=window, **options)
+        selection = step.thinned.selection(layer, window)
+        batch.reads.append(selection)
+        return kernels.attend(*paged, selection=selection, **options)
     requests = policy.needs_scores(layer, step)
     if requests:
-        batch.reads.append(None)
-        out, scores = kernels.attend_and_score(*paged, requests=requests, **options)
+        out, scores = _attend_and_score(batch, layer, paged, requests, options)
         policy.on_scores(layer, scores, step)
         batch.prefetch(layer)
         return out
-    selection = policy.select(layer, query, step)
-    batch.reads.append(selection)
-    if selection is None:
+    selected = _there(step, layer, policy.select(layer, query, step))
+    batch.reads.append(selected)
+    if selected is None:
         return kernels.attend(*paged, **options)
     if batch.prefetcher is not None and layer in batch.prefetcher:
-        resident = batch.prefetcher.wait(layer, selection)
+        resident = batch.prefetcher.wait(layer, selected)
         resident.append(*newest)
         return kernels.attend(query, *resident.paged, selection=resident.selection, **options)
-    if selection.indices.shape[1] > keys.shape[1]:
+    if selected.indices.shape[1] > keys.shape[1]:
         # A choice per query head over what all heads share (MLA): as if each had keys of its own.
-        heads = selection.indices.shape[1]
+        heads = selected.indices.shape[1]
         keys, values = (x.expand(-1, heads, -1, -1) for x in (keys, values))
         paged = (query, keys, values, step.page_table, step.lengths)
-    return kernels.attend(*paged, selection=selection, **options)
+    return kernels.attend(*paged, selection=selected, **options)
+
+
+def _attend_and_score(
+    batch: Batch,
+    layer: int,
+    paged: tuple[Tensor, ...],
+    requests: tuple[ScoreRequest, ...],
+    options: dict[str, Any],
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Attention over all that the layer has, and the scores asked for."""
+    step = batch.step
+    assert step is not None
+    selection = _there(step, layer, None)
+    batch.reads.append(selection)
+    if selection is None:
+        return kernels.attend_and_score(*paged, requests=requests, **options)
+    return kernels.attend_and_score_chosen(
+        *paged,
+        selection=selection,
+        requests=requests,
+        **options,
+    )
+
+
+def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:
+    """What is there of a selection, where layers dropped tokens of some prompts."""
+    if step.thinned is None:
+        return selection
+    if selection is None:
+        return step.thinned.selection(layer)
+    return step.thinned.within(layer, selection)
 
 
 class PassThrough:

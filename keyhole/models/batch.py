@@ -5,6 +5,7 @@ Row layout: first one token of each decoding sequence, then the prompt chunks on
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,6 +29,38 @@ class Chunk:
 
 
 @dataclass
+class ScatteredChunk:
+    """Tokens of one sequence at any places, over the tokens that each layer has.
+
+    positions: int64 [T], ascending. seen: per layer int64 [n], the tokens to read, ascending and
+    with `positions` among them; later tokens are not seen. written: bool [L, T], where the new keys
+    and values are kept, combined by `update(new, old)` with what was there; elsewhere what was
+    there stays and is read; None: everywhere, as they are.
+    queries: filled with the mean query of each layer, float32 [Hq, D], if it is a dict.
+    deviations: for the layers that are its keys, gets |new - old|^2 of keys and values, summed over
+        heads and numbers, float32 [T].
+    """
+
+    rows: slice
+    positions: Tensor
+    pages: Tensor  # int64 [M], all pages of the sequence
+    seen: Sequence[Tensor]
+    written: Tensor | None = None
+    stored: Tensor | None = None
+    update: Callable[[Tensor, Tensor], Tensor] | None = None
+    queries: dict[int, Tensor] | None = None
+    deviations: dict[int, list[Tensor]] | None = None
+
+
+class LastLayer(Exception):  # noqa: N818 - a signal, like StopIteration
+    """Ends a forward after the attention of the last layer that it is needed for."""
+
+
+#: Called by every layer with its number, its rotated queries [T, Hq, D] and attention's options.
+Observer = Callable[[int, Tensor, dict[str, object]], None]
+
+
+@dataclass
 class Batch:
     """Everything that attention needs in one step. Travels through `model.forward` as a keyword.
 
@@ -38,6 +71,8 @@ class Batch:
     reads: what each layer read for the decoding sequences, appended as layers run.
     latents: MLA's new latents on their way from the cache hook to the attention function.
     prefetcher: where layers on the lower tier are read from; None if there are none.
+    rewrite: the one chunk of a step that computes stored tokens again; such a step has no other.
+    observer: is shown the queries of every layer. last_layer: where the forward may end.
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     """
 
@@ -47,13 +82,16 @@ class Batch:
     newest: Tensor
     num_decode: int
     step: Step | None
-    chunks: list[Chunk]
+    chunks: list[Chunk | ScatteredChunk]
     touched: Tensor | None = None
     filled: Tensor | None = None
     reads: list[Selection | None] = field(default_factory=list)
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     prefetcher: Prefetcher | None = None
+    rewrite: ScatteredChunk | None = None
+    observer: Observer | None = None
+    last_layer: int | None = None
 
     def prefetch(self, after: int) -> None:
         """Starts to load what was chosen for the layers after `after`, up to the next choice."""

@@ -21,7 +21,7 @@ from keyhole.errors import (
 )
 from keyhole.models import families
 from keyhole.models.attention import NAME, PassThrough
-from keyhole.models.batch import Batch
+from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.config_file import unknown_model
 from keyhole.models.linear import speed_up
 
@@ -84,16 +84,20 @@ class Model:
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
         """Logits [len(rows), vocabulary] of a packed row.
 
-        token_ids, positions: int64 [T]; rows: int64, the places whose logits are wanted.
+        token_ids, positions: int64 [T]; rows: int64, the places whose logits are wanted. None of
+        them come out of a batch that ends at `last_layer`.
         """
-        out = self.network(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            past_key_values=PassThrough(batch),
-            use_cache=False,
-            logits_to_keep=rows,
-            keyhole=batch,
-        )
+        try:
+            out = self.network(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                past_key_values=PassThrough(batch),
+                use_cache=False,
+                logits_to_keep=rows,
+                keyhole=batch,
+            )
+        except LastLayer:
+            return token_ids.new_zeros(0, self.vocab_size, dtype=self.dtype)
         logits: Tensor = out.logits[0]
         return logits
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from keyhole.cache.thinned import Rows
+
 __all__ = ["Policy", "ScoreRequest", "Selection", "Step"]
 
 
@@ -34,6 +36,8 @@ class Step:
     host_lengths: int64 [B], `lengths` without asking the device. fresh: bool [B], sequences in
         their first decode step since they began to run.
     slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
+    thinned: what each layer has of the sequences, where layers dropped tokens of some prompts
+        (stored documents); None: everything. What is not there is taken out of a selection.
     head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N]; computed when
         it is called. None without a head. head_token_bytes: the head's keys of a token.
     """
@@ -49,6 +53,7 @@ class Step:
     slots: Tensor
     state: Mapping[str, Tensor]
     carry: Selection | None = None
+    thinned: Rows | None = None
     head_weights: Callable[[], Tensor] | None = None
     head_token_bytes: int = 0
 

@@ -63,6 +63,9 @@ class Quest(Policy):
             return None
         data = step.page_data[layer]
         scores = kernels.bound_scores(query, data["low"], data["high"], step.page_table)
+        if step.thinned is not None:  # pages of documents that this layer has nothing of
+            there = step.thinned.pages(layer, scores.shape[2], step.page_size)
+            scores = scores.masked_fill(~there[:, None], float("-inf"))
         budget = self.token_budget // step.page_size
         return kernels.top_indices(scores, step.pages, budget, step.page_size, last=1)
 

@@ -54,7 +54,11 @@ struct Prefill {
     const void* query;  // [T, Hq, D]
     Pages keys, values;
     const int64_t* pages;  // [M]
-    int64_t start, window;
+    int64_t M, start, window;
+    // Tokens at any places, over some tokens, both ascending; null: start .., over all.
+    const int64_t* positions;  // [T]
+    const int32_t* chosen;     // [n]
+    int64_t n;
     Scoring scoring;
     void* out;  // [T, Hq, Dv]
 };

@@ -99,12 +99,16 @@ void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, i
 
 void prefill(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
              Address query, Address keys, Strides key_strides, Address values,
-             Strides value_strides, Address table, int64_t start, int64_t window, float scale,
+             Strides value_strides, std::tuple<Address, int64_t> table, int64_t start,
+             int64_t window, std::tuple<Address, Address, int64_t> chosen, float scale,
              float softcap, Address sinks, Address out) {
     const auto [T, Hq, Hkv, D, Dv, page_size] = sizes;
+    const auto [positions, tokens, n] = chosen;
+    const auto [page_list, M] = table;
     path->prefill({static_cast<DType>(dtype), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
-                   pages(keys, key_strides), pages(values, value_strides), at<int64_t>(table),
-                   start, window, {scale, softcap, at<float>(sinks)}, at<void>(out)});
+                   pages(keys, key_strides), pages(values, value_strides), at<int64_t>(page_list),
+                   M, start, window, at<int64_t>(positions), at<int32_t>(tokens), n,
+                   {scale, softcap, at<float>(sinks)}, at<void>(out)});
 }
 
 void append_rows(int64_t itemsize, int64_t T, int64_t Hkv, int64_t D, int64_t page_size, Address to,

@@ -1,4 +1,5 @@
-// Causal attention of a stretch of tokens over the pages of its sequence. A task is a block of query
+// Causal attention of a stretch of tokens over the pages of its sequence, or of tokens at any places
+// over chosen ones. A task is a block of query
 // tokens of one KV head; every tile of keys is read once for all of its rows.
 
 template <class T>
@@ -11,7 +12,7 @@ class CausalAttention {
         out_stride_ = rounded_up(a.Dv, Vector::width);
         block_ = G_ < kRows ? kRows / G_ : 1;
         rows_ = block_ * G_;
-        table_size_ = (a.start + a.T + a.page_size - 1) / a.page_size;
+        table_size_ = a.M;
         table_ = static_cast<int32_t*>(workspace(0, table_size_ * sizeof(int32_t)));
         query_ = static_cast<Query*>(
             workspace(1, omp_get_max_threads() * rows_ * query_stride_ * sizeof(Query)));
@@ -38,9 +39,27 @@ class CausalAttention {
         return a_.window && position >= a_.window ? position - a_.window + 1 : 0;
     }
 
+    int64_t position(int64_t row) const {
+        return a_.positions ? a_.positions[row] : a_.start + row;
+    }
+
+    // Where in reading order the first token is that is not before `position`.
+    int64_t reading(int64_t position) const {
+        if (!a_.chosen) return position;
+        int64_t low = 0, high = a_.n;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (a_.chosen[middle] < position)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return low;
+    }
+
     void block(int64_t h, int64_t begin) const {
         const int64_t tokens = begin + block_ < a_.T ? block_ : a_.T - begin;
-        const int64_t first = a_.start + begin, last = first + tokens - 1;
+        const int64_t first = position(begin), last = position(begin + tokens - 1);
         const int thread = omp_get_thread_num();
         Query* query = query_ + thread * rows_ * query_stride_;
         float* sums = sums_ + thread * rows_ * (out_stride_ + 2);
@@ -50,7 +69,7 @@ class CausalAttention {
         for (int64_t row = 0; row < rows.count; row++) {
             const int64_t from = ((begin + row / G_) * a_.Hq + h * G_ + row % G_) * a_.D;
             keep_query(static_cast<const T*>(a_.query) + from, a_.D, query + row * query_stride_);
-            until[row] = first + row / G_;
+            until[row] = position(begin + row / G_);
             after[row] = first_seen(until[row]) - 1;
             if (a_.scoring.sinks) {  // a logit that takes weight and gives no value
                 rows.largest[row] = a_.scoring.sinks[h * G_ + row % G_];
@@ -62,12 +81,13 @@ class CausalAttention {
                              a_.keys,
                              a_.values,
                              table_,
-                             nullptr,
+                             a_.chosen,
                              1,
                              a_.page_size,
                              0,
                              last + 1};
-        for (Tiles<T> tiles(from, first_seen(first), last + 1); tiles.left(); tiles.advance()) {
+        const int64_t low = reading(first_seen(first)), high = reading(last + 1);
+        for (Tiles<T> tiles(from, low, high); tiles.left(); tiles.advance()) {
             const Tile<T>& tile = tiles.tile();
             const bool seen = tile.position[tile.count - 1] <= first &&
                               tile.position[0] >= first_seen(last);

@@ -1,0 +1,112 @@
+"""A stored document, open: small tensors at once, of keys and values only what is asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from keyhole.cache.document_file import Header, Span
+from keyhole.cache.document_index import DocumentInfo
+from keyhole.cache.document_lock import Lease
+from keyhole.cache.document_place import Reader
+from keyhole.cache.document_problem import RecordError
+from keyhole.cache.record import STATISTICS, LayerStatistics
+from keyhole.errors import ConfigError
+
+__all__ = ["StoredDocument"]
+
+
+class StoredDocument:
+    """A record that is in use until `close`, or the end of a `with` block: nothing takes it away.
+
+    info: as the index had it. length: tokens. num_layers: L. token_ids: int64 [n].
+
+    All tensors are on the CPU. Those of a record in a local folder are views of the mapped file,
+    whose pages the system reads when they are used: copy what you want to change.
+    """
+
+    def __init__(
+        self,
+        info: DocumentInfo,
+        header: Header,
+        small: Mapping[str, Tensor],
+        reader: Reader,
+        lease: Lease,
+    ) -> None:
+        self.info = info
+        self.length = header.tokens
+        self.block_size = header.block_size
+        self.num_layers = header.num_layers
+        self._spans = header.spans
+        self._reader = reader
+        self._release = weakref.finalize(self, _release, reader, lease)
+        self.token_ids = small["token_ids"]
+        self._statistics = [
+            LayerStatistics(**{name: small[f"layers.{layer}.{name}"] for name in STATISTICS})
+            for layer in range(self.num_layers)
+        ]
+
+    def __enter__(self) -> StoredDocument:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._release.alive
+
+    @property
+    def bytes_read(self) -> int:
+        """What was read of the record so far, header and statistics included."""
+        return self._reader.bytes_read
+
+    def close(self) -> None:
+        """Gives the record free. Tensors that were read stay as they are."""
+        self._release()
+
+    def statistics(self, layer: int) -> LayerStatistics:
+        """The block statistics of a layer; they were read, and checked, when it was opened."""
+        self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
+        return self._statistics[layer]
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Keys [stop - start, Hkv, D] and values [stop - start, Hkv, Dv] of these tokens.
+
+        Values are None for a layer that stores none (MLA). Only these rows are read; they are not
+        compared with a digest. Raises ConfigError for rows that the document has not,
+        RecordError if they cannot be read any more.
+        """
+        self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
+        good = 0 <= start <= stop <= self.length
+        self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
+        self._require(not self.closed, "closed", "open while rows are read")
+        names = (f"layers.{layer}.keys", f"layers.{layer}.values")
+        parts = [_part(self._spans[name], start, stop) for name in names if name in self._spans]
+        try:
+            found = self._reader.read([(part.start, part.stop) for part in parts])
+        except OSError as error:
+            raise RecordError(
+                "damaged", f"its record cannot be read: {error}", "there", self.info.name
+            ) from error
+        tensors = [part.tensor(data) for part, data in zip(parts, found, strict=True)]
+        return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+    def _require(self, good: bool, what: str, right: str) -> None:
+        if not good:
+            raise ConfigError(f"{what} of document {self.info.name!r} must be {right}")
+
+
+def _part(span: Span, start: int, stop: int) -> Span:
+    """The rows `start` to `stop` of a tensor."""
+    row = (span.stop - span.start) // span.shape[0]
+    begin, end = span.start + start * row, span.start + stop * row
+    return Span(span.dtype, (stop - start, *span.shape[1:]), begin, end, "")
+
+
+def _release(reader: Reader, lease: Lease) -> None:
+    reader.close()
+    lease.close()

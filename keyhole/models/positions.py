@@ -1,0 +1,114 @@
+"""Moves what a model rotated at one position to another: how a stored document gets its place.
+
+RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) turns each pair of numbers of
+a key or query at position p by the angle p * frequency. A further turn by m * frequency gives the
+same key at p + m, whatever p was; and as turns are linear, a turned mean is the mean of what was
+turned. A constant factor on all keys (YaRN's, LongRoPE's) stays as it is.
+
+transformers' families all hold rotated vectors in halves, the pair (i, i + half): MLA's too, though
+its weights may be interleaved. A model with learned positions (gpt_bigcode) adds them to the tokens
+before the first layer, where no turn reaches them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import ConfigError
+from keyhole.models import families
+from keyhole.models.loading import Model
+
+#: Numbers turned at a time on a CPU, 2 MiB in float32: what is between stays in the cache, and no
+#: large block of memory is made anew, which costs more than the arithmetic.
+_PIECE = 1 << 19
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The rotation of every layer of a model.
+
+    frequencies: per layer float64 [pairs], radians per position, slowed or stretched as the model's
+    RoPE wants; layers of a kind share one tensor. Twice `pairs` is less than D where a part of
+    the head only is rotated.
+    rotated_last: per layer whether that part is the last of the D (MLA's [latent | rope]), or the
+    first.
+    """
+
+    frequencies: tuple[Tensor, ...]
+    rotated_last: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        """The rotations of this model; ConfigError if its positions are not rotations."""
+        config = model.network.config
+        rotary = getattr(model.network.base_model, "rotary_emb", None)
+        if rotary is None:
+            raise ConfigError(
+                f"model {model.name!r} is of the family {config.model_type!r}, which learned a "
+                "vector per position: stored documents cannot be shifted there; use a model with "
+                "RoPE"
+            )
+        layouts = families.layouts(config)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layouts)
+        by_kind = {kind: _frequencies(rotary, kind) for kind in set(kinds)}
+        return cls(
+            frequencies=tuple(by_kind[kind] for kind in kinds),
+            rotated_last=tuple(layout.shared_values for layout in layouts),
+        )
+
+    def turn(self, layer: int, x: Tensor, by: int | Tensor) -> Tensor:
+        """Keys or queries of a layer, rotated at any positions p, as rotated at p + by.
+
+        x: [..., D], any float dtype, as attention sees them (MLA: [latent | rope]; the latent
+        stays). by: tokens, negative ones too; a number, or int64 that broadcasts against
+        x.shape[:-1]. Returns x's dtype from float32 arithmetic; x itself if `by` is the number 0.
+        """
+        if isinstance(by, int):
+            if by == 0:
+                return x
+            by = torch.full((), by, device=x.device)
+        by = by.to(x.device)[(None,) * (x.dim() - 1 - by.dim())]
+        frequencies, last = self.frequencies[layer].to(x.device), self.rotated_last[layer]
+        if x.dim() == 1 or x.device.type != "cpu":
+            return _turned(x, by, frequencies, last).to(x.dtype)
+        turned = torch.empty_like(x)
+        rows = max(1, _PIECE // max(1, x[:1].numel()))
+        pieces = turned.split(rows)
+        places = by.split(rows) if len(by) == len(x) else [by] * len(pieces)
+        for out, piece, place in zip(pieces, x.split(rows), places, strict=True):
+            out.copy_(_turned(piece, place, frequencies, last))
+        return turned
+
+
+def _turned(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
+    """Float32 x [..., D] turned by places that broadcast against x.shape[:-1]."""
+    # float64 up to the wrap: in float32 the angle at position 100,000 is wrong by 0.004.
+    angle = (by[..., None] * frequencies).remainder(2 * math.pi).float()
+    cos, sin = angle.cos(), angle.sin()
+    pairs = len(frequencies)
+    start = x.shape[-1] - 2 * pairs if last else 0
+    first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)
+    scale = cos.new_ones(*cos.shape[:-1], x.shape[-1])
+    scale[..., first] = scale[..., second] = cos
+    x = x.float()
+    turned = x * scale
+    turned[..., first].addcmul_(x[..., second], sin, value=-1)
+    turned[..., second].addcmul_(x[..., first], sin)
+    return turned
+
+
+def _frequencies(rotary: Any, kind: str) -> Tensor:
+    """What transformers' module rotates layers of this kind by, float64 [pairs].
+
+    Read from the module, not computed from the config: these are the numbers in use. The original
+    ones, because `inv_freq` may have followed a text beyond the length to which `families` lets
+    RoPE that changes with length run.
+    """
+    shared = getattr(rotary, "original_inv_freq", None)
+    found: Tensor = getattr(rotary, f"{kind}_original_inv_freq") if shared is None else shared
+    return found.double()

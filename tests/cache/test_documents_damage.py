@@ -1,0 +1,380 @@
+"""What is damaged is found and named, what is lost is told, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from keyhole.cache import document_file
+from keyhole.cache.document_index import Index
+from keyhole.cache.documents import DocumentStore, RecordError
+from keyhole.errors import UnknownNameError
+from tests.cache.test_documents import MODEL, make_record, same, user_cache
+
+__all__ = ["user_cache"]
+
+
+class Bytes:
+    """A reader of bytes in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.size, self.bytes_read = data, len(data), 0
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+        return [torch.tensor(list(self.data[a:b]), dtype=torch.uint8) for a, b in ranges]
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DocumentStore:
+    store = DocumentStore(tmp_path, MODEL)
+    store.add("a", "one", make_record(1), pinned=True)
+    store.add("b", "two", make_record(2))
+    return store
+
+
+def record_of(store: DocumentStore, name: str) -> Path:
+    file = f"{store.info(name).digest}-{store.model}.safetensors"
+    return Path(store._catalogue.place.url, "records", file)
+
+
+def text_of(store: DocumentStore, name: str) -> Path:
+    source = store._catalogue.source(name)
+    return Path(store._catalogue.place.url, "documents", source.file)
+
+
+def change(file: Path, edit: Callable[[bytearray], object]) -> None:
+    data = bytearray(file.read_bytes())
+    edit(data)
+    file.write_bytes(data)
+
+
+def header_of(data: bytes) -> dict[str, dict[str, object]]:
+    found = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    assert isinstance(found, dict)
+    return found
+
+
+def with_header(data: bytes, header: object) -> bytes:
+    line = json.dumps(header).encode()
+    line += b" " * (-len(line) % 8)
+    return struct.pack("<Q", len(line)) + line + data[8 + struct.unpack("<Q", data[:8])[0] :]
+
+
+def at(data: bytes, key: str) -> int:
+    """Where the data of a tensor begins."""
+    offsets = header_of(data)[key]["data_offsets"]
+    assert isinstance(offsets, list)
+    return 8 + int(struct.unpack("<Q", data[:8])[0]) + int(offsets[0])
+
+
+def b_is_well(store: DocumentStore) -> bool:
+    with store.open("b") as stored:
+        return same(stored, make_record(2)) and store.verify(["b"]) == []
+
+
+# Records.
+
+
+def test_no_byte_of_a_record_can_change_unseen() -> None:
+    record = make_record(n=3, num_layers=1, heads=1, dims=(2, 2), block_size=2)
+    pieces = document_file.serialise(
+        record, name="x", digest="d" * 64, created=1.5, fingerprint=MODEL
+    )
+    data = b"".join(pieces)
+
+    def read(changed: bytes) -> None:
+        reader = Bytes(changed)
+        document_file.check_all(reader, document_file.parse(reader))
+
+    read(data)
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= 1 << (position % 8)
+        with pytest.raises(RecordError):
+            read(bytes(changed))
+    for length in [*range(0, len(data), 7), len(data) - 1]:
+        with pytest.raises(RecordError):
+            read(data[:length])
+    with pytest.raises(RecordError, match=f"has {len(data) + 1} bytes; right would be {len(data)}"):
+        read(data + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("key", "seen_when_opened"),
+    [
+        ("token_ids", True),
+        ("layers.1.block_keys", True),
+        ("layers.2.representative_keys", True),
+        ("layers.2.received", True),
+        ("layers.0.keys", False),
+        ("layers.1.values", False),
+    ],
+)
+def test_a_changed_byte_is_named_by_its_tensor(
+    store: DocumentStore, key: str, seen_when_opened: bool
+) -> None:
+    file = record_of(store, "a")
+    change(file, lambda data: data.__setitem__(at(data, key), data[at(data, key)] ^ 4))
+    [problem] = store.verify()
+    assert (problem.name, problem.kind) == ("a", "damaged")
+    assert problem.what.startswith(f"{key} of its record has changed")
+    if seen_when_opened:
+        with pytest.raises(RecordError, match=f"document 'a': {key} of its record has changed"):
+            store.open("a")
+    else:
+        store.open("a").close()
+    assert b_is_well(store)
+    assert store.source("a") == "one"
+
+
+def cut(data: bytearray) -> None:
+    del data[-1000:]
+
+
+def empty(data: bytearray) -> None:
+    data.clear()
+
+
+def flip_in_header(data: bytearray) -> None:
+    data[bytes(data).index(b'"block_size"') + 3] ^= 1
+
+
+def other_version(data: bytearray) -> None:
+    header = header_of(data)
+    header["__metadata__"]["version"] = "2"
+    data[:] = with_header(data, header)
+
+
+def other_file(data: bytearray) -> None:
+    header = header_of(data)
+    del header["__metadata__"]["format"]
+    data[:] = with_header(data, header)
+
+
+def no_object(data: bytearray) -> None:
+    data[:] = with_header(data, ["a list"])
+
+
+def other_dtype(data: bytearray) -> None:
+    header = header_of(data)
+    header["layers.0.keys"]["dtype"] = "F16"
+    data[:] = with_header(data, header)
+
+
+def noise(data: bytearray) -> None:
+    data[:] = bytes(range(256)) * 100
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (cut, "its record has [0-9]+ bytes; right would be [0-9]+ bytes"),
+        (empty, "its record has 0 bytes"),
+        (flip_in_header, "the header of its record has changed"),
+        (other_version, "its record is a keyhole document of version 2; .* be version 1"),
+        (other_file, "the header of its record cannot be read"),
+        (no_object, "the header of its record cannot be read"),
+        (other_dtype, "the header of its record has changed"),
+        (noise, "its record has 25600 bytes; right would be a header"),
+    ],
+)
+def test_a_damaged_record_is_named_and_encoded_again(
+    store: DocumentStore, edit: Callable[[bytearray], None], what: str
+) -> None:
+    change(record_of(store, "a"), edit)
+    for start in (False, True):
+        again = DocumentStore(store._catalogue.place.url, MODEL) if start else store
+        with pytest.raises(RecordError, match=f"^document 'a': {what}") as raised:
+            again.open("a")
+        assert raised.value.kind == "damaged"
+        [problem] = again.verify()
+        assert (problem.name, problem.kind) == ("a", "damaged")
+        assert b_is_well(again)
+        assert again.stored("a", "one") is None
+    store.add("a", str(store.source("a")), make_record(1))
+    assert store.verify() == []
+    with store.open("a") as stored:
+        assert same(stored, make_record(1))
+
+
+def test_a_record_under_the_name_of_another_is_named(store: DocumentStore) -> None:
+    file = record_of(store, "a")
+    file.write_bytes(record_of(store, "b").read_bytes())
+    with pytest.raises(RecordError, match="document 'a': its record is of another text"):
+        store.open("a")
+    other = DocumentStore(file.parents[1], MODEL | {"revision": "x"})
+    other.add("b", "two", make_record(2))
+    file.write_bytes(record_of(other, "b").read_bytes())
+    with pytest.raises(RecordError, match="'a': its record is another model's: revision 'x'"):
+        store.open("a")
+    [problem] = store.verify()
+    assert (problem.name, problem.kind) == ("a", "foreign")
+
+
+def test_the_nearest_of_several_foreign_records_is_named(store: DocumentStore) -> None:
+    other = DocumentStore(store._catalogue.place.url, MODEL | {"revision": "x", "dtype": "y"})
+    other.add("a", "one", make_record())
+    third = DocumentStore(store._catalogue.place.url, MODEL | {"dtype": "z"})
+    with pytest.raises(RecordError, match=r"another model's: dtype 'bfloat16'; .* be dtype 'z'; "):
+        third.open("a")
+
+
+def test_a_record_that_was_taken_away_is_missing(store: DocumentStore) -> None:
+    record_of(store, "a").unlink()
+    for start in (False, True):
+        again = DocumentStore(store._catalogue.place.url, MODEL) if start else store
+        with pytest.raises(
+            RecordError, match=r"'a': it has no record, .* same text, encodes it ag"
+        ):
+            again.open("a")
+        assert again.verify() == []
+        assert again.source("a") == "one"
+        assert b_is_well(again)
+    again = DocumentStore(store._catalogue.place.url, MODEL)
+    assert not again.info("a").encoded
+    assert again.info("a").records == ()
+    again.add("a", "one", make_record(1))
+    assert again.info("a").encoded
+    assert again.info("a").pinned
+
+
+# Texts.
+
+
+def test_a_changed_text_is_named_and_its_record_stays(store: DocumentStore) -> None:
+    change(text_of(store, "a"), lambda data: data.__setitem__(-1, 33))
+    for start in (False, True):
+        again = DocumentStore(store._catalogue.place.url, MODEL) if start else store
+        with pytest.raises(RecordError, match=r"'a': its text has changed; .* overwrite=True"):
+            again.source("a")
+        [problem] = again.verify()
+        assert (problem.name, problem.kind) == ("a", "source")
+        with again.open("a") as stored:
+            assert same(stored, make_record(1))
+    store.add("a", "one", make_record(1), overwrite=True)
+    assert store.source("a") == "one"
+    assert store.verify() == []
+
+
+def test_a_text_that_is_gone_is_named_until_the_next_start(store: DocumentStore) -> None:
+    text_of(store, "a").unlink()
+    with pytest.raises(RecordError, match="document 'a': its text is gone"):
+        store.source("a")
+    [problem] = store.verify()
+    assert (problem.name, problem.kind) == ("a", "source")
+    again = DocumentStore(store._catalogue.place.url, MODEL)
+    assert [info.name for info in again.list()] == ["b"]
+    assert b_is_well(again)
+
+
+@pytest.mark.parametrize("index_is_there", [True, False])
+def test_a_text_with_a_damaged_first_line_keeps_its_name(
+    store: DocumentStore, index_is_there: bool
+) -> None:
+    change(text_of(store, "a"), lambda data: data.__setitem__(5, 33))
+    if not index_is_there:
+        (Path(store._catalogue.place.url) / "index.sqlite").unlink()
+    for _ in range(2):  # starts
+        again = DocumentStore(store._catalogue.place.url, MODEL)
+        assert [info.name for info in again.list()] == ["a", "b"]
+        assert again.source("a") == "one"
+        with again.open("a") as stored:
+            assert same(stored, make_record(1))
+        [problem] = again.verify()
+        assert (problem.name, problem.kind) == ("a", "damaged")
+        assert b_is_well(again)
+    again.add("a", "one", make_record(1), overwrite=True)
+    assert again.verify() == []
+
+
+def test_a_file_that_nobody_can_name_is_told_and_nothing_is_taken_away(
+    store: DocumentStore, tmp_path: Path
+) -> None:
+    text, record = text_of(store, "a"), record_of(store, "a")
+    for file in (text, record):
+        change(file, lambda data: data.__setitem__(12, data[12] ^ 1))
+    (tmp_path / "index.sqlite").unlink()
+    again = DocumentStore(tmp_path, MODEL)
+    assert [info.name for info in again.list()] == ["b"]
+    [problem] = again.verify()
+    assert (problem.name, problem.kind) == (f"documents/{text.name}", "source")
+    assert text.exists()
+    assert record.exists()
+    again.add("a", "one", make_record(1))
+    assert again.verify() == []
+    with again.open("a") as stored:
+        assert same(stored, make_record(1))
+
+
+# The index.
+
+
+@pytest.mark.parametrize("damage", ["gone", "noise", "empty", "cut", "old", "flipped"])
+def test_the_index_is_made_again(store: DocumentStore, damage: str) -> None:
+    store.open("b").close()
+    before = {info.name: info for info in store.list()}
+    index = Path(store._catalogue.place.url) / "index.sqlite"
+    if damage == "gone":
+        index.unlink()
+    elif damage == "old":
+        with Index(index)._transaction() as connection:
+            connection.execute("PRAGMA user_version = 999")
+    else:
+        data = index.read_bytes()
+        flipped = data[:4096] + bytes(x ^ 0xFF for x in data[4096:])
+        changed = {"noise": b"no index" * 999, "empty": b"", "cut": data[:5000], "flipped": flipped}
+        index.write_bytes(changed[damage])
+    again = DocumentStore(store._catalogue.place.url, MODEL)
+    for info in again.list():
+        old = before[info.name]
+        assert (info.created, info.pinned, info.digest) == (old.created, old.pinned, old.digest)
+        assert (info.tokens, info.size_bytes, info.records) == (
+            old.tokens, old.size_bytes, old.records,
+        )  # fmt: skip
+        assert info.hits == 0
+    assert [info.name for info in again.list()] == ["a", "b"]
+    assert again.verify() == []
+    assert b_is_well(again)
+    assert again.info("b").hits == 1
+
+
+def test_what_is_copied_in_by_hand_is_found(store: DocumentStore, tmp_path: Path) -> None:
+    other = DocumentStore(tmp_path / "other", MODEL)
+    other.add("c", "three", make_record(3))
+    for folder in ("documents", "records"):
+        for file in (tmp_path / "other" / folder).iterdir():
+            (tmp_path / folder / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(UnknownNameError):
+        store.info("d")
+    assert store.source("c") == "three"
+    with store.open("c") as stored:
+        assert same(stored, make_record(3))
+    (tmp_path / "records" / "notes.txt").write_text("not ours")
+    again = DocumentStore(tmp_path, MODEL)
+    assert [info.name for info in again.list()] == ["a", "b", "c"]
+    assert again.info("c").size_bytes == other.info("c").size_bytes
+    assert again.verify() == []
+    assert (tmp_path / "records" / "notes.txt").exists()
+
+
+def test_an_overwrite_that_the_index_did_not_see_is_seen(
+    store: DocumentStore, tmp_path: Path
+) -> None:
+    other = DocumentStore(tmp_path / "other", MODEL)
+    other.add("a", "another", make_record(3))
+    for folder in ("documents", "records"):
+        for file in (tmp_path / "other" / folder).iterdir():
+            (tmp_path / folder / file.name).write_bytes(file.read_bytes())
+    record_of(store, "a").unlink()
+    with store.open("a") as stored:
+        assert same(stored, make_record(3))
+    assert store.source("a") == "another"
+    assert DocumentStore(tmp_path, MODEL).source("a") == "another"

@@ -1,0 +1,105 @@
+"""What layers have of thinned prompts, against sets of Python."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from keyhole.cache.thinned import Thinned
+from keyhole.kernels import Selection
+
+LAYERS, PAGE = 3, 4
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[tuple[Tensor | None, int]]:
+    """Sequences: what layers kept of their first tokens (None: all), and their lengths."""
+    found: list[tuple[Tensor | None, int]] = []
+    for _ in range(draw(st.integers(1, 4))):
+        end = draw(st.integers(1, 20))
+        seed = draw(st.integers(0, 1000))
+        kept = torch.rand(LAYERS, end, generator=torch.Generator().manual_seed(seed)) < 0.4
+        whole = draw(st.booleans())
+        found.append((None if whole else kept, end + draw(st.integers(1, 9))))
+    return found
+
+
+def _has(kept: Tensor | None, layer: int, length: int) -> list[int]:
+    if kept is None:
+        return list(range(length))
+    end = kept.shape[1]
+    return [t for t in range(length) if t >= end or bool(kept[layer, t])]
+
+
+def _lists(selection: Selection) -> list[list[list[int]]]:
+    assert selection.unit == 1
+    lists = []
+    for row, counts in zip(selection.indices.tolist(), selection.counts.tolist(), strict=True):
+        for entries, count in zip(row, counts, strict=True):
+            assert all(entry >= 0 for entry in entries[:count])
+            assert all(entry == -1 for entry in entries[count:])
+        lists.append([entries[:count] for entries, count in zip(row, counts, strict=True)])
+    return lists
+
+
+def _view(batch: list[tuple[Tensor | None, int]], slots: list[int]):  # type: ignore[no-untyped-def]
+    thinned = Thinned(LAYERS, 8, torch.device("cpu"))
+    # What stood in a slot before must not be seen.
+    thinned.set(slots[0], torch.zeros(LAYERS, 30, dtype=torch.bool))
+    thinned.clear(slots[0])
+    for (kept, _), slot in zip(batch, slots, strict=True):
+        if kept is not None:
+            thinned.set(slot, kept)
+    return thinned.rows(slots, [length for _, length in batch], torch.device("cpu"))
+
+
+@given(rows(), st.permutations(range(8)), st.sampled_from([None, 1, 3, 50]))
+def test_a_layer_has_its_kept_tokens_and_all_after_them(
+    batch: list[tuple[Tensor | None, int]], order: list[int], window: int | None
+) -> None:
+    view = _view(batch, order[: len(batch)])
+    for layer in range(LAYERS):
+        found = _lists(view.selection(layer, window))
+        for (kept, length), lists in zip(batch, found, strict=True):
+            first = 0 if window is None else length - window
+            assert lists == [[t for t in _has(kept, layer, length) if t >= first]]
+
+
+@given(rows(), st.permutations(range(8)), st.data())
+def test_a_selection_loses_what_is_not_there(
+    batch: list[tuple[Tensor | None, int]], order: list[int], data: st.DataObject
+) -> None:
+    view = _view(batch, order[: len(batch)])
+    unit = data.draw(st.sampled_from([1, PAGE]))
+    heads = data.draw(st.sampled_from([1, 2]))
+    chosen = []
+    for _, length in batch:
+        most = -(-length // unit)
+        sets = [data.draw(st.sets(st.integers(0, most - 1))) for _ in range(heads)]
+        chosen.append([sorted(entries) for entries in sets])
+    width = max(1, *(len(entries) for row in chosen for entries in row))
+    indices = [[entries + [-1] * (width - len(entries)) for entries in row] for row in chosen]
+    counts = [[len(entries) for entries in row] for row in chosen]
+    selection = Selection(
+        torch.tensor(indices, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32), unit
+    )
+    for layer in range(LAYERS):
+        found = _lists(view.within(layer, selection))
+        for (kept, length), row, lists in zip(batch, chosen, found, strict=True):
+            has = _has(kept, layer, length)
+            assert lists == [[t for t in has if t // unit in entries] for entries in row]
+
+
+@given(rows(), st.permutations(range(8)))
+def test_a_page_is_there_if_any_of_it_is(
+    batch: list[tuple[Tensor | None, int]], order: list[int]
+) -> None:
+    view = _view(batch, order[: len(batch)])
+    for layer in range(LAYERS):
+        found = view.pages(layer, 8, PAGE).tolist()
+        for (kept, length), row in zip(batch, found, strict=True):
+            has = {t // PAGE for t in _has(kept, layer, length)}
+            within = -(-length // PAGE)
+            assert row[:within] == [page in has for page in range(within)]
