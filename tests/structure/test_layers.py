@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors"},
     {"config", "drawing"},
-    {"kernels", "planner"},
+    {"kernels", "planner", "registry"},
     {"cache"},
     {"retrieval"},
     {"policy", "reuse"},
@@ -30,7 +30,7 @@ LAZY_PARTS = {"cli", "__init__"}
 
 LAZY_FILES = {
     "keyhole/kernels/__init__.py",  # chooses its backend at the first use of an operation
-    "keyhole/policy/__init__.py",  # the table, with entries from other packages
+    "keyhole/registry.py",  # tables of methods, with entries from other packages
 }
 """Files whose job is to import by name."""
 

@@ -1,0 +1,79 @@
+"""Tables of methods by name: ours, and those that other packages add by an entry point.
+
+A line of such a table is "package.module:Class". Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from keyhole.config import from_settings
+from keyhole.errors import ConfigError, UnknownNameError
+
+Method = TypeVar("Method")
+
+
+class Registry(Generic[Method]):
+    """Methods of one kind by name.
+
+    kind: what a user calls them. base: the class that all derive from. group: of entry points.
+    ours: where ours are; they come first and cannot be replaced. default: the one among them that
+    is meant when none is named.
+    """
+
+    def __init__(
+        self, kind: str, base: type[Method], group: str, ours: Mapping[str, str], default: str
+    ) -> None:
+        self._kind, self._base, self._group = kind, base, group
+        self._ours, self._default = ours, default
+
+    def classes(self) -> dict[str, type[Method]]:
+        """Every class by name: ours in the order of the table, then those of entry points."""
+        return {name: self._load(name, place) for name, place in self._places().items()}
+
+    def make(
+        self, method: Method | str | None, settings: Mapping[str, Any] | None = None
+    ) -> Method:
+        """A method from itself, from its name with settings, or the default from None.
+
+        UnknownNameError for a name or setting that is not there; ConfigError for one that cannot be
+        loaded, and for settings beside an object.
+        """
+        if isinstance(method, self._base):
+            if settings:
+                raise ConfigError(
+                    f"settings {sorted(settings)} go with a {self._kind}'s name, not its object"
+                )
+            return method
+        name = self._default if method is None else str(method)
+        places = self._places()
+        if name not in places:
+            raise UnknownNameError(self._kind, name, places)
+        # Only this one is loaded: a broken package of others harms nobody who does not use it.
+        cls = self._load(name, places[name])
+        made: Method = from_settings(cls, f"{self._kind} {name}", dict(settings or {}))
+        return made
+
+    def _places(self) -> dict[str, str]:
+        places = dict(self._ours)
+        for point in entry_points(group=self._group):
+            places.setdefault(point.name, point.value)
+        return places
+
+    def _load(self, name: str, place: str) -> type[Method]:
+        module, _, attribute = place.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # a module of others may fail in its own manner while it loads
+            raise ConfigError(
+                f"{self._kind} {name!r} cannot be loaded from {place!r}: {error}"
+            ) from error
+        if not (isinstance(found, type) and issubclass(found, self._base)):
+            base = self._base.__name__
+            raise ConfigError(
+                f"{self._kind} {name!r}: {place!r} is not a subclass of keyhole.{base}"
+            )
+        return found

@@ -1,0 +1,37 @@
+"""The table of reuse methods: one line per method. CLI, documents and conformance tests read it.
+
+Others add theirs by an entry point in the group `keyhole.reuses`: name = "package.module:Class".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keyhole.registry import Registry
+from keyhole.reuse.base import Reuse
+
+_REUSES = Registry(
+    "reuse method",
+    Reuse,
+    "keyhole.reuses",
+    {
+        "recompute": "keyhole.reuse.recompute:Recompute",
+        "reuse": "keyhole.reuse.plain:PlainReuse",
+        "sam_kv": "keyhole.reuse.sam_kv:SamKV",
+        "cacheblend": "keyhole.reuse.cacheblend:CacheBlend",
+        "epic": "keyhole.reuse.epic:Epic",
+        "multi_infllm": "keyhole.reuse.multi_infllm:MultiInfLLM",
+    },
+    default="sam_kv",
+)
+
+
+def reuses() -> dict[str, type[Reuse]]:
+    """Every reuse method by name: ours in the order of the table, then those of entry points."""
+    return _REUSES.classes()
+
+
+def make_reuse(reuse: Reuse | str | None, settings: Mapping[str, Any] | None = None) -> Reuse:
+    """A reuse method from itself, from its name with settings, or SamKV from None."""
+    return _REUSES.make(reuse, settings)

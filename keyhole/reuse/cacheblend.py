@@ -1,0 +1,64 @@
+"""CacheBlend: the first layers tell which tokens missed the other documents most; those are
+computed again in all layers.
+
+Yao et al., CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion,
+EuroSys 2025 (arXiv 2405.16444), section 4. All tokens are computed up to `check_layer`; those whose
+keys and values deviate most from the stored ones there go on, the others keep what is stored.
+
+Cost per prompt: `check_layer + 1` layers of a prefill of all documents, then `recompute_ratio` of
+the rest. Everything is kept.
+
+Difference from the paper: the set is chosen once and then fixed; the paper lets it shrink from
+layer to layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, is_number, require, setting
+from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBlend(Reuse):
+    """The tokens that deviate most are computed again."""
+
+    name: ClassVar[str] = "cacheblend"
+    check_layer: int = setting(1, "layer up to which all is computed, and where deviations count")
+    recompute_ratio: float = setting(0.15, "share of the tokens that is computed in all layers")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that there is such a layer."""
+        last = geometry.num_layers - 1
+        good = is_count(self.check_layer, 0) and self.check_layer <= last
+        require(good, "check_layer", self.check_layer, f"a layer from 0 to {last}")
+        ratio = self.recompute_ratio
+        require(is_number(ratio) and 0 <= ratio <= 1, "recompute_ratio", ratio, "from 0 to 1")
+        return self
+
+    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+        """Everything is kept; up to `check_layer` everything is computed again."""
+        shape = len(documents[0].layers), starts(documents)[-1]
+        every = torch.ones(shape, dtype=torch.bool)
+        written = torch.zeros_like(every)
+        written[: self.check_layer + 1] = True
+        return Plan(every, written)
+
+    def revise(self, documents: Sequence[PlacedDocument], plan: Plan, deviation: Tensor) -> Plan:
+        """The tokens of largest deviation go on; of equals the earlier."""
+        number = math.ceil(self.recompute_ratio * len(deviation))
+        chosen = deviation.argsort(descending=True, stable=True)[:number]
+        written = torch.zeros_like(plan.written)
+        written[:, chosen.to(written.device)] = True
+        return dataclasses.replace(plan, written=written)

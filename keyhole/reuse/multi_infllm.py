@@ -1,0 +1,84 @@
+"""Multi-InfLLM: all documents are one context, of which each layer keeps the first blocks, the last
+blocks, and those between that the question looks for. Nothing is computed again.
+
+Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
+Memory, NeurIPS 2024 (arXiv 2402.04617), section 3, over concatenated documents as SamKV (arXiv
+2508.11661, section 4.1) compares with it.
+
+Cost per prompt: the question once more over the first and last blocks, and a product per block and
+layer.
+
+Differences from the papers: the query is the mean over the question's tokens when it is read over
+the first and last blocks (SamKV's generic query; InfLLM asks anew with every chunk and decoded
+token); one representative per block, the token that receives most attention (InfLLM: four); blocks
+end with their document; keys stand at their true positions (InfLLM puts all that is far away at
+one distance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, setting
+from keyhole.reuse.base import PlacedDocument, Plan, Reuse
+from keyhole.reuse.blocks import Blocks, gather
+from keyhole.reuse.choice import best
+from keyhole.reuse.scoring import key_scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiInfLLM(Reuse):
+    """The ends of the whole context, and the blocks between whose representatives score best."""
+
+    name: ClassVar[str] = "multi_infllm"
+    num_initial_blocks: int = setting(1, "first blocks of the whole context, always kept")
+    num_local_blocks: int = setting(2, "last blocks of the whole context, always kept")
+    num_blocks: int = setting(8, "blocks between them that each layer keeps")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks the counts."""
+        for name in ("num_initial_blocks", "num_local_blocks", "num_blocks"):
+            value = getattr(self, name)
+            require(is_count(value, 0), name, value, "a whole number >= 0")
+        kept = self.num_initial_blocks + self.num_local_blocks + self.num_blocks
+        right = "at least 1 together with num_initial_blocks and num_local_blocks"
+        require(kept > 0, "num_blocks", self.num_blocks, right)
+        return self
+
+    def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
+        """The first and last blocks; None if nothing is to be chosen between them."""
+        blocks = Blocks.of(documents)
+        ends = self._ends(blocks)
+        return None if self._takes_all(ends) else blocks.tokens(ends)
+
+    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+        """First and last blocks, and the best between; of equal scores the earlier."""
+        blocks = Blocks.of(documents)
+        ends = self._ends(blocks)
+        keys = gather(documents, lambda facts: facts.representative_keys)
+        kept = ends.repeat(len(keys), 1)
+        if self._takes_all(ends):
+            kept[:] = True
+        else:
+            assert query is not None, "the question is read over the glance first"
+            scores = [key_scores(own.cpu(), part) for own, part in zip(query, keys, strict=True)]
+            kept[:, ~ends] = best(torch.stack(scores)[:, ~ends], self.num_blocks)
+        tokens = blocks.tokens(kept)
+        return Plan(tokens, torch.zeros_like(tokens))
+
+    def _ends(self, blocks: Blocks) -> Tensor:
+        """The first and last blocks of all documents together, bool [M]."""
+        place = torch.arange(len(blocks.sizes))
+        late = place >= len(place) - self.num_local_blocks
+        return late | (place < self.num_initial_blocks)
+
+    def _takes_all(self, ends: Tensor) -> bool:
+        return int((~ends).sum()) <= self.num_blocks

@@ -1,0 +1,47 @@
+"""Reuse: stored documents side by side, nothing computed again.
+
+What the papers compare with. They leave keys at the positions where the documents were encoded,
+which alone spoils the answers (SamKV, table 3); here keys are turned to their places unless
+`rotate=False` asks for the naive form.
+
+Cost per prompt: nothing but reading what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import require, setting
+from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainReuse(Reuse):
+    """All that is stored, as it is."""
+
+    name: ClassVar[str] = "reuse"
+    rotate: bool = setting(True, "turn keys to their places in the prompt; False: the naive form")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks the setting."""
+        require(isinstance(self.rotate, bool), "rotate", self.rotate, "True or False")
+        return self
+
+    @property
+    def turns(self) -> bool:
+        """As `rotate` says."""
+        return self.rotate
+
+    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+        """Everything is kept, nothing is computed again."""
+        shape = len(documents[0].layers), starts(documents)[-1]
+        every = torch.ones(shape, dtype=torch.bool)
+        return Plan(every, ~every)

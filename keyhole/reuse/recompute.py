@@ -1,0 +1,31 @@
+"""Recompute: the prompt is computed like any other, whatever is stored. The measure of the rest.
+
+Cost per prompt: a prefill of all documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Reuse):
+    """Everything again, exactly."""
+
+    name: ClassVar[str] = "recompute"
+    exact: ClassVar[bool] = True
+
+    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+        """Everything is kept and computed again."""
+        shape = len(documents[0].layers), starts(documents)[-1]
+        every = torch.ones(shape, dtype=torch.bool)
+        return Plan(every, every.clone())

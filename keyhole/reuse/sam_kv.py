@@ -1,0 +1,212 @@
+"""SamKV: documents are thinned in view of the question and of each other, then partly recomputed.
+
+Cao, Si, Zhang, Liu, Sparse Attention across Multiple-context KV Cache (arXiv 2508.11661), section 3
+and appendix A. A document keeps its first and last blocks, and of its middle the blocks that best
+answer the question as the other documents would put it; a few tokens of what is kept are computed
+again, now that they can see the other documents.
+
+Cost per prompt: the question once more over the first and last blocks; a product per block, layer
+and document; one forward of the tokens computed again, over what is kept.
+
+Steps (equations of the paper in brackets):
+1. `glance`: the question is read over the initial and local blocks of all documents.
+2. Each document's query is the question's and a little of what the others look for (1).
+3. It wants the share P of its middle blocks that beats its ends, mean over `stable_layers` (2, 3).
+4. In each layer its best blocks by <query, mean key>,
+5. of which the best of all documents are kept.
+6. Computed again: tokens of initial and local blocks, and of the kept middle blocks those that
+   stand for an outlier of alpha.
+7. `blend`: new keys and values replace the stored ones, or are fused with them (4).
+
+Differences from the paper, and what it leaves open: the query of a document's local blocks, like
+its anchor, is the mean of their block means. The strongest and weakest blocks are sought in the
+middle. P is 0 where the anchor is below the weakest block too. Scores are standardised over all
+middle blocks of a document and layer, not only those chosen. "Total block count divided by the
+number of contexts" is that of the blocks that the documents offer (`pooled`): only so do its 15 %
+come out. A mean or deviation leaves out blocks without an alpha. Standard deviations divide by n.
+Equal scores go to the earlier document and block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, is_number, require, require_layers, setting
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+from keyhole.reuse.blocks import Blocks, gather
+from keyhole.reuse.choice import choose
+from keyhole.reuse.fusion import fused
+from keyhole.reuse.outliers import outliers
+from keyhole.reuse.scoring import key_scores, personal_queries, share
+from keyhole.reuse.stability import Stability, last_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UPDATES = ("overwrite", "fusion")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamKV(Reuse):
+    """The ends of each document, and the middle blocks that the question needs."""
+
+    name: ClassVar[str] = "sam_kv"
+    update: str = setting("overwrite", "how new keys and values meet stored ones: or fusion")
+    select: bool = setting(True, "keep middle blocks; False: initial and local ones only")
+    bias: bool = setting(True, "let the other documents add to a document's query")
+    recompute: bool = setting(True, "compute tokens again that missed the other documents")
+    block_size: int = setting(64, "tokens in a block")
+    num_initial_blocks: int = setting(1, "first blocks of a document, always kept")
+    num_local_blocks: int = setting(2, "last blocks of a document, always kept")
+    stable_layers: tuple[int, ...] | None = setting(None, "layers that say how many; None: last 4")
+    layers: str | None = setting(None, "file of `keyhole calibrate --stable-layers` with them")
+    outlier_sigmas: float = setting(3.0, "deviations of alpha from which a block is an outlier")
+    pooled: bool = setting(True, "keep offered blocks / documents; False: all blocks / documents")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Settles the stable layers: as given, else from the file, else the last 4."""
+        if self.update not in UPDATES:
+            raise UnknownNameError("update", str(self.update), UPDATES)
+        for name in ("select", "bias", "recompute", "pooled"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "True or False")
+        require(is_count(self.block_size), "block_size", self.block_size, "at least 1 token")
+        for name in ("num_initial_blocks", "num_local_blocks"):
+            value = getattr(self, name)
+            require(is_count(value, 0), name, value, "a whole number >= 0")
+        ends = self.num_initial_blocks + self.num_local_blocks
+        right = "at least 1 together with num_local_blocks: middle blocks are measured by them"
+        require(ends > 0, "num_initial_blocks", self.num_initial_blocks, right)
+        right = "at least 1 with bias, which is made of their queries"
+        good = not self.bias or self.num_local_blocks > 0
+        require(good, "num_local_blocks", self.num_local_blocks, right)
+        sigmas = self.outlier_sigmas
+        require(is_number(sigmas) and sigmas >= 0, "outlier_sigmas", sigmas, "a number >= 0")
+        return dataclasses.replace(self, stable_layers=self._stable(geometry), layers=None)
+
+    def _stable(self, geometry: Geometry) -> tuple[int, ...]:
+        if self.layers is not None and self.stable_layers is not None:
+            raise ConfigError("give either layers (a file) or stable_layers")
+        if self.stable_layers is None and self.layers is None:
+            return last_layers(geometry)
+        stable: tuple[int, ...] | None = self.stable_layers
+        if self.layers is not None:
+            stability = Stability.load(self.layers)
+            stability.check_depth(geometry.num_layers)
+            stable = stability.stable_layers
+        right = f"one or more layers from 0 to {geometry.num_layers - 1}"
+        require_layers("stable_layers", stable, right)
+        assert stable is not None
+        good = len(stable) > 0 and max(stable) < geometry.num_layers
+        require(good, "stable_layers", stable, right)
+        return tuple(sorted(set(stable)))
+
+    @property
+    def fuses(self) -> bool:
+        """With fusion."""
+        return self.update == "fusion"
+
+    def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
+        """The initial and local blocks; None if there is no middle to choose from."""
+        blocks = self._blocks(documents)
+        ends = self._ends(blocks)
+        return None if not self.select or bool(ends.all()) else blocks.tokens(ends)
+
+    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+        """Initial and local blocks, and the middle blocks chosen; see the module for the steps."""
+        blocks = self._blocks(documents)
+        ends = self._ends(blocks)
+        alpha = torch.stack(gather(documents, lambda facts: facts.alpha))
+        kept = ends.expand_as(alpha).clone()
+        shares = (0.0,) * len(documents) if self.select else None
+        if self.select and not ends.all():
+            assert query is not None, "the question is read over the glance first"
+            scores = self._scores(documents, query)
+            shares = self._shares(documents, blocks, scores, alpha)
+            kept[:, ~ends] = torch.cat(self._chosen(blocks, scores, shares), 1)
+        tokens = blocks.tokens(kept)
+        if not self.recompute:
+            return Plan(tokens, torch.zeros_like(tokens), shares)
+        return Plan(tokens, self._written(documents, blocks, kept, alpha), shares)
+
+    def blend(self, new: Tensor, old: Tensor) -> Tensor:
+        """The new ones, or fused with the old."""
+        return fused(new, old) if self.fuses else new
+
+    def _blocks(self, documents: Sequence[PlacedDocument]) -> Blocks:
+        for document in documents:
+            if document.block_size != self.block_size:
+                raise ConfigError(
+                    f"document {document.name!r} is stored in blocks of {document.block_size} "
+                    f"tokens, block_size is {self.block_size}; make them equal, or store it again"
+                )
+        return Blocks.of(documents)
+
+    def _ends(self, blocks: Blocks) -> Tensor:
+        return blocks.ends(self.num_initial_blocks, self.num_local_blocks)
+
+    def _scores(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor]) -> Tensor:
+        """Steps 2 and 4: <query of its document, mean key> of every block, float32 [L, M]."""
+        scores = []
+        for layer, generic in enumerate(query):
+            facts = [document.layers[layer] for document in documents]
+            queries = generic.cpu().expand(len(facts), -1, -1)
+            if self.bias:
+                local = [own.block_queries[-self.num_local_blocks :].mean(0) for own in facts]
+                queries = personal_queries(queries[0], torch.stack(local))
+            pairs = zip(queries, facts, strict=True)
+            scores.append(torch.cat([key_scores(asked, own.block_keys) for asked, own in pairs]))
+        return torch.stack(scores)
+
+    def _shares(
+        self,
+        documents: Sequence[PlacedDocument],
+        blocks: Blocks,
+        scores: Tensor,
+        alpha: Tensor,
+    ) -> tuple[float, ...]:
+        """Step 3: what each document wants of its middle, 0 if it has none."""
+        assert self.stable_layers is not None, "resolve() settles the stable layers"
+        stable = list(self.stable_layers)
+        received = torch.stack(gather(documents, lambda facts: facts.received))
+        ends = self._ends(blocks)
+        return tuple(
+            share(scores[stable, own], alpha[stable, own], received[stable, own], ends[own])
+            .mean()
+            .item()
+            if not ends[own].all()
+            else 0.0
+            for own in blocks.slices
+        )
+
+    def _chosen(self, blocks: Blocks, scores: Tensor, shares: Sequence[float]) -> list[Tensor]:
+        """Steps 4 and 5: per document the middle blocks to keep, bool [L, m]."""
+        ends = self._ends(blocks)
+        middle = [scores[:, own][:, ~ends[own]] for own in blocks.slices]
+        most = None if self.pooled else math.ceil(len(ends) / len(middle))
+        return choose(middle, shares, most)
+
+    def _written(
+        self,
+        documents: Sequence[PlacedDocument],
+        blocks: Blocks,
+        kept: Tensor,
+        alpha: Tensor,
+    ) -> Tensor:
+        """Step 6: tokens to compute again, bool [L, T]; kept bool [L, M]."""
+        ends = self._ends(blocks)
+        written = blocks.tokens(ends).expand(len(kept), -1).clone()
+        parts = [outliers(alpha[:, own], self.outlier_sigmas) for own in blocks.slices]
+        layer, block = (torch.cat(parts, 1) & kept & ~ends).nonzero(as_tuple=True)
+        token = torch.stack(gather(documents, lambda facts: facts.representatives))
+        token += torch.tensor(starts(documents)[:-1])[blocks.documents]
+        written[layer, token[layer, block]] = True
+        return written

@@ -1,0 +1,185 @@
+"""What the compared methods keep and compute again, each told in its own words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.errors import ConfigError
+from keyhole.reuse.base import PlacedDocument, Plan, Reuse
+from keyhole.reuse.cacheblend import CacheBlend
+from keyhole.reuse.epic import Epic
+from keyhole.reuse.multi_infllm import MultiInfLLM
+from keyhole.reuse.plain import PlainReuse
+from keyhole.reuse.recompute import Recompute
+from tests.reuse.placed import make_documents, make_query
+
+LENGTHS = (22, 1, 9, 40)
+TOTAL = sum(LENGTHS)
+GEOMETRY = Geometry(
+    layers=(LayerLayout(num_kv_heads=2, key_dim=8, value_dim=8),) * 3,
+    num_query_heads=4,
+    page_size=16,
+    itemsize=4,
+)
+
+
+def plan_of(
+    method: Reuse, documents: Sequence[PlacedDocument], query: Sequence[torch.Tensor] | None = None
+) -> Plan:
+    plan = method.plan(documents, query)
+    assert plan.kept.shape == plan.written.shape == (3, sum(d.length for d in documents))
+    assert plan.kept.dtype == plan.written.dtype == torch.bool
+    assert not (plan.written & ~plan.kept).any()
+    assert plan.shares is None
+    return plan
+
+
+def test_recompute_computes_everything_like_any_prompt() -> None:
+    assert Recompute().exact
+    plan = plan_of(Recompute(), make_documents(LENGTHS))
+    assert plan.written.all()
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+def test_reuse_keeps_everything_and_computes_nothing(rotate: bool) -> None:
+    method = PlainReuse(rotate=rotate).resolve(GEOMETRY)
+    assert not method.exact
+    assert method.turns == rotate
+    plan = plan_of(method, make_documents(LENGTHS))
+    assert plan.kept.all()
+    assert not plan.written.any()
+
+
+def test_only_the_naive_form_leaves_keys_where_they_were() -> None:
+    others = (Recompute(), CacheBlend(), Epic(), MultiInfLLM())
+    assert all(method.turns for method in others)
+
+
+@pytest.mark.parametrize(("first", "last"), [(32, 0), (2, 3), (0, 0), (0, 5), (100, 100)])
+def test_epic_computes_the_ends_of_every_document(first: int, last: int) -> None:
+    plan = plan_of(Epic(num_initial=first, num_local=last), make_documents(LENGTHS))
+    assert plan.kept.all()
+    wanted = [t < first or t >= length - last for length in LENGTHS for t in range(length)]
+    assert plan.written.tolist() == [wanted] * 3
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_cacheblend_computes_all_at_first_then_what_deviates_most(layer: int) -> None:
+    method = CacheBlend(check_layer=layer).resolve(GEOMETRY)
+    documents = make_documents(LENGTHS)
+    plan = plan_of(method, documents)
+    assert method.check_layer == layer
+    assert plan.kept.all()
+    assert plan.written[: layer + 1].all()
+    assert not plan.written[layer + 1 :].any()
+    deviation = torch.rand(TOTAL, generator=torch.Generator().manual_seed(layer))
+    revised = method.revise(documents, plan, deviation)
+    number = math.ceil(0.15 * TOTAL)
+    chosen = sorted(range(TOTAL), key=lambda t: -float(deviation[t]))[:number]
+    assert torch.equal(revised.kept, plan.kept)
+    for row in revised.written:
+        assert row.nonzero().flatten().tolist() == sorted(chosen)
+
+
+@pytest.mark.parametrize(("ratio", "number"), [(0.0, 0), (1.0, 72), (0.001, 1), (0.5, 36)])
+def test_cacheblend_rounds_up_and_of_equals_takes_the_earlier(ratio: float, number: int) -> None:
+    method, documents = CacheBlend(recompute_ratio=ratio), make_documents(LENGTHS)
+    revised = method.revise(documents, method.plan(documents, None), torch.ones(TOTAL))
+    assert revised.written.tolist() == [[t < number for t in range(TOTAL)]] * 3
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+@pytest.mark.parametrize("last", [0, 2])
+@pytest.mark.parametrize("number", [1, 4, 11])
+def test_multi_infllm_keeps_the_best_blocks_of_one_context(
+    first: int, last: int, number: int
+) -> None:
+    method = MultiInfLLM(num_initial_blocks=first, num_local_blocks=last, num_blocks=number)
+    documents, query = make_documents(LENGTHS), make_query()
+    blocks = [(d, b) for d in range(4) for b in range(documents[d].num_blocks)]
+    ends = blocks[:first] + (blocks[-last:] if last else [])
+
+    def tokens(chosen: set[tuple[int, int]]) -> list[bool]:
+        return [(d, t // 4) in chosen for d in range(4) for t in range(LENGTHS[d])]
+
+    glance = method.glance(documents)
+    assert glance is not None
+    assert glance.tolist() == tokens(set(ends))
+    plan = plan_of(method, documents, query)
+    assert not plan.written.any()
+    for layer in range(3):
+        scores = {}
+        for d, b in blocks:
+            key = documents[d].layers[layer].representative_keys[b].double()
+            scores[d, b] = sum(float(query[layer][h].double() @ key[h // 2]) for h in range(4))
+        middle = [block for block in blocks if block not in ends]
+        best = sorted(middle, key=lambda block: -scores[block])[:number]
+        assert plan.kept[layer].tolist() == tokens({*ends, *best})
+
+
+def test_multi_infllm_reads_nothing_first_where_everything_is_kept() -> None:
+    documents = make_documents((22, 9))  # 9 blocks
+    assert MultiInfLLM(num_blocks=6).glance(documents) is None
+    assert plan_of(MultiInfLLM(num_blocks=6), documents).kept.all()
+    assert MultiInfLLM(num_blocks=5).glance(documents) is not None
+
+
+def test_multi_infllm_takes_the_earlier_of_equal_blocks() -> None:
+    documents = make_documents((40,))
+    plan = MultiInfLLM(num_blocks=3).plan(documents, [torch.zeros(4, 8)] * 3)
+    assert plan.kept[0].nonzero().flatten().tolist() == [*range(16), *range(32, 40)]
+
+
+@pytest.mark.parametrize("method", [Recompute(), PlainReuse(), Epic(), CacheBlend()])
+def test_methods_without_a_query_read_nothing_first(method: Reuse) -> None:
+    documents = make_documents(LENGTHS)
+    assert method.glance(documents) is None
+    plan = method.plan(documents, None)
+    if method.name != "cacheblend":
+        assert method.check_layer is None
+        assert method.revise(documents, plan, torch.zeros(TOTAL)) is plan
+
+
+@pytest.mark.parametrize("method", [Recompute(), PlainReuse(), Epic(), CacheBlend(), MultiInfLLM()])
+def test_new_keys_replace_stored_ones(method: Reuse) -> None:
+    new = torch.randn(3, 2, 8)
+    assert method.blend(new, torch.randn(3, 2, 8)) is new
+    assert not method.fuses
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "words"),
+    [
+        (PlainReuse, {"rotate": "no"}, "rotate 'no' must be True or False"),
+        (Epic, {"num_initial": -1}, "num_initial -1 must be a whole number"),
+        (Epic, {"num_local": 1.5}, "num_local 1.5"),
+        (CacheBlend, {"check_layer": 3}, "check_layer 3 must be a layer from 0 to 2"),
+        (CacheBlend, {"check_layer": -1}, "check_layer -1"),
+        (CacheBlend, {"recompute_ratio": 1.1}, "recompute_ratio 1.1 must be from 0 to 1"),
+        (CacheBlend, {"recompute_ratio": math.nan}, "recompute_ratio nan"),
+        (MultiInfLLM, {"num_blocks": -1}, "num_blocks -1"),
+        (MultiInfLLM, {"num_initial_blocks": "1"}, "num_initial_blocks '1'"),
+        (
+            MultiInfLLM,
+            {"num_initial_blocks": 0, "num_local_blocks": 0, "num_blocks": 0},
+            "num_blocks 0 must be at least 1",
+        ),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_is_named(
+    cls: type[Reuse], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cls(**settings).resolve(GEOMETRY)
+
+
+def test_the_defaults_suit_every_model() -> None:
+    for method in (Recompute(), PlainReuse(), Epic(), CacheBlend(), MultiInfLLM()):
+        assert method.resolve(GEOMETRY) == method
