@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence as Tokens
 
@@ -11,9 +12,12 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.allocation import allocate, too_long
+from keyhole.engine.context import Context
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.lookahead import Lookahead, load_head
 from keyhole.engine.placement import Placement
+from keyhole.engine.preparation import Preparation
+from keyhole.engine.prompt_pages import HOLE
 from keyhole.engine.runner import Runner
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Plan, Scheduler
@@ -60,7 +64,14 @@ class Engine:
         self.cache = cache
         self.max_pages = self.cache.max_pages
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
-        self.scheduler = Scheduler(self.cache, self.prefix, config, dense=self.policy.dense)
+        self.scheduler = Scheduler(
+            self.cache,
+            self.prefix,
+            config,
+            dense=self.policy.dense,
+            max_length=self.max_length,
+            prepare=self._prepare,
+        )
         lookahead = None
         if head is not None:
             model.watch(head.config.feature_layers)
@@ -83,12 +94,14 @@ class Engine:
         given: Tokens[int] = (),
         keep_logits: bool = False,
         reuse_approximate: bool = False,
+        context: Context | None = None,
     ) -> Sequence:
         """Takes a request; raises RequestError or CapacityError if it can never be served.
 
         given: tokens after the prompt that are decoded under the policy instead of sampled ones.
         keep_logits: keep the logits after the prompt and after each later token, given ones too,
         float32 on the CPU. reuse_approximate: known pages of a sparse decode may serve as prompt.
+        context: the stored documents that the prompt begins with.
         """
         params = params.resolve(self.model.defaults)
         sequence = Sequence(
@@ -98,13 +111,33 @@ class Engine:
             given=given,
             keep_logits=keep_logits,
             reuse_approximate=reuse_approximate,
+            context=context,
         )
-        self.check(sequence.tokens, params)
+        if context is not None:
+            self.preparation.check(context)
+        self.check(sequence.tokens, params, stored=context is not None)
         self.scheduler.add(sequence)
         return sequence
 
-    def check(self, tokens: Tokens[int], params: SamplingParams) -> None:
-        """Raises if a request with these tokens can never be served."""
+    @functools.cached_property
+    def preparation(self) -> Preparation:
+        """Brings stored documents into prompts. ConfigError if this engine cannot have any."""
+        if self.placement is not None:
+            raise ConfigError(
+                "stored documents and offload= do not go together: what layers dropped is not "
+                "known to the lower tier; leave offload= out"
+            )
+        chunk = self.config.prefill_chunk
+        return Preparation(self.model, self.cache, self.policy, chunk)
+
+    def _prepare(self, sequence: Sequence) -> bool:
+        return self.preparation.run(sequence)
+
+    def check(self, tokens: Tokens[int], params: SamplingParams, *, stored: bool = False) -> None:
+        """Raises if a request with these tokens can never be served.
+
+        stored: they are documents, of which only a part may be kept.
+        """
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         wrong = [t for t in tokens if not 0 <= t < self.model.vocab_size]
@@ -123,7 +156,7 @@ class Engine:
             )
         length = min(len(tokens) + params.max_tokens, self.max_length)
         pages = -(-length // self.config.page_size)
-        if pages > self.max_pages:
+        if pages > self.max_pages and not stored:
             raise CapacityError(too_long(length, self.cache, self.placement, self.config))
 
     def step(self) -> list[Sequence]:
@@ -161,7 +194,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Asserts that every page is held by exactly those who list it (for tests)."""
-        holders = [sequence.pages for sequence in self.scheduler.running]
+        holders = [[p for p in s.pages if p != HOLE] for s in self.scheduler.running]
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -11,15 +13,18 @@ from typing import Any, overload
 from tqdm import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
+from keyhole.engine.asking import assemble
+from keyhole.engine.context import Reused
 from keyhole.engine.core import Engine
+from keyhole.engine.documents import Documents
 from keyhole.engine.sequence import Sequence, Stats
+from keyhole.engine.text import Prompt, encode_text, given_ids
 from keyhole.errors import ConfigError, RequestError
 from keyhole.models.loading import Model, load
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
-
-#: Text, or {"prompt_token_ids": [...]}.
-Prompt = str | Mapping[str, Several[int]]
+from keyhole.reuse import make_reuse
+from keyhole.reuse.base import Reuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,7 @@ class Result:
 
     finish_reason: "stop" (end token, stop text or id), "length" or "abort".
     logprobs: per generated token a dict token id -> log-probability, if asked for.
+    reused: what an answer took from stored documents (`LLM.ask`).
     """
 
     text: str
@@ -36,6 +42,7 @@ class Result:
     stats: Stats
     prompt_token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
+    reused: Reused | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,9 @@ class LLM:
     device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
     "bfloat16", "float16". memory: the most that the KV cache may take, bytes or "2GiB"; None: most
     of what is free. offload: a folder that layers move to, one by one, when texts grow beyond
-    `memory`; results do not change. The others as in `EngineConfig`.
+    `memory`; results do not change. documents: where documents are stored, a folder or any URL that
+    fsspec knows; None: in the user's cache folder. documents_limit: the most that they may take
+    there, bytes or "20GiB". The others as in `EngineConfig`.
 
     Raises ModelError for the model, ConfigError for settings.
     """
@@ -74,6 +83,8 @@ class LLM:
         prefill_chunk: int = EngineConfig.prefill_chunk,
         prefix_cache: bool = EngineConfig.prefix_cache,
         max_length: int | None = None,
+        documents: str | Path | None = None,
+        documents_limit: int | str | None = None,
     ) -> None:
         config = EngineConfig(
             max_batch=max_batch,
@@ -87,6 +98,8 @@ class LLM:
         chosen = make_policy(policy)
         loaded = model if isinstance(model, Model) else load(model, device, dtype)
         self.engine = Engine(loaded, chosen, config)
+        limit = None if documents_limit is None else parse_bytes(documents_limit)
+        self._store = documents, limit
 
     @property
     def policy(self) -> Policy:
@@ -145,6 +158,79 @@ class LLM:
         """`chat`, as it comes."""
         return self._stream(self._add(self._chat_tokens(messages), params, reuse_generated))
 
+    @functools.cached_property
+    def documents(self) -> Documents:
+        """The stored documents: add, get, list, remove, verify.
+
+        ConfigError for a model whose positions cannot be shifted.
+        """
+        return Documents(self.engine, *self._store)
+
+    def ask(
+        self,
+        question: Prompt,
+        documents: Several[str],
+        *,
+        reuse: Reuse | str | None = None,
+        params: SamplingParams | None = None,
+        prefix: Prompt = "",
+        separator: Prompt = "",
+        chat: bool = False,
+    ) -> Result:
+        """An answer from stored documents, which stand between the prefix and the question.
+
+        documents: names, in order; one may stand twice. reuse: what to keep of them and to compute
+        again, an object such as `SamKV(update="fusion")`, a name, or None (SamKV). separator:
+        between two documents. chat: prefix, documents and question make the user's message of
+        the model's chat template.
+
+        UnknownNameError for a name that is not stored, with the nearest one.
+        """
+        with ExitStack() as stack:
+            sequence = self._ask(stack, question, documents, reuse, params, prefix, separator, chat)
+            return self._finish([sequence])[0]
+
+    def stream_ask(
+        self,
+        question: Prompt,
+        documents: Several[str],
+        *,
+        reuse: Reuse | str | None = None,
+        params: SamplingParams | None = None,
+        prefix: Prompt = "",
+        separator: Prompt = "",
+        chat: bool = False,
+    ) -> Iterator[Piece]:
+        """`ask`, as it comes."""
+        with ExitStack() as stack:
+            sequence = self._ask(stack, question, documents, reuse, params, prefix, separator, chat)
+            yield from self._stream(sequence)
+
+    def _ask(
+        self,
+        stack: ExitStack,
+        question: Prompt,
+        documents: Several[str],
+        reuse: Reuse | str | None,
+        params: SamplingParams | None,
+        prefix: Prompt,
+        separator: Prompt,
+        chat: bool,
+    ) -> Sequence:
+        method = make_reuse(reuse).resolve(self.engine.geometry)
+        asked = assemble(
+            self.engine,
+            self.documents,
+            documents,
+            question,
+            method,
+            stack,
+            prefix=prefix,
+            separator=separator,
+            chat=chat,
+        )
+        return self.engine.add(asked.tokens, _params(params), context=asked.context)
+
     def _add(
         self, tokens: list[int], params: SamplingParams | None, reuse_approximate: bool = False
     ) -> Sequence:
@@ -189,16 +275,10 @@ class LLM:
             self.engine.abort(sequence)
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise RequestError(
-                    f"a prompt as a dict has the one key 'prompt_token_ids', not {list(prompt)}"
-                )
-            return [int(token) for token in prompt["prompt_token_ids"]]
-        if not isinstance(prompt, str):
-            raise RequestError(
-                f"a prompt is text or a dict of token ids, not {type(prompt).__name__}"
-            )
+        ids = given_ids("a prompt", prompt)
+        if ids is not None:
+            return ids
+        assert isinstance(prompt, str)
         return self._encode(prompt, special=True)
 
     def _chat_tokens(self, messages: Several[Mapping[str, str]]) -> list[int]:
@@ -216,11 +296,9 @@ class LLM:
         return self._encode(text, special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer; give {'prompt_token_ids': [...]}")
-        if not text.strip():
+        if self.tokenizer is not None and not text.strip():
             raise RequestError("the prompt is empty; give at least one word")
-        return [int(token) for token in self.tokenizer(text, add_special_tokens=special).input_ids]
+        return encode_text(self.tokenizer, text, special=special)
 
 
 def _params(params: SamplingParams | None) -> SamplingParams:
@@ -242,4 +320,5 @@ def _result(sequence: Sequence) -> Result:
         stats=sequence.stats(),
         prompt_token_ids=list(sequence.prompt),
         logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+        reused=sequence.reused,
     )

@@ -77,6 +77,7 @@ class Lookahead:
         layers = self._head.config.feature_layers
         fused = self._head.fuse([batch.hidden[layer] for layer in layers]) if layers else None
         for chunk in batch.chunks:
+            assert isinstance(chunk, Chunk), "stored documents have no features"
             # What stands before a token that is known is not: its page holds its own features.
             rows = slice(chunk.rows.start + chunk.known, chunk.rows.stop)
             before = None if fused is None else self._before(fused, chunk)

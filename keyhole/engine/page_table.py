@@ -31,5 +31,6 @@ class PageTable:
         if start < len(pages):
             while len(pages) > self._rows.shape[1]:
                 self._rows = np.pad(self._rows, ((0, 0), (0, self._rows.shape[1])))
-            self._rows[slot, start : len(pages)] = pages[start:]
+            # A hole in a prompt (see prompt_pages) is page 0, which nobody looks at.
+            self._rows[slot, start : len(pages)] = np.maximum(pages[start:], 0)
             self._filled[slot] = len(pages)

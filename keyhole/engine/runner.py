@@ -11,12 +11,13 @@ from torch import Tensor
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.thinned import Rows, Thinned
 from keyhole.engine.lookahead import Lookahead
 from keyhole.engine.page_table import PageTable
 from keyhole.engine.scheduler import Plan
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.state import SequenceState
-from keyhole.models.batch import Batch, Chunk
+from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy, Selection, Step
 
@@ -40,6 +41,9 @@ class Runner:
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
         self._state = SequenceState(policy.sequence_state(cache.geometry), max_batch, model.device)
+        self._thinned = Thinned(len(cache.keys), max_batch, model.device)
+        # Whose kept tokens stand in a row of it.
+        self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
         self._traffic: list[Traffic] = []
 
@@ -84,7 +88,8 @@ class Runner:
         table = self._table.rows(plan.decodes, width)
         page = table[np.arange(len(position)), position // size]
         slots, touched, filled = [page * size + position % size], [page], [position % size + 1]
-        chunks, row = [], len(position)
+        chunks: list[Chunk | ScatteredChunk] = []
+        row = len(position)
         for sequence, count in plan.chunks:
             start, end = sequence.num_computed, sequence.num_computed + count
             pages = self._table.rows([sequence], -(-end // size))[0]
@@ -93,9 +98,12 @@ class Runner:
             entries = np.arange(start // size, len(pages))
             touched.append(pages[entries])
             filled.append(np.minimum(end - entries * size, size))
-            known = int(sequence.repeated == start)
-            rows = slice(row, row + count)
-            chunks.append(Chunk(rows, start, self._send(_join([pages])), known))
+            rows, listed = slice(row, row + count), self._send(_join([pages]))
+            if sequence.kept is None:
+                known = int(sequence.repeated == start)
+                chunks.append(Chunk(rows, start, listed, known))
+            else:
+                chunks.append(self._scattered(sequence.kept, rows, place, listed))
             row += count
         keep = self._keeps_data
         written = _join(slots)
@@ -112,6 +120,30 @@ class Runner:
             filled=self._send(_join(filled)) if keep else None,
             prefetcher=self._prefetcher,
         )
+
+    def _scattered(
+        self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor
+    ) -> ScatteredChunk:
+        """Prompt tokens after documents of which layers dropped some."""
+        after = np.arange(kept.shape[1], positions[-1] + 1)
+        seen = [np.concatenate([np.flatnonzero(layer), after]) for layer in kept.numpy()]
+        return ScatteredChunk(
+            rows, self._send(positions), table, [self._send(_join([row])) for row in seen]
+        )
+
+    def _there(self, decodes: list[Sequence], lengths: np.ndarray) -> Rows | None:
+        """What each layer has of the decoding sequences; None: everything."""
+        for sequence in decodes:
+            if self._kept[sequence.slot] is not sequence.kept:
+                self._kept[sequence.slot] = sequence.kept
+                if sequence.kept is None:
+                    self._thinned.clear(sequence.slot)
+                else:
+                    self._thinned.set(sequence.slot, sequence.kept)
+        if all(sequence.kept is None for sequence in decodes):
+            return None
+        slots = [sequence.slot for sequence in decodes]
+        return self._thinned.rows(slots, lengths.tolist(), self._model.device)
 
     def _step(self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray) -> Step:
         fresh = self._state.enter(decodes)
@@ -138,6 +170,7 @@ class Runner:
             fresh=fresh,
             slots=self._send(np.asarray([s.slot for s in decodes], np.int64)),
             state=self._state.tensors,
+            thinned=self._there(decodes, position + 1),
         )
 
     def _reads(self, batch: Batch) -> Tensor:

@@ -8,12 +8,15 @@ the policy, so that it goes on exactly where it was.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix import PrefixIndex
 from keyhole.config import EngineConfig
+from keyhole.engine.prompt_pages import HOLE
 from keyhole.engine.sequence import Sequence
+from keyhole.errors import CapacityError, KeyholeError
 
 
 @dataclass
@@ -29,7 +32,14 @@ class Scheduler:
     """Holds waiting and running sequences and shares out pages, slots and prompt tokens."""
 
     def __init__(
-        self, cache: PageCache, prefix: PrefixIndex | None, config: EngineConfig, *, dense: bool
+        self,
+        cache: PageCache,
+        prefix: PrefixIndex | None,
+        config: EngineConfig,
+        *,
+        dense: bool,
+        max_length: int,
+        prepare: Callable[[Sequence], bool],
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -37,6 +47,8 @@ class Scheduler:
         self._prefix = prefix
         self._config = config
         self._dense = dense
+        self._max_length = max_length
+        self._prepare = prepare
         self._slots = list(range(config.max_batch - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -55,7 +67,16 @@ class Scheduler:
                 budget -= self._enter(sequence, count, plan)
         while budget and self.waiting and self._slots and not plan.preempted:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            try:
+                admitted = self._admit(sequence)
+            except KeyholeError as error:
+                if sequence.context is None:
+                    raise
+                # Its documents cannot be used (damaged, too large); the others go on.
+                self.waiting.popleft()
+                sequence.error, sequence.finish_reason = error, "error"
+                continue
+            if not admitted:
                 break
             self.waiting.popleft()
             count = 1 if sequence.is_decoding else min(budget, _left(sequence))
@@ -71,12 +92,11 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-            self._cache.release(sequence.pages)  # if an error stopped it while it was let in
-            sequence.pages = []
+            self._release(sequence)  # if an error stopped it while it was let in
 
     def remember(self, sequence: Sequence) -> None:
         """Makes the computed full pages of a sequence known to later prompts."""
-        if self._prefix is None:
+        if self._prefix is None or sequence.context is not None:
             return
         exact = 0
         if sequence.exact:
@@ -96,12 +116,17 @@ class Scheduler:
         """Gives a waiting sequence a slot, known pages and new ones for all its tokens."""
         at_once = self._dense and not sequence.given
         sequence.prefill_end = len(sequence.tokens if at_once else sequence.prompt)
-        self._reuse(sequence)
+        if sequence.context is None:
+            self._reuse(sequence)
+        elif not self._documents(sequence):
+            return False
+        else:
+            self._check_room(sequence)
         # One page more for each that runs: whoever enters must not push another out at once.
         spare = len(self.running)
         if not self._reserve(sequence, len(sequence.tokens), spare):
-            self._cache.release(sequence.pages)
-            sequence.pages, sequence.num_computed = [], 0
+            self._release(sequence)
+            sequence.num_computed = 0
             return False
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
@@ -154,9 +179,39 @@ class Scheduler:
         sequence.pages += pages
         return True
 
+    def _documents(self, sequence: Sequence) -> bool:
+        """Brings a prompt's stored documents into pages; gives up known prompt starts for them."""
+        while not self._prepare(sequence):
+            if self._prefix is None or not self._prefix.evict(self._cache.capacity):
+                if self.running:
+                    return False
+                raise CapacityError(
+                    f"what is kept of {len(sequence.prompt)} tokens of documents and question does "
+                    f"not fit into {self._cache.max_pages * self._cache.page_size} tokens of KV "
+                    "cache; raise memory=, or keep less"
+                )
+        return True
+
+    def _check_room(self, sequence: Sequence) -> None:
+        """CapacityError if what was kept and what is to come can never be there together."""
+        length = min(len(sequence.tokens) + sequence.params.max_tokens, self._max_length)
+        size = self._cache.page_size
+        there = sum(page != HOLE for page in sequence.pages)
+        pages = there + max(0, -(-length // size) - len(sequence.pages))
+        if pages > self._cache.max_pages:
+            self._release(sequence)
+            raise CapacityError(
+                f"what is kept of the documents, the question and max_tokens need {pages * size} "
+                f"tokens of KV cache, the limit is {self._cache.max_pages * size}; raise memory=, "
+                "lower max_tokens or keep less"
+            )
+
+    def _release(self, sequence: Sequence) -> None:
+        self._cache.release(page for page in sequence.pages if page != HOLE)
+        sequence.pages, sequence.kept = [], None
+
     def _leave(self, sequence: Sequence) -> None:
-        self._cache.release(sequence.pages)
-        sequence.pages = []
+        self._release(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1
 

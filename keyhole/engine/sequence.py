@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from keyhole.config import SamplingParams
+from keyhole.engine.context import Context, Reused
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.errors import KeyholeError
 
@@ -23,6 +24,8 @@ class Stats:
     attended_fraction: keys read / keys there, mean over layers and steps.
     moved_bytes, hit_rate: what layers on the lower tier loaded, and the share of selected tokens
     that was there already.
+    sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
+    computed again / all. store_bytes_read: read from the store. tokens_not_computed: of documents.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
     """
 
@@ -39,6 +42,8 @@ class Stats:
     offloaded_layers: int | None = None
     sequence_ratio: float | None = None
     recompute_ratio: float | None = None
+    store_bytes_read: int | None = None
+    tokens_not_computed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class Sequence:
     offloaded: layers on the lower tier at its last step; None if they cannot go there.
     repeated: the place of a token that is computed again only for its logits.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
+    context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
+    has of them and of what stands between; None: everything. reused: what they cost.
     """
 
     prompt: list[int]
@@ -83,12 +90,15 @@ class Sequence:
     given: Tokens[int] = ()
     keep_logits: bool = False
     reuse_approximate: bool = False
+    context: Context | None = None
 
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     prefill_end: int = 0
     exact: bool = True
+    kept: Tensor | None = None
+    reused: Reused | None = None
     slot: int = -1
     num_cached: int = 0
     repeated: int | None = None
@@ -151,4 +161,8 @@ class Sequence:
             moved_bytes=self.counters.moved_bytes if self.offloaded is not None else None,
             hit_rate=self.counters.hits / loaded if loaded else None,
             offloaded_layers=self.offloaded,
+            sequence_ratio=None if self.reused is None else self.reused.sequence_ratio,
+            recompute_ratio=None if self.reused is None else self.reused.recompute_ratio,
+            store_bytes_read=None if self.reused is None else self.reused.bytes_read,
+            tokens_not_computed=None if self.reused is None else self.reused.tokens_not_computed,
         )

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.llm import LLM, Prompt
+from keyhole.engine.llm import LLM
+from keyhole.engine.text import Prompt
 from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
 from keyhole.policy.base import ScoreRequest, Step

@@ -1,0 +1,58 @@
+"""Says which model encoded a document: keys of one model mean nothing to another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from keyhole.models.loading import Model
+
+# Numbers of each parameter that go into the digest: all weights of an 8B model would take a minute,
+# and two trainings of one model agree nowhere.
+_SAMPLES = 64
+
+
+def fingerprint(model: Model) -> dict[str, str]:
+    """What a stored record depends on, by name; a record with any other value is foreign."""
+    config = model.network.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    layouts = [vars_of(layout) for layout in model.geometry(1).layers]
+    return {
+        "family": str(config.model_type),
+        "revision": str(getattr(config, "_commit_hash", None)),
+        "weights": _weights(model),
+        "tokenizer": _tokenizer(model.tokenizer),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "rope": _digest(json.dumps(rope, sort_keys=True, default=str)),
+        "layers": _digest(json.dumps(layouts, sort_keys=True)),
+    }
+
+
+def vars_of(layout: Any) -> dict[str, Any]:
+    """The fields of a layer's layout."""
+    return {name: getattr(layout, name) for name in layout.__dataclass_fields__}
+
+
+def _weights(model: Model) -> str:
+    """A digest of names, shapes and some numbers of every parameter."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.network.named_parameters()):
+        flat = parameter.detach().flatten()
+        step = max(1, len(flat) // _SAMPLES)
+        numbers = flat[::step][:_SAMPLES].float().cpu().numpy().tobytes()
+        found.update(f"{name}{tuple(parameter.shape)}".encode() + numbers)
+    return found.hexdigest()[:16]
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    if tokenizer is None:
+        return "none"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return _digest(backend.to_str())
+    return _digest(json.dumps(sorted(tokenizer.get_vocab().items())))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,307 @@
+"""Brings a prompt of stored documents into the cache, as its reuse method says.
+
+The method is asked three times at most: over what the question is read first (`glance`), what to
+keep and to compute again (`plan`), and, after a layer that is computed for all, once more
+(`revise`). Everything else of SamKV (arXiv 2508.11661, section 3) is done here: stored keys are
+read block by block, turned to their places and written into pages; the prefix, what separates the
+documents and what the plan names are computed at their true positions. The question itself is left
+to the engine, which reads it over the result like any other prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.cache.pages import PageCache
+from keyhole.engine.context import Context, Reused
+from keyhole.engine.prompt_pages import PromptPages
+from keyhole.engine.sequence import Sequence as Request
+from keyhole.engine.stored import Loader
+from keyhole.errors import ConfigError
+from keyhole.models.batch import Batch, Chunk, ScatteredChunk
+from keyhole.models.loading import Model
+from keyhole.models.positions import Turns
+from keyhole.policy.base import Policy
+from keyhole.reuse.base import Plan
+
+
+class Preparation:
+    """Prepares prompts of stored documents for one engine."""
+
+    def __init__(self, model: Model, cache: PageCache, policy: Policy, chunk: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._policy = policy
+        self._chunk = chunk
+        self._turns = Turns.of(model)
+
+    def check(self, context: Context) -> None:
+        """ConfigError if this engine's policy and the documents do not go with the method."""
+        wanted = getattr(context.reuse, "block_size", None)
+        for document in context.documents:
+            if wanted is not None and document.block_size != wanted:
+                raise ConfigError(
+                    f"block_size {wanted} of reuse method {context.reuse.name!r} must be "
+                    f"{document.block_size}, as document {document.info.name!r} was encoded with"
+                )
+        if self._policy.wants_head and not context.reuse.exact:
+            raise ConfigError(
+                f"policy {self._policy.name!r} chooses by a head that needs features of every "
+                f"token, and stored documents have none; use reuse='recompute', or another policy"
+            )
+
+    def run(self, request: Request) -> bool:
+        """Fills pages of a request up to its question; False (nothing changed): pages are out.
+
+        Sets `pages`, `num_computed`, `kept` and `reused`.
+        """
+        context = request.context
+        assert context is not None
+        pages = PromptPages(self._cache, len(request.prompt))
+        prompt = _Prompt(self, context, pages, np.asarray(request.prompt, np.int64))
+        try:
+            done = prompt.fill()
+        except BaseException:
+            pages.release()
+            raise
+        if not done:
+            pages.release()
+            return False
+        request.pages = pages.listed(context.end)
+        request.num_computed = context.end
+        request.kept = prompt.kept_everywhere()
+        request.reused = prompt.report()
+        return True
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._cache.page_size
+
+    def send(self, array: np.ndarray) -> Tensor:
+        """An array on the model's device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+
+    def forward(self, tokens: np.ndarray, positions: np.ndarray, batch: Batch) -> None:
+        """Runs the model for what it writes; no logits are wanted."""
+        last = torch.tensor([len(tokens) - 1], device=self._model.device)
+        self._model.forward(self.send(tokens), self.send(positions), batch, last)
+
+    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk) -> Batch:
+        """A step of one chunk."""
+        rewrite = chunk if isinstance(chunk, ScatteredChunk) else None
+        return Batch(
+            cache=self._cache,
+            policy=self._policy,
+            slots=self.send(slots),
+            newest=self.send(np.zeros(0, np.int64)),
+            num_decode=0,
+            step=None,
+            chunks=[chunk],
+            rewrite=rewrite,
+        )
+
+    def chunks(self, positions: np.ndarray) -> Sequence[np.ndarray]:
+        """Positions in parts of at most the engine's `prefill_chunk`."""
+        return [positions[i : i + self._chunk] for i in range(0, len(positions), self._chunk)]
+
+    def summarise(self, pages: PromptPages) -> None:
+        """Lets the policy see the pages, as after any append."""
+        if not any(self._cache.data):
+            return
+        there = self.send(pages.present())
+        filled = torch.full_like(there, self._cache.page_size)
+        for layer in self._cache.geometry.full_attention:
+            data = self._cache.data[layer]
+            self._policy.on_append(self._cache.keys[layer], data, there, filled)
+
+    def loader(self, context: Context) -> Loader:
+        """Reads a context's documents into the cache."""
+        return Loader(context, self._cache, self._turns, self._model.device)
+
+
+class _Prompt:
+    """One prompt on its way into the pages."""
+
+    def __init__(
+        self, owner: Preparation, context: Context, pages: PromptPages, tokens: np.ndarray
+    ) -> None:
+        self._owner = owner
+        self._context = context
+        self._reuse = context.reuse
+        self._pages = pages
+        self._tokens = tokens
+        self._documents = context.positions
+        self._apart = context.separators
+        self._loose = np.concatenate([np.arange(context.num_prefix), self._apart])
+        # The question may begin in the middle of a page.
+        self._always = np.append(self._loose, np.arange(max(0, context.end - 1), context.end))
+        self._loader = owner.loader(context)
+        self._plan: Plan | None = None
+
+    def fill(self) -> bool:
+        """Everything up to the question; False if pages ran out on the way."""
+        placed = self._loader.placed()
+        if not self._pages.need(self._always):
+            return False
+        self._prefix()
+        query = None
+        glance = self._reuse.glance(placed)
+        if glance is not None:
+            query = self._first_reading(glance)
+            if query is None:
+                return False
+        plan = self._checked(self._reuse.plan(placed, query))
+        if self._reuse.check_layer is not None:
+            deviation = self._deviation(plan, self._reuse.check_layer)
+            if deviation is None:
+                return False
+            plan = self._checked(self._reuse.revise(placed, plan, deviation))
+        again = plan.written.any(0)
+        needed = plan.kept | again
+        places = self._documents[needed.any(0).numpy()]
+        self._pages.keep(np.concatenate([self._always, places]))
+        if not self._pages.need(places):
+            return False
+        stored = needed if self._reuse.fuses else needed & ~plan.written
+        self._loader.load(stored, self._pages)
+        self._compute(plan, again)
+        places = self._documents[plan.kept.any(0).numpy()]
+        self._pages.keep(np.concatenate([self._always, places]))
+        self._owner.summarise(self._pages)
+        self._plan = plan
+        return True
+
+    def kept_everywhere(self) -> Tensor | None:
+        """Bool [L, end]: what each layer has before the question; None: all of it."""
+        assert self._plan is not None
+        if self._plan.kept.all():
+            return None
+        kept = torch.ones(len(self._plan.kept), self._context.end, dtype=torch.bool)
+        kept[:, torch.from_numpy(self._documents)] = self._plan.kept
+        return kept
+
+    def report(self) -> Reused:
+        """What was kept, computed and read."""
+        plan = self._plan
+        assert plan is not None
+        again = plan.written.any(0)
+        return Reused(
+            documents=[document.info.name for document in self._context.documents],
+            shares=plan.shares,
+            sequence_ratio=float(plan.kept.float().mean()),
+            recompute_ratio=float(again.float().mean()),
+            tokens_not_computed=int((~again).sum()),
+            bytes_read=self._loader.bytes_read,
+            kept=plan.kept,
+            written=plan.written,
+        )
+
+    def _checked(self, plan: Plan) -> Plan:
+        kept, written = plan.kept.cpu(), plan.written.cpu()
+        assert not (written & ~kept).any(), "a token that is computed again must be kept"
+        return Plan(kept, written, plan.shares)
+
+    def _prefix(self) -> None:
+        """The prefix is an ordinary start of a prompt."""
+        owner, table = self._owner, self._owner.send(self._pages.table())
+        for part in owner.chunks(np.arange(self._context.num_prefix)):
+            pages = table[: -(-int(part[-1] + 1) // owner.page_size)]
+            chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
+            batch = owner.batch(self._pages.slots(part), chunk)
+            owner.forward(self._tokens[part], part, batch)
+
+    def _first_reading(self, glance: Tensor) -> list[Tensor] | None:
+        """The question's mean query per layer over what `glance` names; None: pages are out."""
+        first = glance.cpu()
+        question = np.arange(self._context.end, len(self._tokens))
+        places = np.concatenate([self._documents[first.numpy()], question])
+        if not self._pages.need(places):
+            return None
+        layers = self._loader.num_layers
+        everywhere = first.expand(layers, -1)
+        self._loader.load(everywhere, self._pages)
+        nothing = np.zeros(0, np.int64)
+        self._pass(self._apart, self._seen(everywhere, nothing))
+        queries: dict[int, Tensor] = {}
+        seen = self._seen(everywhere, question)
+        # One piece, as the mean is over all of its tokens.
+        self._pass(question, seen, queries=queries, whole=True)
+        return [queries[layer] for layer in range(layers)]
+
+    def _deviation(self, plan: Plan, layer: int) -> Tensor | None:
+        """Computes the first layers for all tokens that the plan writes there."""
+        again = plan.written[: layer + 1].all(0)
+        places = self._documents[again.numpy()]
+        if not self._pages.need(places):
+            return None
+        stored = torch.zeros_like(plan.kept)
+        stored[layer] = again
+        self._loader.load(stored, self._pages)
+        rows = np.union1d(places, self._apart)
+        written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
+        deviations: dict[int, list[Tensor]] = {layer: []}
+        seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
+        self._pass(rows, seen, written=written, deviations=deviations, last_layer=layer)
+        self._loader.present[: layer + 1, again] = True
+        found = torch.zeros(len(again))
+        documents = np.searchsorted(rows, places)
+        found[again] = torch.cat(deviations[layer]).cpu()[torch.from_numpy(documents)]
+        return found
+
+    def _compute(self, plan: Plan, again: Tensor) -> None:
+        """One forward of what is computed again, and of what separates the documents."""
+        places = self._documents[again.numpy()]
+        rows = np.union1d(places, self._apart)
+        if not len(rows):
+            return
+        written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
+        column = torch.from_numpy(np.searchsorted(rows, places))
+        written[:, column] = plan.written[:, again]
+        seen = self._seen(plan.kept | again, self._apart)
+        update = self._reuse.blend if self._reuse.fuses else None
+        self._pass(rows, seen, written=written, update=update)
+
+    def _seen(self, kept: Tensor, more: np.ndarray) -> list[np.ndarray]:
+        """Per layer the positions that can be read: loose tokens, kept ones of documents, more."""
+        loose = np.union1d(self._loose, more)
+        return [np.union1d(loose, self._documents[row]) for row in kept.numpy()]
+
+    def _pass(
+        self,
+        positions: np.ndarray,
+        seen: list[np.ndarray],
+        *,
+        written: Tensor | None = None,
+        update: Callable[[Tensor, Tensor], Tensor] | None = None,
+        queries: dict[int, Tensor] | None = None,
+        deviations: dict[int, list[Tensor]] | None = None,
+        last_layer: int | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Runs tokens at `positions`, in ascending parts: each sees what the parts before wrote."""
+        owner = self._owner
+        table = owner.send(self._pages.table())
+        done = 0
+        for part in [positions] if whole and len(positions) else owner.chunks(positions):
+            rows = slice(done, done + len(part))
+            chunk = ScatteredChunk(
+                rows=slice(0, len(part)),
+                positions=owner.send(part),
+                pages=table,
+                # What comes later is not there yet: its places may hold anything.
+                seen=[owner.send(row[: row.searchsorted(part[-1] + 1)]) for row in seen],
+                written=None if written is None else written[:, rows].to(table.device),
+                stored=owner.send(np.isin(part, self._documents)),
+                update=update,
+                queries=queries,
+                deviations=deviations,
+            )
+            batch = owner.batch(self._pages.slots(part), chunk)
+            batch.last_layer = last_layer
+            owner.forward(self._tokens[part], part, batch)
+            done += len(part)

@@ -1,0 +1,143 @@
+"""Reads stored documents into pages: only what is kept, turned to its place in the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole import kernels
+from keyhole.cache.pages import PageCache
+from keyhole.engine.context import Context
+from keyhole.engine.prompt_pages import PromptPages
+from keyhole.models.positions import Turns
+from keyhole.reuse.base import LayerFacts, PlacedDocument
+
+
+class Loader:
+    """The documents of one prompt.
+
+    present: bool [L, T], whose keys and values lie in the pages already.
+    """
+
+    def __init__(
+        self, context: Context, cache: PageCache, turns: Turns, device: torch.device
+    ) -> None:
+        self._context = context
+        self._cache = cache
+        self._turns = turns
+        self._device = device
+        self._positions = context.positions
+        lengths = [document.length for document in context.documents]
+        self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        # How far each token's key is turned: from its place in the document to the one here.
+        self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
+        self._read_before = self._read()
+        self._known: dict[int, list[LayerFacts]] = {}
+        self.num_layers = len(cache.keys)
+        self.present = torch.zeros(self.num_layers, int(self._starts[-1]), dtype=torch.bool)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the store for this prompt."""
+        return self._read() - self._read_before
+
+    def _read(self) -> int:
+        # A document may stand in a prompt twice.
+        return sum(document.bytes_read for document in set(self._context.documents))
+
+    def placed(self) -> list[PlacedDocument]:
+        """The documents as a reuse method sees them, on the CPU; facts are read when asked for."""
+        return [
+            PlacedDocument(
+                name=document.info.name,
+                length=document.length,
+                offset=offset,
+                block_size=document.block_size,
+                layers=_Lazy(i, self._facts, self.num_layers),
+            )
+            for i, (document, offset) in enumerate(
+                zip(self._context.documents, self._context.offsets, strict=True)
+            )
+        ]
+
+    def load(self, wanted: Tensor, pages: PromptPages) -> None:
+        """Brings tokens, bool [L, T], into their pages, but for those that are present."""
+        missing = wanted & ~self.present
+        for layer, row in enumerate(missing.numpy()):
+            if row.any():
+                self._load_layer(layer, row, pages)
+        self.present |= missing
+
+    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PromptPages) -> None:
+        parts = list(self._parts(layer, wanted))
+        key = torch.cat([keys for keys, _ in parts]).to(self._device)
+        value = None
+        if parts[0][1] is not None:
+            value = torch.cat([values for _, values in parts if values is not None])
+            value = value.to(self._device)
+        if self._context.reuse.turns:
+            by = torch.from_numpy(self._by[wanted]).to(self._device)
+            key = self._turns.turn(layer, key, by[:, None])
+        slots = torch.from_numpy(pages.slots(self._positions[wanted])).to(self._device)
+        values = None if value is None else self._cache.values[layer]
+        kernels.append(self._cache.keys[layer], values, key, value, slots)
+
+    def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Stored rows of what is wanted, document by document, one piece per run of tokens."""
+        for i, document in enumerate(self._context.documents):
+            own = wanted[self._starts[i] : self._starts[i + 1]].astype(np.int8)
+            edges = np.flatnonzero(np.diff(own, prepend=0, append=0))
+            for start, stop in edges.reshape(-1, 2).tolist():
+                yield document.rows(layer, start, stop)
+
+    def _facts(self, layer: int) -> list[LayerFacts]:
+        """Facts of one layer, document by document; all of them are turned at once."""
+        if layer not in self._known:
+            stored = [document.statistics(layer) for document in self._context.documents]
+            counts = [len(facts.alpha) for facts in stored]
+            offsets = np.asarray(self._context.offsets, np.int64)
+            by = torch.from_numpy(np.repeat(offsets, counts))[:, None]
+
+            def turned(parts: list[Tensor]) -> tuple[Tensor, ...]:
+                joined = torch.cat([part.float() for part in parts])
+                if self._context.reuse.turns:
+                    joined = self._turns.turn(layer, joined, by)
+                return tuple(joined.split(counts))
+
+            keys = turned([facts.block_keys for facts in stored])
+            queries = turned([facts.block_queries for facts in stored])
+            representatives = turned([facts.representative_keys for facts in stored])
+            self._known[layer] = [
+                LayerFacts(
+                    block_keys=keys[i],
+                    block_queries=queries[i],
+                    representatives=facts.representatives,
+                    representative_keys=representatives[i],
+                    alpha=facts.alpha,
+                    received=facts.received,
+                )
+                for i, facts in enumerate(stored)
+            ]
+        return self._known[layer]
+
+
+class _Lazy(Sequence[LayerFacts]):
+    """A document's facts by layer, read when they are asked for."""
+
+    def __init__(
+        self, index: int, facts: Callable[[int], list[LayerFacts]], num_layers: int
+    ) -> None:
+        self._index = index
+        self._facts = facts
+        self._num_layers = num_layers
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __getitem__(self, layer: int) -> LayerFacts:  # type: ignore[override]
+        if not -self._num_layers <= layer < self._num_layers:
+            raise IndexError(layer)
+        return self._facts(layer % self._num_layers)[self._index]

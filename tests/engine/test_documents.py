@@ -1,0 +1,418 @@
+"""Questions over stored documents, against an independent account of the whole way.
+
+`tests/reuse/oracle.py` writes every method down once more in plain PyTorch, in float64, with no
+cache and no pages.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from keyhole import LLM, SamplingParams
+from keyhole.engine.asking import Asked, assemble
+from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.sequence import Sequence
+from keyhole.models.positions import Turns
+from keyhole.policy import make_policy
+from keyhole.reuse import make_reuse
+from keyhole.reuse.base import Plan, Reuse
+from tests.checkpoints import make_model
+from tests.reuse import oracle
+
+BLOCK = 8
+WIDE = {"max_position_embeddings": 2048}
+KINDS = ("llama", "llama_mha", "llama_group7")
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 250, length).tolist()
+
+
+LENGTHS = {"a": 91, "b": 20, "c": 130, "tiny": 1, "short": 5}
+TEXTS = {name: tokens(length, seed) for seed, (name, length) in enumerate(LENGTHS.items())}
+
+
+@pytest.fixture(scope="module")
+def llms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[LLM, Any]]:
+    """An engine per kind with the documents stored, and the same model in transformers."""
+    found = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind)
+        path = make_model(kind, folder, **WIDE)
+        llm = LLM(path, device="cpu", page_size=4, prefill_chunk=37, documents=folder / "store")
+        for name, ids in TEXTS.items():
+            llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
+        found[kind] = llm, AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    return found
+
+
+def _assemble(
+    llm: LLM,
+    stack: ExitStack,
+    names: list[str],
+    question: list[int],
+    method: Reuse,
+    prefix: list[int],
+    separator: list[int],
+) -> Asked:
+    return assemble(
+        llm.engine,
+        llm.documents,
+        names,
+        {"prompt_token_ids": question},
+        method,
+        stack,
+        prefix={"prompt_token_ids": prefix},
+        separator={"prompt_token_ids": separator},
+    )
+
+
+def run(
+    llm: LLM,
+    names: list[str],
+    question: list[int],
+    method: Reuse,
+    *,
+    prefix: list[int] | None = None,
+    separator: list[int] | None = None,
+    max_tokens: int = 4,
+) -> Sequence:
+    """One answer, with the logits of each of its tokens."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    with ExitStack() as stack:
+        asked = _assemble(llm, stack, names, question, method, prefix or [], separator or [])
+        sequence = llm.engine.add(asked.tokens, params, context=asked.context, keep_logits=True)
+        while not sequence.is_finished:
+            llm.engine.step()
+    if sequence.error is not None:
+        raise sequence.error
+    llm.engine.check_integrity()
+    return sequence
+
+
+def ask(
+    llm: LLM,
+    names: list[str],
+    question: list[int],
+    method: str,
+    settings: dict[str, Any],
+    **others: Any,
+) -> Sequence:
+    """One answer of a method by its name."""
+    chosen = make_reuse(method, settings).resolve(llm.engine.geometry)
+    return run(llm, names, question, chosen, **others)
+
+
+#: Settings of ours, and how the oracle calls them.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "recompute": ("recompute", {}, {}),
+    "reuse": ("reuse", {}, {}),
+    "naive": ("reuse", {"rotate": False}, {"rotate": False}),
+    "epic": ("epic", {"num_initial": 6, "num_local": 3}, {"initial_tokens": 6, "local_tokens": 3}),
+    "cacheblend": ("cacheblend", {"recompute_ratio": 0.3}, {"recompute_ratio": 0.3}),
+    "multi_infllm": ("multi_infllm", {"num_blocks": 3}, {"num_blocks": 3}),
+    "sam_kv": ("sam_kv", {}, {}),
+    "fusion": ("sam_kv", {"update": "fusion"}, {"update": "fusion"}),
+    "no bias": ("sam_kv", {"bias": False}, {"bias": False}),
+    "no selection": ("sam_kv", {"select": False}, {"selection": False}),
+    "no recomputation": ("sam_kv", {"recompute": False}, {"recompute": False}),
+}
+
+
+def _settings(method: str, given: dict[str, Any]) -> dict[str, Any]:
+    return given | ({"block_size": BLOCK} if method == "sam_kv" else {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("names", "prefix", "separator"),
+    [
+        (["a", "b", "c"], [1], []),
+        (["c", "tiny", "a", "c", "short"], [], [7, 8]),
+        (["b"], tokens(6, 9), [9]),
+    ],
+)
+def test_answers_are_those_of_the_plain_account(
+    llms: dict[str, tuple[LLM, Any]],
+    kind: str,
+    case: str,
+    names: list[str],
+    prefix: list[int],
+    separator: list[int],
+) -> None:
+    llm, model = llms[kind]
+    method, ours, theirs = CASES[case]
+    question = tokens(9, 99)
+    found = ask(
+        llm, names, question, method, _settings(method, ours), prefix=prefix, separator=separator
+    )
+    wanted = oracle.ask(
+        model,
+        [TEXTS[name] for name in names],
+        prefix,
+        question,
+        method,
+        separator=separator,
+        max_new_tokens=4,
+        block_size=BLOCK,
+        **theirs,
+    )
+    assert found.generated == wanted["ids"]
+    assert_near(found.logits[0], wanted["logits"])
+    if found.reused is not None:
+        assert torch.equal(found.reused.kept, wanted["kept"])
+
+
+class Masks(Reuse):
+    """Any masks at all, for what no method happens to ask."""
+
+    name = "masks"
+
+    def __init__(self, kept: torch.Tensor, written: torch.Tensor, *, fuses: bool) -> None:
+        self._masks = kept, written
+        self._fuses = fuses
+
+    @property
+    def fuses(self) -> bool:
+        return self._fuses
+
+    def plan(self, documents: Any, query: Any) -> Plan:
+        return Plan(*self._masks)
+
+    def blend(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return oracle.fusion(new, old)
+
+
+def _masks(llm: LLM, names: list[str], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shape = (llm.engine.geometry.num_layers, sum(LENGTHS[name] for name in names))
+    kept = torch.rand(shape, generator=random) < 0.5
+    return kept, kept & (torch.rand(shape, generator=random) < 0.4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fuses", [False, True])
+def test_layers_may_keep_and_write_whatever_they_like(
+    llms: dict[str, tuple[LLM, Any]], seed: int, fuses: bool
+) -> None:
+    """A token that a layer computes again and another one drops leaves no trace in that one."""
+    llm, model = llms["llama"]
+    names, prefix, separator, question = ["a", "c", "short"], [1, 2], [5], tokens(7, seed)
+    kept, written = _masks(llm, names, seed)
+    method = Masks(kept, written, fuses=fuses)
+    found = run(llm, names, question, method, prefix=prefix, separator=separator)
+    network = oracle.Network(model, torch.float64)
+    with torch.no_grad():
+        records = [oracle.encode(network, TEXTS[name], BLOCK) for name in names]
+        prompt = oracle.Prompt(network, records, prefix, question, separator, 4, True)
+        full = [torch.zeros(len(kept), len(prompt.ids), dtype=torch.bool) for _ in range(2)]
+        for mask, given in zip(full, (kept, written), strict=True):
+            mask[:, prompt.documents] = given
+        settings = oracle.Settings(update="fusion" if fuses else "overwrite")
+        wanted = oracle.answer(prompt, oracle.Choice(*full), settings, None)
+    assert found.generated == wanted["ids"]
+    assert_near(found.logits[0], wanted["logits"])
+
+
+def test_what_is_not_computed_again_stays_as_it_was_stored(
+    llms: dict[str, tuple[LLM, Any]],
+) -> None:
+    llm, _ = llms["llama"]
+    names = ["a", "c"]
+    kept, written = _masks(llm, names, 1)
+    with ExitStack() as stack:
+        asked = _assemble(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
+        request = Sequence(asked.tokens, SamplingParams(), Detokenizer(None, ()))
+        request.context = asked.context
+        assert llm.engine.preparation.run(request)
+        assert asked.context is not None
+        geometry, size = llm.engine.geometry, llm.engine.config.page_size
+        turns = Turns.of(llm.engine.model)
+        stored = kept & ~written
+        for layer in range(geometry.num_layers):
+            for place in stored[layer].nonzero()[:, 0].tolist():
+                number = 0 if place < LENGTHS["a"] else 1
+                row = place - number * LENGTHS["a"]
+                document = asked.context.documents[number]
+                key, value = document.rows(layer, row, row + 1)
+                position = int(asked.context.positions[place])
+                page = request.pages[position // size]
+                offset = asked.context.offsets[number]
+                key = turns.turn(layer, key, torch.tensor([[offset]]))
+                here = llm.engine.cache.keys[layer][page, :, position % size]
+                assert torch.equal(here, key[0])
+                assert value is not None
+                assert torch.equal(
+                    llm.engine.cache.values[layer][page, :, position % size], value[0]
+                )
+        llm.engine.cache.release(page for page in request.pages if page >= 0)
+    llm.engine.check_integrity()
+
+
+EVERYTHING = {
+    "epic": {"num_initial": 10_000},
+    "cacheblend": {"recompute_ratio": 1.0},
+    "sam_kv": {"num_initial_blocks": 10_000, "block_size": BLOCK},
+}
+OTHER_KINDS = ("qwen2_sliding", "qwen3", "mistral_sliding", "phi3", "gemma2", "gemma3", "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHER_KINDS, "deepseek_v3"])
+def test_computing_everything_again_is_a_plain_prompt(
+    llms: dict[str, tuple[LLM, Any]], kind: str, tmp_path: Path
+) -> None:
+    if kind in llms:
+        llm = llms[kind][0]
+    else:
+        path = make_model(kind, tmp_path, **WIDE)
+        llm = LLM(path, device="cpu", page_size=4, prefill_chunk=37, documents=tmp_path / "store")
+        for name in ("a", "b"):
+            ids = {"prompt_token_ids": TEXTS[name]}
+            llm.documents.add(name, ids, block_size=BLOCK)
+    names, question, prefix = ["b", "a", "b"], tokens(9, 99), [1, 5]
+    wanted = ask(llm, names, question, "recompute", {}, prefix=prefix, separator=[4])
+    for method, settings in EVERYTHING.items():
+        found = ask(llm, names, question, method, settings, prefix=prefix, separator=[4])
+        assert found.prompt == wanted.prompt
+        assert found.reused is not None
+        assert found.reused.tokens_not_computed == 0
+        assert found.generated == wanted.generated
+        for ours, theirs in zip(found.logits, wanted.logits, strict=True):
+            assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [*OTHER_KINDS, "deepseek_v3"])
+def test_one_document_at_its_own_place_needs_nothing_again(kind: str, tmp_path: Path) -> None:
+    """Alone at position 0 a stored document is what a prompt would compute."""
+    path = make_model(kind, tmp_path, **WIDE)
+    llm = LLM(path, device="cpu", page_size=4, prefill_chunk=37, documents=tmp_path / "store")
+    llm.documents.add("a", {"prompt_token_ids": TEXTS["a"]})
+    question = tokens(9, 99)
+    wanted = ask(llm, ["a"], question, "recompute", {})
+    found = ask(llm, ["a"], question, "reuse", {})
+    for ours, theirs in zip(found.logits, wanted.logits, strict=True):
+        assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("case", ["sam_kv", "multi_infllm", "reuse"])
+@pytest.mark.parametrize(
+    "policy",
+    ["delta", "quest", "streaming_llm", "sliding_window"],
+)
+def test_policies_with_room_for_all_change_nothing(
+    llms: dict[str, tuple[LLM, Any]], case: str, policy: str
+) -> None:
+    llm, _ = llms["llama"]
+    method, ours, _ = CASES[case]
+    names, question = ["a", "c"], tokens(9, 99)
+    settings = _settings(method, ours)
+    wanted = ask(llm, names, question, method, settings, max_tokens=9)
+    other = _beside(llm, policy, {"token_budget": 1024})
+    found = ask(other, names, question, method, settings, max_tokens=9)
+    assert found.generated == wanted.generated
+    for ours_, theirs in zip(found.logits, wanted.logits, strict=True):
+        assert_near(ours_, theirs)
+
+
+@pytest.mark.parametrize("policy", ["delta", "quest", "streaming_llm"])
+def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], policy: str) -> None:
+    llm, _ = llms["llama"]
+    names, question, settings = ["a", "c"], tokens(9, 99), {"block_size": BLOCK, "select": False}
+    dense = ask(llm, names, question, "sam_kv", settings, max_tokens=9)
+    layers = {"full_layers": (0,), "delta_layers": (1,)} if policy == "delta" else {}
+    other = _beside(llm, policy, {"token_budget": 32, **layers})
+    sparse = ask(other, names, question, "sam_kv", settings, max_tokens=9)
+    kept, read = dense.stats().attended_fraction, sparse.stats().attended_fraction
+    assert kept is not None
+    assert read is not None
+    # All of what is kept: sequence_ratio of the documents, and everything after them.
+    assert dense.reused is not None
+    length = sum(LENGTHS[name] for name in names)
+    steps = [length + len(question) + i for i in range(1, 9)]
+    there = [dense.reused.sequence_ratio * length + n - length for n in steps]
+    assert kept == pytest.approx(np.mean([a / b for a, b in zip(there, steps, strict=True)]))
+    assert 0 < read < kept
+
+
+def _beside(llm: LLM, policy: str, settings: dict[str, Any]) -> LLM:
+    """Another engine over the same weights and the same stored documents."""
+    return LLM(
+        llm.engine.model,
+        make_policy(policy, settings),
+        page_size=4,
+        prefill_chunk=37,
+        documents=llm.documents.place,
+    )
+
+
+def test_many_questions_at_once_are_as_each_alone(llms: dict[str, tuple[LLM, Any]]) -> None:
+    llm, _ = llms["llama"]
+    jobs: list[tuple[list[str], str]] = [
+        (["a", "b"], "sam_kv"),
+        (["c"], "reuse"),
+        (["c", "a"], "no selection"),
+        (["b", "a", "c"], "multi_infllm"),
+    ]
+    alone = [
+        ask(llm, names, tokens(9, i), CASES[case][0], _settings(*CASES[case][:2]), max_tokens=12)
+        for i, (names, case) in enumerate(jobs)
+    ]
+    plain = llm.generate({"prompt_token_ids": tokens(60, 5)}, SamplingParams(max_tokens=12))
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with ExitStack() as stack:
+        together = [llm.engine.add(tokens(60, 5), SamplingParams(max_tokens=12))]
+        for i, (names, case) in enumerate(jobs):
+            method = make_reuse(CASES[case][0], _settings(*CASES[case][:2]))
+            method = method.resolve(llm.engine.geometry)
+            asked = _assemble(llm, stack, names, tokens(9, i), method, [], [])
+            together.append(llm.engine.add(asked.tokens, params, context=asked.context))
+            llm.engine.step()
+        while not all(sequence.is_finished for sequence in together):
+            llm.engine.step()
+            llm.engine.check_integrity()
+    assert together[0].generated == plain.token_ids
+    assert [s.generated for s in together[1:]] == [s.generated for s in alone]
+
+
+def test_a_question_that_gave_way_goes_on_where_it_was(llms: dict[str, tuple[LLM, Any]]) -> None:
+    """Pages for one and a half: the younger is prepared again, and answers the same."""
+    llm, _ = llms["llama"]
+    question, settings = tokens(9, 99), {"block_size": BLOCK}
+    wanted = ask(llm, ["a", "b"], question, "sam_kv", settings, max_tokens=60)
+    tokens_of = llm.engine.geometry.token_bytes
+    small = LLM(
+        llm.engine.model,
+        page_size=4,
+        prefix_cache=False,
+        documents=llm.documents.place,
+        memory=190 * tokens_of,
+        max_batch=2,
+    )
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    method = make_reuse("sam_kv", settings).resolve(small.engine.geometry)
+    gave_way = 0
+    with ExitStack() as stack:
+        both = []
+        for _ in range(2):
+            asked = _assemble(small, stack, ["a", "b"], question, method, [], [])
+            both.append(small.engine.add(asked.tokens, params, context=asked.context))
+        while not all(sequence.is_finished for sequence in both):
+            small.engine.step()
+            small.engine.check_integrity()
+            gave_way += any(s.slot < 0 and s.generated and not s.is_finished for s in both)
+    assert gave_way, "there was room for both"
+    assert [s.generated for s in both] == [wanted.generated] * 2
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Within 1e-4 of the largest logit."""
+    scale = max(1.0, float(wanted.abs().max()))
+    assert float((found - wanted.float()).abs().max()) < 1e-4 * scale

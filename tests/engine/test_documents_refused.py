@@ -1,0 +1,178 @@
+"""What cannot be asked, and what happens to the others."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import keyhole
+from keyhole import LLM, SamplingParams
+from keyhole.engine.asking import assemble
+from keyhole.errors import (
+    CapacityError,
+    ConfigError,
+    KeyholeError,
+    PromptTooLongError,
+    RequestError,
+    UnknownNameError,
+)
+from keyhole.reuse import make_reuse
+from tests.checkpoints import make_model
+
+FEW = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model("llama", tmp_path_factory.mktemp("documents"), tokenizer=True)
+
+
+@pytest.fixture
+def llm(checkpoint: str, tmp_path: Path) -> LLM:
+    llm = LLM(checkpoint, device="cpu", page_size=8, documents=tmp_path / "store")
+    llm.documents.add("handbook", "press the green button twice, then wait " * 4)
+    llm.documents.add("faq", "the red lamp means that the tank is empty")
+    return llm
+
+
+def test_text_in_text_out(llm: LLM) -> None:
+    result = llm.ask(
+        "which button?", ["handbook", "faq"], params=FEW, separator="\n", prefix="read"
+    )
+    tokenizer = llm.tokenizer
+    wanted = tokenizer("read").input_ids  # with BOS
+    wanted += tokenizer("press the green button twice, then wait " * 4, add_special_tokens=False)[
+        "input_ids"
+    ]
+    wanted += tokenizer("\n", add_special_tokens=False).input_ids
+    wanted += tokenizer(
+        "the red lamp means that the tank is empty", add_special_tokens=False
+    ).input_ids
+    wanted += tokenizer("which button?", add_special_tokens=False).input_ids
+    assert result.prompt_token_ids == wanted
+    assert len(result.token_ids) == 3
+    assert result.stats.sequence_ratio == 1.0
+    assert result.stats.ttft_ms is not None
+    pieces = list(
+        llm.stream_ask(
+            "which button?", ["handbook", "faq"], params=FEW, separator="\n", prefix="read"
+        )
+    )
+    assert "".join(piece.text for piece in pieces) == result.text
+
+
+def test_a_chat_template_stands_around(llm: LLM) -> None:
+    result = llm.ask("which?", ["faq"], params=FEW, chat=True, prefix="read: ")
+    message = {"role": "user", "content": "read: the red lamp means that the tank is emptywhich?"}
+    text = llm.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    assert result.prompt_token_ids == llm.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_the_same_text_again_changes_nothing(llm: LLM) -> None:
+    before = llm.documents.get("faq")
+    after = llm.documents.add("faq", "the red lamp means that the tank is empty")
+    assert (after.created, after.tokens) == (before.created, before.tokens)
+    with pytest.raises(ConfigError, match="overwrite"):
+        llm.documents.add("faq", "another text")
+    assert llm.documents.add("faq", "another text", overwrite=True).tokens == 12
+
+
+def test_wrong_questions_and_documents(llm: LLM) -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'handbook'"):
+        llm.ask("which?", ["hanbook"], params=FEW)
+    with pytest.raises(RequestError, match="question is empty"):
+        llm.ask(" ", ["faq"], params=FEW)
+    with pytest.raises(RequestError, match="at least one stored name"):
+        llm.ask("which?", [], params=FEW)
+    with pytest.raises(RequestError, match="'faq' must be a list"):
+        llm.ask("which?", "faq", params=FEW)
+    with pytest.raises(UnknownNameError, match="sam_kv"):
+        llm.ask("which?", ["faq"], reuse="samkv", params=FEW)
+    with pytest.raises(ConfigError, match="at least one character"):
+        llm.documents.add("empty", "")
+    with pytest.raises(RequestError, match="token id 5000"):
+        llm.documents.add("odd", {"prompt_token_ids": [5000]})
+    with pytest.raises(RequestError, match="text or a dict"):
+        llm.documents.add("odd", 7)  # type: ignore[arg-type]
+    with pytest.raises(PromptTooLongError, match="cut it"):
+        llm.documents.add("long", "x" * 600)
+    assert [info.name for info in llm.documents.list()] == ["faq", "handbook"]
+
+
+def test_blocks_must_be_those_of_the_record(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"block_size 32 .* must be 64, as document 'faq'"):
+        llm.ask("which?", ["faq"], reuse=make_reuse("sam_kv", {"block_size": 32}), params=FEW)
+
+
+def test_positions_are_the_limit_and_so_is_memory(checkpoint: str, tmp_path: Path) -> None:
+    """Too many tokens for the model's positions never run; too many for memory do if few stay."""
+    place = tmp_path / "store"
+    llm = LLM(checkpoint, device="cpu", page_size=8, documents=place)
+    for name in "abc":
+        text = {"prompt_token_ids": [3 + ord(name)] * 200}
+        llm.documents.add(name, text, block_size=8)
+    with pytest.raises(PromptTooLongError, match="takes at most 511"):
+        llm.ask("which?", ["a", "b", "c"], reuse="reuse", params=FEW)
+
+    memory = 300 * llm.engine.geometry.token_bytes
+    small = LLM(llm.engine.model, page_size=8, documents=place, memory=memory)
+    with pytest.raises(CapacityError, match="raise memory="):
+        small.ask("which?", ["a", "b"], reuse="reuse", params=FEW)
+    few = make_reuse("sam_kv", {"block_size": 8, "select": False})
+    kept = small.ask("which?", ["a", "b"], reuse=few, params=FEW)
+    assert kept.token_ids == llm.ask("which?", ["a", "b"], reuse=few, params=FEW).token_ids
+    small.engine.check_integrity()
+
+
+def test_many_tiny_documents(llm: LLM) -> None:
+    for i in range(200):
+        llm.documents.add(f"note {i}", chr(65 + i % 26))
+    names = [f"note {i}" for i in range(200)]
+    wanted = llm.ask("which?", names, reuse="recompute", params=FEW)
+    found = llm.ask("which?", names, params=FEW)
+    assert found.token_ids == wanted.token_ids  # all of such documents is computed again
+    assert found.stats.recompute_ratio == 1.0
+
+
+def test_what_does_not_go_together_is_refused_by_name(checkpoint: str, tmp_path: Path) -> None:
+    tiny = LLM(keyhole.tiny(), policy="spe_context", documents=tmp_path / "tiny")
+    tiny.documents.add("note", "Mira keeps 5 .")
+    with pytest.raises(ConfigError, match="'spe_context'"):
+        tiny.ask("question : Mira keeps", ["note"], params=FEW)
+    assert tiny.ask("question : Mira keeps", ["note"], reuse="recompute", params=FEW).token_ids
+
+    below = LLM(
+        checkpoint, "quest", device="cpu", memory="4MiB", offload=tmp_path, documents=tmp_path / "s"
+    )
+    below.documents.add("note", "green")
+    with pytest.raises(ConfigError, match="offload="):
+        below.ask("which?", ["note"], params=FEW)
+
+    learned = make_model("gpt_bigcode", tmp_path, tokenizer=True)
+    with pytest.raises(ConfigError, match="'gpt_bigcode'"):
+        LLM(learned, device="cpu", documents=tmp_path / "s").documents  # noqa: B018
+
+
+def test_a_document_that_is_damaged_stops_its_own_question_only(llm: LLM, tmp_path: Path) -> None:
+    wanted = llm.ask("which?", ["faq"], params=FEW)
+    with ExitStack() as stack:
+        method = make_reuse("reuse").resolve(llm.engine.geometry)
+        question = {"prompt_token_ids": [70, 71]}
+        asked = assemble(llm.engine, llm.documents, ["handbook"], question, method, stack)
+        assert asked.context is not None
+        bad = llm.engine.add(asked.tokens, FEW, context=asked.context)
+
+        def broken(*_: object) -> None:
+            raise KeyholeError("the record of 'handbook' is damaged")
+
+        asked.context.documents[0].rows = broken  # type: ignore[method-assign,assignment]
+        good = llm.engine.add([70, 71, 72], FEW)
+        while not (bad.is_finished and good.is_finished):
+            llm.engine.step()
+    assert bad.finish_reason == "error"
+    assert "damaged" in str(bad.error)
+    assert len(good.generated) == 3
+    llm.engine.check_integrity()
+    assert llm.ask("which?", ["faq"], params=FEW).token_ids == wanted.token_ids
