@@ -5,7 +5,8 @@
     │   └── UnknownNameError    a name not in a table; offers the nearest   (a LookupError)
     ├── ModelError              cannot be found, read or supported          (a ValueError)
     ├── RequestError            one request that cannot be served           (a ValueError)
-    │   └── PromptTooLongError  more tokens than the model can take
+    │   ├── PromptTooLongError  more tokens than the model can take
+    │   └── RecordError         a stored document that cannot be read (cache/document_problem.py)
     ├── CapacityError           memory is out; says what helps              (a MemoryError)
     └── NumericalError          the model gave NaN logits                   (an ArithmeticError)
 

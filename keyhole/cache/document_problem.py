@@ -23,7 +23,7 @@ class RecordError(RequestError):
         self.kind, self.what, self.right, self.name = kind, what, right, name
         document = "a document" if name is None else f"document {name!r}"
         if kind == "source":
-            helps = "add it with overwrite=True"
+            helps = "adding the right text again repairs it"
         else:
             helps = "documents.verify(repair=True), or adding the same text, encodes it again"
         super().__init__(f"{document}: {what}; right would be {right}; {helps}")

@@ -50,8 +50,19 @@ class Writer:
             f"{origin.digest[:12]}); use another name, or overwrite=True"
         )
 
-    def is_encoded(self, digest: str) -> bool:
-        """Whether there is a record of this source that looks right from its header."""
+    def is_whole(self, found: SourceFile) -> bool:
+        """Whether the text is right, and a record is there that looks right from its header."""
+        return self._is_encoded(found.digest) and self._has_text(found)
+
+    def _has_text(self, found: SourceFile) -> bool:
+        try:
+            data = self._catalogue.place.read(f"documents/{found.file}")
+            found.source(data)
+            return SourceFile.parse(data).name == found.name
+        except (FileNotFoundError, RecordError):
+            return False
+
+    def _is_encoded(self, digest: str) -> bool:
         try:
             reader = self._catalogue.place.reader(f"records/{self._file(digest)}")
         except FileNotFoundError:
@@ -107,7 +118,7 @@ class Writer:
         same = self.same(head.name, origin, overwrite=overwrite)
         self._require_room(head, origin, size)
         staged.commit()
-        if same is None or overwrite or (head.pinned and not same.pinned):
+        if same is None or head.pinned != same.pinned or overwrite or not self._has_text(same):
             self._write_source(head, origin.body)
         catalogue.index.put_records({file: size}, head.tokens, head.block_size)
         catalogue.index.used(file)

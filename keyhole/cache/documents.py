@@ -77,13 +77,13 @@ class DocumentStore:
     ) -> DocumentInfo | None:
         """What is stored of exactly this by this model; None if it has to be encoded and added.
 
-        Raises ConfigError for a name or source that `add` would refuse.
+        A text or a record that is damaged, as far as that is seen without reading all of it, has to
+        be added again. Raises ConfigError for a name or source that `add` would refuse.
         """
         check_name(name)
         with self._told("read"):
             same = self._writer.same(name, Source.of(source), overwrite=overwrite)
-            good = same is not None and self._writer.is_encoded(same.digest)
-            return self.info(name) if good else None
+            return self.info(name) if same is not None and self._writer.is_whole(same) else None
 
     def add(
         self,
@@ -96,7 +96,7 @@ class DocumentStore:
     ) -> DocumentInfo:
         """Stores a document; when this returns, it is on the disk.
 
-        The same name and source again change nothing but a pin, unless the record there is damaged.
+        The same name and source again change nothing but a pin, unless what is there is damaged.
         overwrite: put `record` in place of whatever is there of this name, records of its old text
         by all models included. pinned: it never makes room for others.
 
@@ -109,7 +109,7 @@ class DocumentStore:
         validate(record)
         with self._told("written"):
             same = self._writer.same(name, origin, overwrite=overwrite)
-            if same is None or overwrite or not self._writer.is_encoded(same.digest):
+            if same is None or overwrite or not self._writer.is_whole(same):
                 return self._writer.add(name, origin, record, overwrite=overwrite, pinned=pinned)
         if pinned:
             self.pin(name)

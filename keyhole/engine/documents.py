@@ -88,11 +88,14 @@ class Documents:
     ) -> builtins.list[Problem]:
         """What is damaged, or of another model; all documents unless `names` says which.
 
-        repair: encode these again from their texts. What could be repaired is in the list too.
+        repair: encode these again from their texts, where those are whole. What was repaired is in
+        the list too.
         """
         problems = self.store.verify(names)
         if repair:
-            for name in dict.fromkeys(problem.name for problem in problems):
+            # Where the text itself is damaged there is nothing to encode.
+            lost = {problem.name for problem in problems if problem.kind == "source"}
+            for name in dict.fromkeys(p.name for p in problems if p.name not in lost):
                 source = self.store.source(name)
                 record = self._encode(name, source, self.store.info(name).block_size)
                 self.store.add(name, source, record, overwrite=True)

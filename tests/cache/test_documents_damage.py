@@ -253,13 +253,16 @@ def test_a_changed_text_is_named_and_its_record_stays(store: DocumentStore) -> N
     change(text_of(store, "a"), lambda data: data.__setitem__(-1, 33))
     for start in (False, True):
         again = DocumentStore(store._catalogue.place.url, MODEL) if start else store
-        with pytest.raises(RecordError, match=r"'a': its text has changed; .* overwrite=True"):
+        with pytest.raises(
+            RecordError, match=r"'a': its text has changed; .* adding the right text again"
+        ):
             again.source("a")
         [problem] = again.verify()
         assert (problem.name, problem.kind) == ("a", "source")
         with again.open("a") as stored:
             assert same(stored, make_record(1))
-    store.add("a", "one", make_record(1), overwrite=True)
+    assert store.stored("a", "one") is None
+    assert store.add("a", "one", make_record(1)).pinned
     assert store.source("a") == "one"
     assert store.verify() == []
 
@@ -291,7 +294,8 @@ def test_a_text_with_a_damaged_first_line_keeps_its_name(
         [problem] = again.verify()
         assert (problem.name, problem.kind) == ("a", "damaged")
         assert b_is_well(again)
-    again.add("a", "one", make_record(1), overwrite=True)
+    assert again.stored("a", "one") is None
+    again.add("a", "one", make_record(1))
     assert again.verify() == []
 
 
@@ -344,6 +348,21 @@ def test_the_index_is_made_again(store: DocumentStore, damage: str) -> None:
     assert again.verify() == []
     assert b_is_well(again)
     assert again.info("b").hits == 1
+
+
+def test_what_is_read_late_does_not_undo_what_was_stored_meanwhile(store: DocumentStore) -> None:
+    index = store._catalogue.index
+    old = store._catalogue.source("a")
+    store.add("a", "another", make_record(3), overwrite=True)
+    new = store._catalogue.source("a")
+    for before in (old, None):
+        index.replace_document(before, old, 1)
+        assert index.source("a") == new
+    index.replace_document(new, old, 1)
+    assert index.source("a") == old
+    with store.open("a") as stored:  # which finds out
+        assert same(stored, make_record(3))
+    assert index.source("a") == new
 
 
 def test_what_is_copied_in_by_hand_is_found(store: DocumentStore, tmp_path: Path) -> None:
