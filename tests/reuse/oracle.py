@@ -28,7 +28,7 @@ class Settings:
     num_local_blocks: int = 2
     rotate: bool = True
     # sam_kv
-    select: bool = True
+    selection: bool = True
     bias: bool = True
     recompute: bool = True
     update: str = "overwrite"
@@ -39,8 +39,8 @@ class Settings:
     check_layer: int = 1
     recompute_ratio: float = 0.15
     # epic: tokens
-    num_initial: int = 32
-    num_local: int = 0
+    initial_tokens: int = 32
+    local_tokens: int = 0
     # multi_infllm
     num_blocks: int = 8
 
@@ -53,13 +53,15 @@ class Network:
         self.layers = config.num_hidden_layers
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.eps = config.rms_norm_eps
+        self.eps: float = config.rms_norm_eps
         rope = config.rope_parameters
         assert rope["rope_type"] == "default", "the oracle knows plain rotation only"
         steps = torch.arange(0, self.size, 2, dtype=torch.float64) / self.size
-        self.frequencies = rope["rope_theta"] ** -steps
+        self.frequencies: Tensor = rope["rope_theta"] ** -steps
         self.dtype = dtype
-        self._weights = {name: w.detach().to(dtype) for name, w in model.state_dict().items()}
+        self._weights: dict[str, Tensor] = {
+            name: w.detach().to(dtype) for name, w in model.state_dict().items()
+        }
 
     def weight(self, name: str, layer: int | None = None) -> Tensor:
         path = "model." if layer is None else f"model.layers.{layer}."
@@ -75,7 +77,7 @@ class Network:
         """Queries [T, Hq, D], keys and values [T, Hkv, D], not rotated."""
         x = self.norm(x, self.weight("input_layernorm", layer))
         q, k, v = (linear(x, self.weight(f"self_attn.{n}_proj", layer)) for n in "qkv")
-        return tuple(t.unflatten(-1, (-1, self.size)) for t in (q, k, v))  # type: ignore[return-value]
+        return tuple(t.unflatten(-1, (-1, self.size)) for t in (q, k, v))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         angles = (positions.to(torch.float64)[:, None] * self.frequencies).repeat(1, 2)[:, None]
@@ -202,7 +204,8 @@ class Prompt:
         room: int,
         rotate: bool,
     ) -> None:
-        ids, self.offsets, separators = list(prefix), [], []
+        ids, separators = list(prefix), list[int]()
+        self.offsets: list[int] = []
         for number, record in enumerate(records):
             if number:
                 separators += range(len(ids), len(ids) + len(separator))
@@ -230,7 +233,8 @@ class Prompt:
                 self.values[layer, place] = record.values[layer]
         self.loose = self.prefix | self.separators
         if prefix:
-            self.run(self.prefix, *[self.everywhere(self.prefix)] * 2)
+            there = self.everywhere(self.prefix)
+            self.run(self.prefix, there, there)
 
     def everywhere(self, places: Tensor) -> Tensor:
         """The same places [P] in every layer [L, P]."""
@@ -328,8 +332,8 @@ def epic(prompt: Prompt, settings: Settings) -> Choice:
     edges: list[int] = []
     for offset, record in zip(prompt.offsets, prompt.records, strict=True):
         places = list(range(offset, offset + len(record.ids)))
-        edges += places[: settings.num_initial]
-        edges += places[-settings.num_local :] if settings.num_local else []
+        edges += places[: settings.initial_tokens]
+        edges += places[-settings.local_tokens :] if settings.local_tokens else []
     written = prompt.everywhere(among(len(prompt.ids), edges))
     return Choice(everything(prompt), written)
 
@@ -439,7 +443,7 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
     kept, written, chosen = prompt.everywhere(glance), nothing(prompt), []
     for layer in range(network.layers):
         pool = []
-        for d in documents if settings.select else ():
+        for d in documents if settings.selection else ():
             scores = [in_product(personal[layer][d], mean_key(layer, d, b)) for b in middle[d]]
             mean, deviation = spread(scores)
             best = sorted(range(len(scores)), key=lambda i: -scores[i])
@@ -457,7 +461,7 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
                 again[prompt.offsets[d] + record.representatives[layer][b]] = True
         if settings.recompute:
             written[layer] = again
-    return Choice(kept, written, shares if settings.select else None, chosen)
+    return Choice(kept, written, shares if settings.selection else None, chosen)
 
 
 def spread(numbers: Sequence[float]) -> tuple[float, float]:
@@ -497,8 +501,9 @@ def ask(
     Gives `logits` of the first answer token, `ids` generated (greedily, until `end`), `kept` and
     `written` bool [L, T] over the documents' tokens in a row, `shares` (SamKV's P per document or
     None), `keys` and `values` [L][kept, Hkv, D] of what was kept, after all updates, `chosen`
-    (SamKV: per layer the (document, block) pairs) and `exists` [L][P]. `records` are the documents
-    already encoded with the same dtype and block size.
+    (SamKV, multi_infllm: per layer the (document, block) pairs). cacheblend's `written` has all
+    tokens up to its check layer. `records` are the documents already encoded with the same dtype
+    and block size.
     """
     assert set(settings) <= {field.name for field in fields(Settings)}, settings
     chosen_settings = Settings(**settings)
