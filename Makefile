@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint docs gpu bench-peers sanitize tiny-model clean
+.PHONY: demo test lint docs gpu bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -46,6 +46,12 @@ sanitize: $(READY)
 
 tiny-model: $(READY)
 	@.venv/bin/python -m keyhole.models.tiny.train --ranks 2
+
+# The second head begins with the first one, and is the one in the package.
+tiny-head: $(READY)
+	@.venv/bin/keyhole train-head --tokens 3000000 --output runs/head-attention
+	@.venv/bin/keyhole train-head --objective selection --start runs/head-attention \
+	  --tokens 500000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/*)

@@ -1,14 +1,18 @@
 """Right answers of the bundled model when a step reads an eighth, or a quarter, of the text.
 
-    python -m benchmarks.head_tasks [--items 40]
+    python -m benchmarks.head_tasks [--items 64] ["trained on attention=FOLDER" ...]
 
 The same items for every policy, decoded greedily; budgets are shares of the words that an item was
-made for. Adds a line to benchmarks/results/head-tasks.jsonl. Seeds are those of examinations.
+made for. Every argument names a further head for spe_context and its folder. Adds a line to
+benchmarks/results/head-tasks.jsonl and writes it to stdout as a table; `--render` does only the
+latter, from the last line. Seeds are those of evaluations: they count from 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
 
 import torch
@@ -17,53 +21,69 @@ from tqdm import tqdm
 import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
-from keyhole.models.loading import load
-from keyhole.models.tiny.tasks import is_correct, make
+from keyhole.evaluate import head_table
+from keyhole.models.loading import Model, load
+from keyhole.models.tiny.tasks import Item, is_correct, make
 from keyhole.policy import make_policy
 
 CASES = (("recall", 512), ("recall", 2048), ("derive", 512), ("derive", 1024))
 POLICIES = ("spe_context", "delta", "quest", "streaming_llm")
 SHARES = (8, 4)
-_FIRST_SEED = 1_000_000
+OUTPUT = measure.results() / "head-tasks.jsonl"
 
 
 def main() -> None:
     """Asks, counts and stores."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--items", type=int, default=40)
-    items = parser.parse_args().items
-    model = load(keyhole.tiny(), "cpu")
-    line = measure.header("head_tasks", torch.device("cpu"), "", keyhole.__version__)
-    line["command"] = " ".join(["python -m benchmarks.head_tasks", *sys.argv[1:]])
-    line["results"] = []
-    work = [
-        (task, words, share, name)
-        for task, words in CASES
-        for share, name in [(1, "full"), *((s, p) for s in SHARES for p in POLICIES)]
-    ]
-    for task, words, share, name in tqdm(work, unit="cell"):
-        asked = [make(task, words, _FIRST_SEED + seed) for seed in range(items)]
-        settings = {} if name == "full" else {"token_budget": words // share}
-        llm = LLM(model, policy=make_policy(name, settings), max_batch=16)
-        longest = max(len(item.answer.split()) for item in asked)
-        params = SamplingParams(max_tokens=longest + 8, temperature=0.0)
-        results = llm.generate([item.prompt for item in asked], params)
-        right = sum(is_correct(i, r.text) for i, r in zip(asked, results, strict=True))
-        line["results"].append(
-            {
-                "task": task,
-                "words": words,
-                "policy": name,
-                "share": share,
-                "right": right,
-                "of": items,
-            }
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
+    parser.add_argument("--items", type=int, default=64)
+    parser.add_argument("--note", default="")
+    parser.add_argument("--render", action="store_true", help="only write the table")
+    arguments = parser.parse_args()
+    if not arguments.render:
+        line = measure.header(
+            "head_tasks", torch.device("cpu"), arguments.note, keyhole.__version__
         )
-    measure.append(measure.results() / "head-tasks.jsonl", line)
-    for cell in line["results"]:
-        budget = "everything" if cell["share"] == 1 else f"1/{cell['share']}"
-        what = f"{cell['task']:8}{cell['words']:6} {cell['policy']:14}{budget:12}"
-        print(f"{what}{cell['right']}/{items}")
+        line["command"] = shlex.join(["python", "-m", "benchmarks.head_tasks", *sys.argv[1:]])
+        heads = dict(name.split("=", 1) for name in arguments.heads)
+        line["results"] = count(heads, arguments.items)
+        measure.append(OUTPUT, line)
+    print(head_table.tasks(json.loads(OUTPUT.read_text().splitlines()[-1])))
+
+
+def count(heads: dict[str, str], items: int) -> list[dict[str, object]]:
+    """A cell per task, length, policy or further head, and share of the words."""
+    model = load(keyhole.tiny(), "cpu")
+    choosers = [(name, name, {}) for name in POLICIES]
+    choosers[1:1] = [
+        (f"spe_context, {name}", "spe_context", {"head": path}) for name, path in heads.items()
+    ]
+    work = [
+        (task, words, share, chooser)
+        for task, words in CASES
+        for share, chooser in [
+            (1, ("full", "full", {})),
+            *((s, c) for s in SHARES for c in choosers),
+        ]
+    ]
+    results: list[dict[str, object]] = []
+    for task, words, share, (name, policy, settings) in tqdm(work, unit="cell"):
+        asked = [make(task, words, seed) for seed in range(items)]
+        budget = {} if policy == "full" else {"token_budget": words // share}
+        cell = {"task": task, "words": words, "policy": name, "share": share}
+        results.append(
+            {**cell, "right": right(model, policy, settings | budget, asked), "of": items}
+        )
+    return results
+
+
+def right(model: Model, policy: str, settings: dict[str, object], asked: list[Item]) -> int:
+    """How many items are answered right to the last word."""
+    llm = LLM(model, policy=make_policy(policy, settings), max_batch=16)
+    longest = max(len(item.answer.split()) for item in asked)
+    params = SamplingParams(max_tokens=longest + 8, temperature=0.0)
+    results = llm.generate([item.prompt for item in asked], params)
+    return sum(is_correct(i, r.text) for i, r in zip(asked, results, strict=True))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Trains a retrieval head, which chooses what SpeContext reads, for a model that stays as it is.
 
 The head learns to look where the model looks (objective attention), or is cut out of a small draft
-model that learns the model's next tokens (eagle). Ctrl-C writes a snapshot, and --resume goes on
-from it to the same weights. `--policy spe_context --head FOLDER` uses the result; in a folder
-keyhole-head beside the weights it is used by itself.
+model that learns the model's next tokens (eagle). Such a head, given as --start, can learn besides
+to choose so that the model's predictions stay what they are with full attention (selection).
+Ctrl-C writes a snapshot, and --resume goes on from it to the same weights. `--policy spe_context
+--head FOLDER` uses the result; in a folder keyhole-head beside the weights it is used by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recall of retrieval heads as Markdown tables and as a picture, from a stored line."""
+"""What heads find and what models answer with them, as tables and a picture, from stored lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from keyhole.drawing import FAINT, INK, STYLE, matplotlib
 from keyhole.evaluate.head_recall import BEST, WINDOW
 
-#: A stored line: what `python -m benchmarks.head_recall` adds to benchmarks/results/.
+#: What `python -m benchmarks.head_recall`, or head_tasks, adds to benchmarks/results/.
 Line = dict[str, Any]
 
 _COLORS = ("#0b6e75", "#e08e4f", "#7a5ea8", "#b03a48", "#4c8c4a", "#2f6fb0")
@@ -35,6 +35,19 @@ def tables(line: Line) -> str:
             rows.append([name, *(f"{100 * own:.1f}{'*' * bad}" for (own, _), bad in marks)])
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(parts) + "\n"
+
+
+def tasks(line: Line) -> str:
+    """A row per policy and share of the text that it reads, a column per task: right answers."""
+    cells = {(c["policy"], c["share"], c["task"], c["words"]): c for c in line["results"]}
+    cases = list(dict.fromkeys((task, words) for _, _, task, words in cells))
+    of = line["results"][0]["of"]
+    rows = [[f"right of {of}", "reads", *(f"{task}, {words:,} words" for task, words in cases)]]
+    rows.append(["---"] * len(rows[0]))
+    for name, share in sorted(dict.fromkeys(key[:2] for key in cells), key=lambda key: key[1]):
+        found = [str(cells[name, share, *case]["right"]) for case in cases]
+        rows.append([name, "everything" if share == 1 else f"1/{share}", *found])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def picture(line: Line, path: str | Path) -> None:

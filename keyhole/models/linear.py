@@ -21,8 +21,8 @@ class FewTokensLinear(nn.Linear):
     """An `nn.Linear`, computed by our kernel for at most a few tokens."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Linear`."""
-        if input.numel() <= _FEW * self.in_features:
+        """As `nn.Linear`; what needs gradients is left to torch, our kernel has none."""
+        if not input.requires_grad and input.numel() <= _FEW * self.in_features:
             return kernels.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias)
 

@@ -31,15 +31,21 @@ from keyhole.retrieval.teacher import Lesson
 FIRST, LAST = 4, 64
 
 
-def attention_loss(
-    head: RetrievalHead, lesson: Lesson, *, first: int = FIRST, last: int = LAST
-) -> tuple[Tensor, Tensor]:
-    """The loss, a scalar in nats, and the log of the head's weights [heads, R, n].
+def attention_loss(head: RetrievalHead, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    """The loss, a scalar in nats, and the log of the head's weights [heads, R, n]."""
+    logs = log_weights(head, lesson)
+    return mass_divergence(logs, lesson), logs
 
-    The loss is the mean KL divergence over rows and KV heads, weighted by the mass outside of the
-    `first` and `last` tokens; 0 where there is none.
+
+def mass_divergence(
+    logs: Tensor, lesson: Lesson, *, first: int = FIRST, last: int = LAST
+) -> Tensor:
+    """The loss of logs of weights [heads, R, n], a scalar in nats.
+
+    The mean KL divergence over rows and KV heads, weighted by the mass outside of the `first` and
+    `last` tokens; 0 where there is none.
     """
-    logs, mass, rows = log_weights(head, lesson), lesson.mass, lesson.rows
+    mass, rows = lesson.mass, lesson.rows
     groups, length = len(mass), mass.shape[-1]
     lists = min(groups, len(logs))
     predicted = logs.unflatten(0, (lists, -1))
@@ -53,5 +59,5 @@ def attention_loss(
     left = wanted.sum(-1, keepdim=True)  # [groups, R, 1]
     # sum_i p_i log(p_i / left / q_i): the KL divergence times `left`, without dividing by zero.
     entropy = torch.xlogy(wanted, wanted).sum() - torch.xlogy(left, left).sum()
-    loss = entropy - (wanted * predicted).sum()
-    return loss / left.sum().clamp_min(1e-9), logs
+    loss: Tensor = entropy - (wanted * predicted).sum()
+    return loss / left.sum().clamp_min(1e-9)

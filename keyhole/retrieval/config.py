@@ -10,8 +10,9 @@ from keyhole.errors import UnknownNameError
 
 #: What a head computes queries and keys from.
 INPUTS = ("tokens", "tokens+features")
-#: How a head was made: cut from a draft model, trained on the target's attention, or not trained.
-OBJECTIVES = ("eagle", "attention", "random")
+#: How a head was made: cut from a draft model, trained on the target's attention or on what its
+#: choice changes, or not trained.
+OBJECTIVES = ("eagle", "attention", "selection", "random")
 #: RoPE of transformers and what `rope_scaling` must say of it. Only types whose frequencies do not
 #: change with the length of the text: those would make the keys of earlier tokens wrong.
 ROPE_TYPES = {

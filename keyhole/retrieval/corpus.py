@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -20,6 +22,16 @@ _FORMS = "a JSON string or list of token ids per line of a .jsonl file, or the w
 class Corpus(Protocol):
     """Where training texts come from."""
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Another one for other texts: SHA-256 in hexadecimal digits."""
+        ...
+
     def text(self, rng: Random, length: int) -> list[int]:
         """Token ids of one text, at least SHORTEST and at most `length`; no other state."""
         ...
@@ -30,6 +42,15 @@ class FileCorpus:
     """Texts of a file: a long one is drawn more often, and cut at any place."""
 
     texts: tuple[list[int], ...]
+    name: str = "texts"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the token ids: the same file read with another tokenizer is other texts."""
+        found = hashlib.sha256()
+        for text in self.texts:
+            found.update(json.dumps(text).encode())
+        return found.hexdigest()
 
     def text(self, rng: Random, length: int) -> list[int]:
         """A part of a text drawn by length; one that is shorter is given whole."""
@@ -55,7 +76,7 @@ def read(path: str | Path, tokenizer: Any, vocab_size: int) -> FileCorpus:
             f"--data {name!r} has no text of {SHORTEST} tokens or more (the longest of "
             f"{len(texts)} has {longest}); give {_FORMS}"
         )
-    return FileCorpus(long_enough)
+    return FileCorpus(long_enough, f"--data {name!r}")
 
 
 def _read(name: str) -> list[tuple[str, object]]:

@@ -1,6 +1,7 @@
-"""Trains a retrieval head for a frozen target, by one of two objectives.
+"""Trains a retrieval head for a frozen target, by one of three objectives.
 
     attention   the head's weights match the target's attention (`attention_objective`)
+    selection   what the target predicts changes little by the choice (`selection_objective`)
     eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`)
 
 Every step is given by the seed and its number, so that an interrupted run goes on as if nothing had
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 from keyhole.config import require
 from keyhole.errors import ConfigError, NumericalError
-from keyhole.retrieval import recall
+from keyhole.retrieval import recall, selection_objective
 from keyhole.retrieval.attention_objective import attention_loss
 from keyhole.retrieval.corpus import SHORTEST, Corpus
 from keyhole.retrieval.draft import Draft, eagle_loss
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.recipe import Recipe
+from keyhole.retrieval.selection_objective import selection_loss
 from keyhole.retrieval.target import Target, distinct_feature_layers
 from keyhole.retrieval.teacher import Lesson, Teacher
 
@@ -60,14 +62,17 @@ class Distiller:
     """The state of a training between two steps."""
 
     def __init__(self, network: nn.Module, corpus: Corpus, recipe: Recipe) -> None:
-        shape = Target.of(network)
-        self.recipe = recipe = _settled(recipe, shape)
+        shape = Target.of(network.requires_grad_(False))  # from here on; the head alone learns
+        given = None
+        if recipe.start is not None:
+            given = RetrievalHead.from_pretrained(recipe.start, network)
+        self.recipe = recipe = _settled(recipe, shape, given)
         self.step = self.tokens = 0
-        head = _start(network, recipe)
+        head = _random(network, recipe) if given is None else _copy(given, recipe)
         self.module: RetrievalHead | Draft = head
         if recipe.objective == "eagle":
             self.module = _draft(network, head, recipe.seed)
-        self._corpus = corpus
+        self._network, self._corpus = network, corpus
         self._teacher = Teacher(network, head.config.feature_layers)
         self._device = shape.embedding.device
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -100,7 +105,7 @@ class Distiller:
         for _ in range(count):
             lesson = self._lesson(rng, length)
             seen += len(lesson.token_ids)
-            loss, found = self._loss(lesson)
+            loss, found = self._loss(lesson, rng)
             (loss / count).backward()
             losses.append(float(loss.detach()))
             shares.append(found[0])
@@ -127,16 +132,24 @@ class Distiller:
             "recipe": dataclasses.asdict(self.recipe),
             "weights": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "data": {"name": self._corpus.name, "digest": self._corpus.digest},
             "step": self.step,
             "tokens": self.tokens,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a state of the same recipe and target; ConfigError if it is of others."""
+        """Goes on from a state of the same recipe, texts and target; ConfigError if of others."""
         for name, value in dataclasses.asdict(self.recipe).items():
             old = state["recipe"].get(name)
             old = tuple(old) if isinstance(old, list) else old
             require(old == value, name, value, f"{old!r}, as in the run that is to be resumed")
+        old, corpus = state["data"], self._corpus
+        if old["digest"] != corpus.digest:
+            raise ConfigError(
+                f"the run that is to be resumed was made with {old['name']} (sha256 "
+                f"{old['digest'][:12]}), and {corpus.name} (sha256 {corpus.digest[:12]}) has other "
+                "texts"
+            )
         try:
             self.module.load_state_dict(state["weights"])
         except RuntimeError as error:
@@ -147,23 +160,33 @@ class Distiller:
         self.step, self.tokens = state["step"], state["tokens"]
 
     def _lesson(self, rng: Random, length: int) -> Lesson:
-        token_ids = self._corpus.text(rng, length)
-        steps = self.recipe.unroll_steps if self.recipe.objective == "eagle" else 0
-        last = len(token_ids) - max(0, steps - 1)
-        places = range(min(len(token_ids) // 2, last - 1), last)
-        rows = sorted(rng.sample(places, min(len(places), self.recipe.num_queries)))
+        token_ids, recipe = self._corpus.text(rng, length), self.recipe
+        selection = recipe.objective == "selection"
+        steps = {"attention": 0, "selection": 1, "eagle": recipe.unroll_steps}[recipe.objective]
+        if selection:
+            rows = list(selection_objective.stretch(rng, len(token_ids), recipe.num_queries))
+            token_ids = token_ids[: rows[-1] + 1]
+        else:
+            last = len(token_ids) - max(0, steps - 1)
+            places = range(min(len(token_ids) // 2, last - 1), last)
+            rows = sorted(rng.sample(places, min(len(places), recipe.num_queries)))
         return self._teacher.lesson(
             torch.tensor(token_ids, device=self._device),
             torch.tensor(rows, device=self._device),
             logit_steps=steps,
+            keep_cache=selection,
         )
 
-    def _loss(self, lesson: Lesson) -> tuple[Tensor, tuple[float, float]]:
+    def _loss(self, lesson: Lesson, rng: Random) -> tuple[Tensor, tuple[float, float]]:
         """The loss, and the recall of head and window."""
         if isinstance(self.module, Draft):
             loss = eagle_loss(self.module, lesson)
             with torch.no_grad():
                 logs = recall.log_weights(self.head, lesson)
+        elif self.recipe.objective == "selection":
+            budget = selection_objective.draw_budget(rng, len(lesson.token_ids))
+            heat = selection_objective.temperature(self.tokens / self.recipe.tokens)
+            loss, logs = selection_loss(self.module, self._network, lesson, budget, heat)
         else:
             loss, logs = attention_loss(self.module, lesson)
         with torch.no_grad():
@@ -192,12 +215,16 @@ def _lengths(longest: int) -> list[int]:
     return lengths or [longest]
 
 
-def _settled(recipe: Recipe, shape: Target) -> Recipe:
-    """The recipe with every None replaced for a target."""
+def _settled(recipe: Recipe, shape: Target, given: RetrievalHead | None) -> Recipe:
+    """The recipe with every None replaced for a target; of a given head what it reads."""
     length = recipe.length or min(shape.max_length, _LONG)
     require(length <= shape.max_length, "length", length, f"at most {shape.max_length}")
-    layers = recipe.feature_layers
-    if recipe.objective == "attention" and recipe.inputs == "tokens":
+    layers, inputs, factor = recipe.feature_layers, recipe.inputs, 0.6
+    if given is not None:
+        inputs, own = given.config.inputs, given.config.feature_layers
+        require(layers in (None, own), "feature_layers", layers, f"{own}, as in start")
+        layers, factor = own, 0.04
+    elif recipe.objective == "attention" and inputs == "tokens":
         layers = ()
     elif layers is None:
         layers = distinct_feature_layers(shape.num_layers)
@@ -206,13 +233,14 @@ def _settled(recipe: Recipe, shape: Target) -> Recipe:
     width = int(shape.embedding.shape[-1])
     return dataclasses.replace(
         recipe,
+        inputs=inputs,
         length=length,
         feature_layers=layers,
-        learning_rate=recipe.learning_rate or 0.6 / width,
+        learning_rate=recipe.learning_rate or factor / width,
     )
 
 
-def _start(network: nn.Module, recipe: Recipe) -> RetrievalHead:
+def _random(network: nn.Module, recipe: Recipe) -> RetrievalHead:
     """A head of the target's shape with random weights, float32; an eagle's has features."""
     inputs = "tokens" if recipe.feature_layers == () else "tokens+features"
     base = RetrievalHead.random(network, inputs=inputs, seed=recipe.seed)
@@ -227,6 +255,17 @@ def _start(network: nn.Module, recipe: Recipe) -> RetrievalHead:
     head = RetrievalHead(config, base.embedding).float()
     _draw(head, recipe.seed)
     return head
+
+
+def _copy(given: RetrievalHead, recipe: Recipe) -> RetrievalHead:
+    """The given head in float32, which remembers the longest texts that it was trained on."""
+    assert recipe.length is not None
+    longest = max(given.config.trained_length, recipe.length)
+    config = dataclasses.replace(given.config, objective=recipe.objective, trained_length=longest)
+    head = RetrievalHead(config, given.embedding)
+    head.load_state_dict(given.state_dict())
+    head.dropped_share = given.dropped_share
+    return head.float()
 
 
 def _draft(network: nn.Module, head: RetrievalHead, seed: int) -> Draft:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keyhole.config import is_count, is_number, require, require_layers, setting
-from keyhole.errors import UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.retrieval.config import INPUTS
 from keyhole.retrieval.corpus import SHORTEST
 
-OBJECTIVES = ("attention", "eagle")
+OBJECTIVES = ("attention", "selection", "eagle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +21,24 @@ class Recipe:
     """
 
     objective: str = setting(
-        "attention", "attention: match where the target looks; eagle: draft its next tokens"
+        "attention",
+        "attention: match where the target looks; selection: keep its predictions under the head's "
+        "choice; eagle: draft its next tokens",
     )
-    inputs: str = setting("tokens+features", "tokens+features or tokens: what the head reads")
+    start: str | None = setting(
+        None, "selection: folder of a head to begin with, trained on attention or cut from a draft"
+    )
+    inputs: str = setting("tokens+features", "tokens+features or tokens: what a new head reads")
     feature_layers: tuple[int, ...] | None = setting(
         None, "layers whose inputs are the features; default: low, middle, high"
     )
     tokens: int = setting(2_000_000, "tokens of text to train on")
     length: int | None = setting(None, "longest text; default: the model's context, at most 8192")
     batch_tokens: int = setting(4096, "tokens of text per step")
-    num_queries: int = setting(128, "tokens of each text's second half that are asked")
-    learning_rate: float | None = setting(None, "at its peak; default: 0.6 / hidden size")
+    num_queries: int = setting(128, "tokens of each text that are asked")
+    learning_rate: float | None = setting(
+        None, "at its peak; default: 0.6 / hidden size, 0.04 / hidden size for selection"
+    )
     unroll_steps: int = setting(3, "eagle: tokens drafted in a row")
     seed: int = setting(0, "of weights and texts")
 
@@ -42,6 +49,11 @@ class Recipe:
         for name in ("tokens", "batch_tokens", "num_queries", "unroll_steps"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
         require(is_count(self.seed, 0), "seed", self.seed, "a whole number >= 0")
+        if (self.start is not None) != (self.objective == "selection"):
+            raise ConfigError(
+                f"start {self.start!r} must be the folder of a head with objective selection, and "
+                "only there"
+            )
         if self.feature_layers is not None:
             require_layers("feature_layers", self.feature_layers)
             object.__setattr__(self, "feature_layers", tuple(self.feature_layers))

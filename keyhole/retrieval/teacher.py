@@ -8,13 +8,12 @@ eager attention of transformers, for the sampled rows only, and kept as their me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from keyhole.errors import ConfigError, NumericalError
 
@@ -32,6 +31,7 @@ class Lesson:
     the sampled query tokens. mass: float32 [Hkv, R, n], the attention weights of each row, mean
     over layers and over the query heads of a KV head; with MLA, which has no groups, per head.
     logits: float32 [R, steps, V], at each row and the steps after it; None if not asked for.
+    cache: keys and values of all tokens, as transformers has them; None if not asked for.
     """
 
     token_ids: Tensor
@@ -39,6 +39,7 @@ class Lesson:
     rows: Tensor
     mass: Tensor
     logits: Tensor | None = None
+    cache: DynamicCache | None = None
 
 
 @dataclass
@@ -58,12 +59,15 @@ class Teacher:
         self._layers = feature_layers
 
     @torch.no_grad()
-    def lesson(self, token_ids: Tensor, rows: Tensor, *, logit_steps: int = 0) -> Lesson:
+    def lesson(
+        self, token_ids: Tensor, rows: Tensor, *, logit_steps: int = 0, keep_cache: bool = False
+    ) -> Lesson:
         """Reads a text, int64 [n]; rows int64 [R], the last at most n - logit_steps.
 
         ConfigError for a model without full attention, NumericalError for one that gives NaN.
         """
         network, record = self._network, _Record(rows)
+        cache = DynamicCache() if keep_cache else None  # no config: of all layers all tokens
         places = (rows[:, None] + torch.arange(logit_steps, device=rows.device)).flatten()
         kept, back = places.unique(return_inverse=True)
         before = network.config._attn_implementation
@@ -71,7 +75,8 @@ class Teacher:
         try:
             out = network(
                 input_ids=token_ids[None],
-                use_cache=False,
+                use_cache=keep_cache,
+                past_key_values=cache,
                 output_hidden_states=True,
                 logits_to_keep=kept if logit_steps else rows[:1],
                 **{NAME: record},
@@ -87,7 +92,7 @@ class Teacher:
             raise NumericalError(f"the target gives NaN on a text of {len(token_ids)} tokens")
         logits = out.logits[0].float()[back].unflatten(0, (len(rows), -1)) if logit_steps else None
         hidden = tuple(out.hidden_states[layer][0].float() for layer in self._layers)
-        return Lesson(token_ids, hidden, rows, mass, logits)
+        return Lesson(token_ids, hidden, rows, mass, logits, cache)
 
 
 def attention(
@@ -112,15 +117,18 @@ def attention(
     record, length = keyhole_teacher, query.shape[2]
     queries = query[0].unflatten(0, (key.shape[1], -1))
     size = max(1, _BLOCK // (query.shape[1] * length))
-    weights = partial(
-        _weights,
-        queries,
-        key[0],
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        window=sliding_window,
-    )
+
+    def weights(rows: Tensor) -> Tensor:
+        return attention_weights(
+            queries[:, :, rows],
+            key[0],
+            rows,
+            scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            window=sliding_window,
+        )
+
     if sliding_window is None:
         mass = torch.cat([weights(rows).mean(1) for rows in record.rows.split(size)], 1)
         record.total = mass if record.total is None else record.total + mass
@@ -138,7 +146,7 @@ def attention(
     return torch.cat(parts, 2).flatten(0, 1).transpose(0, 1)[None].contiguous(), None
 
 
-def _weights(
+def attention_weights(
     queries: Tensor,
     keys: Tensor,
     rows: Tensor,
@@ -147,13 +155,13 @@ def _weights(
     softcap: float | None,
     sinks: Tensor | None,
     window: int | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention weights float32 [Hkv, G, R, n] of the rows [R] of queries [Hkv, G, n, D].
+    """Attention weights float32 [Hkv, G, R, n] of queries [Hkv, G, R, D] at places rows [R].
 
     keys [Hkv, n, D]. sinks: a logit per query head beside those of the keys; it takes weight and is
-    left out.
+    left out. bias [Hkv, R, n] is added to the logits.
     """
-    queries = queries[:, :, rows]
     logits = (queries.flatten(1, 2) @ keys.mT).float().unflatten(1, queries.shape[1:3]) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -162,6 +170,8 @@ def _weights(
     if window is not None:
         hidden |= distance >= window
     logits = logits.masked_fill(hidden, float("-inf"))
+    if bias is not None:
+        logits = logits + bias[:, None]
     if sinks is not None:
         extra = sinks.float().view(*queries.shape[:2], 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat((logits, extra), -1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from keyhole.cli.train_head import _Interrupt
 from keyhole.retrieval.distill import Distiller
 from tests.cli.conftest import Run
 
@@ -60,6 +61,34 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
     found = json.loads(ran.out)
     assert (found["finished"], found["tokens"], found["steps"]) == (True, 600, 3)
     assert json.loads((tmp_path / "head/config.json").read_text())["inputs"] == "tokens"
+
+
+def test_a_head_goes_on_from_another(path: str, data: str, run: Run, tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    options = ("--data", data, *OPTIONS)
+    assert run("train-head", path, "--output", first, *options).status == 0
+    command = ("train-head", path, "--objective", "selection", "--output", second, *options)
+    refused = run(*command)
+    assert refused.status == 2
+    assert "start None must be the folder of a head with objective selection" in refused.err
+    ran = run(*command, "--start", first)
+    assert ran.status == 0, ran.err
+    assert json.loads((tmp_path / "second/config.json").read_text())["objective"] == "selection"
+
+
+def test_other_data_are_refused(
+    path: str, data: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run went on with any data, without a word."""
+    monkeypatch.setattr(_Interrupt, "seen", True)
+    command = ("train-head", path, "--output", str(tmp_path / "head"), *OPTIONS)
+    assert run(*command, "--data", data).status == 130
+    other = tmp_path / "other.txt"
+    other.write_text("Another text of some length. " * 20)
+    ran = run(*command, "--data", str(other), "--resume")
+    assert ran.status == 2
+    assert f"was made with --data {data!r}" in ran.err
+    assert f"and --data {str(other)!r}" in ran.err
 
 
 def test_a_model_needs_data(path: str, run: Run) -> None:

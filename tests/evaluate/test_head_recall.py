@@ -75,6 +75,24 @@ def test_a_head_that_is_not_above_the_window_is_marked() -> None:
     ]
 
 
+def test_right_answers_stand_in_a_row_per_policy_and_share() -> None:
+    counts = {("full", 1): (8, 7), ("spe_context", 8): (6, 5), ("spe_context", 4): (8, 6)}
+    cases = (("recall", 512), ("derive", 1024))
+    results = [
+        {"task": task, "words": words, "policy": name, "share": share, "right": right, "of": 8}
+        for number, (task, words) in enumerate(cases)
+        for (name, share), found in counts.items()
+        for right in found[number : number + 1]
+    ]
+    assert head_table.tasks({"results": results}).splitlines() == [
+        "| right of 8 | reads | recall, 512 words | derive, 1,024 words |",
+        "| --- | --- | --- | --- |",
+        "| full | everything | 8 | 7 |",
+        "| spe_context | 1/4 | 8 | 6 |",
+        "| spe_context | 1/8 | 6 | 5 |",
+    ]
+
+
 def test_the_picture_is_written(tmp_path: Path) -> None:
     head_table.picture(line(good=0.6, window=0.5, best=0.7), tmp_path / "recall.png")
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")

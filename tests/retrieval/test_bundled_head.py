@@ -36,3 +36,14 @@ def test_a_fact_is_recalled_with_an_eighth_of_the_text() -> None:
     assert is_correct(item, result.text)
     assert result.stats.attended_fraction is not None
     assert result.stats.attended_fraction < 0.2
+
+
+@pytest.mark.parametrize("words", [512, 1024])
+def test_a_derivation_is_right_with_an_eighth_of_the_text(words: int) -> None:
+    """Of 1,024 words this one ended too early with a head that chose by attention alone."""
+    policy = keyhole.SpeContext(token_budget=words // 8)
+    llm = keyhole.LLM(keyhole.tiny(), policy=policy, device="cpu")
+    item = make("derive", words, 2_000_002)
+    length = len(item.answer.split())
+    result = llm.generate(item.prompt, keyhole.SamplingParams(max_tokens=length, temperature=0.0))
+    assert is_correct(item, result.text)

@@ -69,6 +69,16 @@ def test_long_texts_are_cut_anywhere_and_short_ones_given_whole() -> None:
     assert corpus.text(Random(3), 100) == corpus.text(Random(3), 100)
 
 
+def test_the_digest_is_that_of_the_token_ids(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    for file, numbers in zip(files, (range(70), range(70), range(1, 71)), strict=True):
+        file.write_text(json.dumps(list(numbers)))
+    one, same, other = (read(file, None, VOCAB_SIZE) for file in files)
+    assert one.digest == same.digest != other.digest
+    assert one.name == f"--data {str(files[0])!r}"
+    assert FileCorpus(([1, 2], [3])).digest != FileCorpus(([1], [2, 3])).digest
+
+
 @pytest.mark.parametrize("length", [256, 2048, 4096])
 def test_the_bundled_models_texts_fill_their_length(length: int) -> None:
     texts = [HeadTexts().text(Random(seed), length) for seed in range(6)]

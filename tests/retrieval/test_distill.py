@@ -12,9 +12,11 @@ import torch
 
 from keyhole.errors import ConfigError, NumericalError, UnknownNameError
 from keyhole.retrieval import training
+from keyhole.retrieval.corpus import FileCorpus
 from keyhole.retrieval.distill import Distiller, rate
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.recipe import Recipe
+from keyhole.retrieval.selection_objective import selection_loss
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 RECIPE = Recipe(tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3))
@@ -22,6 +24,9 @@ RECIPE = Recipe(tokens=1200, length=96, batch_tokens=192, num_queries=16, featur
 
 class Texts:
     """Two words in turns with noise between: there is something to find."""
+
+    name = "two words"
+    digest = "00"
 
     def text(self, rng: Random, length: int) -> list[int]:
         return [
@@ -32,6 +37,19 @@ class Texts:
 @pytest.fixture(scope="module")
 def network() -> Any:
     return make_network(make_config("llama"))
+
+
+@pytest.fixture(scope="module")
+def start(network: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A head with features of layers (1, 2, 3), and random weights."""
+    folder = tmp_path_factory.mktemp("start")
+    RetrievalHead.random(network).save_pretrained(folder)
+    return str(folder)
+
+
+def of(objective: str, start: str) -> Recipe:
+    begin = start if objective == "selection" else None
+    return dataclasses.replace(RECIPE, objective=objective, start=begin)
 
 
 @pytest.mark.parametrize("objective", ["attention", "eagle"])
@@ -50,11 +68,38 @@ def test_a_few_steps_lower_the_loss(network: Any, objective: str, inputs: str) -
     assert distiller.head.config.trained_length == 96
 
 
-@pytest.mark.parametrize("objective", ["attention", "eagle"])
+@pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
+def test_a_selection_goes_on_from_a_head(network: Any, inputs: str, tmp_path: Path) -> None:
+    RetrievalHead.random(network, inputs=inputs).save_pretrained(tmp_path)
+    recipe = dataclasses.replace(of("selection", str(tmp_path)), feature_layers=None)
+    config = Distiller(network, Texts(), recipe).head.config
+    assert (config.inputs, config.objective) == (inputs, "selection")
+    assert config.trained_length == 512  # of the head that it began with
+
+
+def test_a_choice_learns_to_change_less(network: Any, start: str) -> None:
+    """The true choice, not the soft one of training, on texts that were not trained on."""
+    recipe = dataclasses.replace(of("selection", start), tokens=12_000)
+    distiller = Distiller(network, Texts(), recipe)
+    rng = Random("others")
+    lessons = [distiller._lesson(rng, 96) for _ in range(12)]
+
+    @torch.no_grad()
+    def changed() -> float:
+        losses = [selection_loss(distiller.head, network, x, 20, 1e-3)[0] for x in lessons]
+        return float(sum(losses))
+
+    before = changed()
+    while not distiller.finished:
+        distiller.train_step()
+    assert changed() < 0.97 * before
+
+
+@pytest.mark.parametrize("objective", ["attention", "selection", "eagle"])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
-    network: Any, objective: str, tmp_path: Path
+    network: Any, start: str, objective: str, tmp_path: Path
 ) -> None:
-    recipe = dataclasses.replace(RECIPE, objective=objective)
+    recipe = of(objective, start)
     whole = training.train(network, Texts(), recipe, tmp_path / "whole")
     asked = iter([False, False, True])
     part = training.train(network, Texts(), recipe, tmp_path / "part", stop=lambda: next(asked))
@@ -66,6 +111,16 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     for one, other in zip(*(head.parameters() for head in heads), strict=True):
         assert torch.equal(one, other)
     assert not (tmp_path / "part" / training.SNAPSHOT).exists()
+
+
+def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> None:
+    """Other texts were taken without a word."""
+    one, other = (FileCorpus(([n] * 200,), f"--data '{n}.txt'") for n in (7, 8))
+    training.train(network, one, RECIPE, tmp_path, stop=lambda: True)
+    with pytest.raises(ConfigError, match=r"made with --data '7.txt' .* --data '8.txt' .* has oth"):
+        training.train(network, other, RECIPE, tmp_path, resume=True)
+    same = FileCorpus(one.texts, "--data 'moved.txt'")
+    assert training.train(network, same, RECIPE, tmp_path, resume=True).finished
 
 
 def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
@@ -93,8 +148,8 @@ def test_nan_stops_a_training_and_nothing_is_lost(
 ) -> None:
     good = Distiller._loss
 
-    def bad(self: Distiller, lesson: Any) -> Any:
-        loss, found = good(self, lesson)
+    def bad(self: Distiller, lesson: Any, rng: Random) -> Any:
+        loss, found = good(self, lesson, rng)
         return (loss * float("nan") if self.step == 3 else loss), found
 
     monkeypatch.setattr(Distiller, "_loss", bad)
@@ -111,7 +166,7 @@ def test_nan_stops_a_training_and_nothing_is_lost(
     assert torch.equal(heads[0].q.weight, heads[1].q.weight)
 
 
-def test_settings_that_cannot_be_are_named(network: Any) -> None:
+def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'eagle'"):
         Recipe(objective="eagel")
     with pytest.raises(ConfigError, match="learning_rate 0 must be"):
@@ -120,6 +175,12 @@ def test_settings_that_cannot_be_are_named(network: Any) -> None:
         Recipe(length=20)
     with pytest.raises(ConfigError, match="length 1000 must be at most 512"):
         Distiller(network, Texts(), Recipe(length=1000))
+    for objective, folder in (("selection", None), ("attention", start), ("eagle", start)):
+        with pytest.raises(ConfigError, match=r"start .* must be the folder of a head"):
+            Recipe(objective=objective, start=folder)
+    fewer = Recipe(objective="selection", start=start, feature_layers=(1, 2))
+    with pytest.raises(ConfigError, match=r"feature_layers \(1, 2\) must be \(1, 2, 3\), as in"):
+        Distiller(network, Texts(), fewer)
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 4\) must be layers of 0 to 3"):
         Distiller(network, Texts(), Recipe(feature_layers=(1, 4)))
 

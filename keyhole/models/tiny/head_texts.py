@@ -1,5 +1,7 @@
 """Texts of the bundled model's world for its retrieval head: its training rows, freshly written."""
 
+import hashlib
+import json
 from random import Random
 
 from keyhole.models.tiny.curriculum import LONGEST_WALK
@@ -15,6 +17,10 @@ class HeadTexts:
 
     Every text is a prompt and an answer that takes about its second half.
     """
+
+    name = "the bundled model's texts"
+    digest = hashlib.sha256(json.dumps(_WEIGHTS).encode()).hexdigest()
+    """Of the mixture; how texts are written changes with Keyhole's version only."""
 
     def text(self, rng: Random, length: int) -> list[int]:
         """Token ids of one row of at most `length` words, at least 96."""
