@@ -117,7 +117,7 @@ def picture(lines: Lines, path: Path) -> None:
     shapes = _shapes(lines)
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(
-            1, len(shapes), figsize=(2.3 * len(shapes) + 0.6, 3.0), layout="constrained",
+            1, len(shapes), figsize=(2.3 * len(shapes) + 0.9, 3.4), layout="constrained",
             sharey=True, squeeze=False,
         )  # fmt: skip
         for axis, shape in zip(axes[0], shapes, strict=True):
@@ -127,7 +127,8 @@ def picture(lines: Lines, path: Path) -> None:
             axis.set_xlabel("time to first token / recompute")
         axes[0, 0].set_ylabel("right answers, %")
         handles, labels = axes[0, -1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+        columns = min(5, 2 * len(shapes))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         date = max(line["date"] for line in lines.values())
         figure.savefig(path, metadata={"Description": date, "Software": None})
         pyplot.close(figure)
