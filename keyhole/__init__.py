@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keyhole.config import SamplingParams
+    from keyhole.engine.context import Reused
     from keyhole.engine.llm import LLM, Piece, Result
     from keyhole.engine.sequence import Stats
     from keyhole.errors import (
@@ -31,10 +32,21 @@ if TYPE_CHECKING:
     from keyhole.policy.base import Policy
     from keyhole.policy.delta import Delta
     from keyhole.policy.full import Full
+    from keyhole.policy.infllm import InfLLM
+    from keyhole.policy.omnikv import OmniKV
     from keyhole.policy.quest import Quest
     from keyhole.policy.sliding_window import SlidingWindow
     from keyhole.policy.spe_context import SpeContext
     from keyhole.policy.streaming_llm import StreamingLLM
+    from keyhole.policy.tidal_decode import TidalDecode
+    from keyhole.reuse import reuses
+    from keyhole.reuse.base import Reuse
+    from keyhole.reuse.cacheblend import CacheBlend
+    from keyhole.reuse.epic import Epic
+    from keyhole.reuse.multi_infllm import MultiInfLLM
+    from keyhole.reuse.plain import PlainReuse
+    from keyhole.reuse.recompute import Recompute
+    from keyhole.reuse.sam_kv import SamKV
 
 __version__ = "0.1.0"
 
@@ -43,6 +55,7 @@ _PLACES = {
     "Result": "keyhole.engine.llm",
     "Piece": "keyhole.engine.llm",
     "Stats": "keyhole.engine.sequence",
+    "Reused": "keyhole.engine.context",
     "SamplingParams": "keyhole.config",
     "Policy": "keyhole.policy.base",
     "policies": "keyhole.policy",
@@ -52,6 +65,17 @@ _PLACES = {
     "Quest": "keyhole.policy.quest",
     "SpeContext": "keyhole.policy.spe_context",
     "Delta": "keyhole.policy.delta",
+    "TidalDecode": "keyhole.policy.tidal_decode",
+    "OmniKV": "keyhole.policy.omnikv",
+    "InfLLM": "keyhole.policy.infllm",
+    "Reuse": "keyhole.reuse.base",
+    "reuses": "keyhole.reuse",
+    "Recompute": "keyhole.reuse.recompute",
+    "PlainReuse": "keyhole.reuse.plain",
+    "SamKV": "keyhole.reuse.sam_kv",
+    "CacheBlend": "keyhole.reuse.cacheblend",
+    "Epic": "keyhole.reuse.epic",
+    "MultiInfLLM": "keyhole.reuse.multi_infllm",
     "KeyholeError": "keyhole.errors",
     "ConfigError": "keyhole.errors",
     "UnknownNameError": "keyhole.errors",
@@ -64,26 +88,38 @@ _PLACES = {
 
 __all__ = [
     "LLM",
+    "CacheBlend",
     "CapacityError",
     "ConfigError",
     "Delta",
+    "Epic",
     "Full",
+    "InfLLM",
     "KeyholeError",
     "ModelError",
+    "MultiInfLLM",
     "NumericalError",
+    "OmniKV",
     "Piece",
+    "PlainReuse",
     "Policy",
     "PromptTooLongError",
     "Quest",
+    "Recompute",
     "RequestError",
     "Result",
+    "Reuse",
+    "Reused",
+    "SamKV",
     "SamplingParams",
     "SlidingWindow",
     "SpeContext",
     "Stats",
     "StreamingLLM",
+    "TidalDecode",
     "UnknownNameError",
     "policies",
+    "reuses",
     "tiny",
 ]
 

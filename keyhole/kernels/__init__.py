@@ -15,6 +15,9 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     gather_tokens    keys or values of some tokens of a sequence
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
+    representative_keys  the key of a page that is least like the others
+    block_scores     a query's score on blocks of pages, by the keys that stand for these
+    block_pages      the pages of selected blocks
     top_indices      deterministic top-k with places that are always taken
     recent_indices   the first and the last positions
     keep, kept       store a choice; give it again, with the tokens since
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
         attend_and_score,
         attend_and_score_chosen,
         backend,
+        block_pages,
+        block_scores,
         bound_scores,
         exchange,
         gather_tokens,
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
         prefill,
         prefill_chosen,
         recent_indices,
+        representative_keys,
         top_indices,
     )
 
@@ -61,6 +67,8 @@ __all__ = [
     "attend_and_score",
     "attend_and_score_chosen",
     "backend",
+    "block_pages",
+    "block_scores",
     "bound_scores",
     "exchange",
     "gather_tokens",
@@ -72,6 +80,7 @@ __all__ = [
     "prefill",
     "prefill_chosen",
     "recent_indices",
+    "representative_keys",
     "top_indices",
 ]
 

@@ -100,13 +100,13 @@ def attend_and_score_chosen(
         softcap=softcap,
         sinks=sinks,
     )
-    places = selection.indices[:, 0].long()
     length = page_table.shape[1] * key_pages.shape[2]
     scores = []
     for request in requests:
-        tokens = weights.flatten(1, 2)
-        tokens = tokens.amax(1) if request.reduce == "max" else tokens.sum(1)
+        tokens = reference.over_heads(weights, request.reduce)
+        places = selection.indices.long().expand_as(tokens)
         tokens = tokens.masked_fill(places < 0, 0.0)
-        full = tokens.new_zeros(len(tokens), length).scatter_add_(1, places.clamp(min=0), tokens)
-        scores.append(full.unflatten(1, (-1, request.unit)).sum(2)[:, None])
+        full = tokens.new_zeros(*tokens.shape[:2], length)
+        full.scatter_add_(2, places.clamp(min=0), tokens)
+        scores.append(full.unflatten(2, (-1, request.unit)).sum(3))
     return out, tuple(scores)

@@ -165,11 +165,15 @@ def attend_and_score(
     """As the reference, its requests in parts."""
     tokens = page_table.shape[1] * key_pages.shape[2]
     out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
-    scores = [torch.empty(len(query), 1, tokens // unit, dtype=torch.float32) for unit in units]
-    requests = [
-        (reduce == "sum", unit, out.data_ptr())
-        for reduce, unit, out in zip(reduces, units, scores, strict=True)
-    ]
+    scores, requests, weights = [], [], None
+    for reduce, unit in zip(reduces, units, strict=True):
+        if reduce == "group_max":  # what `head_scores` gives, from the same pass
+            if weights is None:
+                weights = torch.empty(len(query), key_pages.shape[1], tokens, dtype=torch.float32)
+            scores.append(weights)
+        else:
+            scores.append(torch.empty(len(query), 1, tokens // unit, dtype=torch.float32))
+            requests.append((reduce == "sum", unit, scores[-1].data_ptr()))
     _attend(
         query,
         key_pages,
@@ -180,9 +184,14 @@ def attend_and_score(
         softcap=softcap,
         sinks=sinks,
         requests=requests,
+        weights=weights,
         out=out,
     )
-    return out, scores
+    pooled = [
+        score.unflatten(2, (-1, unit)).sum(3) if reduce == "group_max" and unit > 1 else score
+        for score, reduce, unit in zip(scores, reduces, units, strict=True)
+    ]
+    return out, pooled
 
 
 def head_scores(

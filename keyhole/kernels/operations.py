@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import chosen, cpu, keeping, reference
+from keyhole.kernels import blocks, chosen, cpu, keeping, reference
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 _library = Library("keyhole", "DEF")
@@ -65,7 +65,7 @@ def attend_and_score(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`attend` over everything, and for each request the reduced weights, float32 [B, 1, n]."""
+    """`attend` over everything, and for each request the reduced weights, float32 [B, H, n]."""
     paged = (query, key_pages, value_pages, page_table, lengths)
     reduces, units = [r.reduce for r in requests], [r.unit for r in requests]
     out, scores = torch.ops.keyhole.attend_and_score(*paged, reduces, units, scale, softcap, sinks)
@@ -169,6 +169,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 recent_indices = reference.recent_indices
 attend_and_score_chosen = chosen.attend_and_score_chosen
 gather_tokens = chosen.gather_tokens
+representative_keys = blocks.representative_keys
+block_scores, block_pages = blocks.block_scores, blocks.block_pages
 keep, kept = keeping.keep, keeping.kept
 
 

@@ -115,18 +115,25 @@ def attend_and_score(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`attend` over everything, and for each request the reduced weights, float32 [B, 1, n].
+    """`attend` over everything, and for each request the reduced weights, float32 [B, H, n].
 
-    n = M * page_size / unit; entries past the sequence are 0.
+    H = Hkv for "group_max", else 1; n = M * page_size / unit; entries past the sequence are 0.
     """
     paged = (query, key_pages, value_pages, page_table, lengths)
     out, weights = attend_weights(*paged, scale=scale, softcap=softcap, sinks=sinks)
-    scores = []
-    for request in requests:
-        tokens = weights.flatten(1, 2)
-        tokens = tokens.amax(1) if request.reduce == "max" else tokens.sum(1)
-        scores.append(tokens.unflatten(1, (-1, request.unit)).sum(2)[:, None])
+    scores = (
+        over_heads(weights, request.reduce).unflatten(2, (-1, request.unit)).sum(3)
+        for request in requests
+    )
     return out, tuple(scores)
+
+
+def over_heads(weights: Tensor, reduce: str) -> Tensor:
+    """Weights [B, Hkv, G, n] reduced over query heads, [B, Hkv or 1, n]."""
+    if reduce == "group_max":
+        return weights.amax(2)
+    weights = weights.flatten(1, 2)
+    return weights.amax(1, keepdim=True) if reduce == "max" else weights.sum(1, keepdim=True)
 
 
 def head_scores(

@@ -26,11 +26,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Attention weights wanted from a full-attention decode step, reduced over all query heads.
+    """Attention weights wanted from a full-attention decode step, reduced over query heads.
 
-    reduce: "max" or "sum" over the query heads, for each token.
+    reduce: "max" or "sum" over all query heads, for each token; "group_max": the largest of each
+        group, so one score per KV head.
     unit: 1 for a score per token, the page size for their sum over each page.
     """
 
-    reduce: Literal["max", "sum"]
+    reduce: Literal["max", "sum", "group_max"]
     unit: int

@@ -110,7 +110,10 @@ class Policy:
         return ()
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Takes the scores asked for, float32 [B, 1, n] each; may leave `step.carry`."""
+        """Takes the scores asked for, float32 [B, H, n] each; may leave `step.carry`.
+
+        H is the number of KV heads for a request of "group_max", else 1.
+        """
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """What this layer reads in this step; None is everything.

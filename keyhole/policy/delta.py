@@ -24,6 +24,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers, setting
 from keyhole.errors import ConfigError
+from keyhole.policy import choosing_layers
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policy.calibration import Calibration
 
@@ -77,17 +78,11 @@ class Delta(Policy):
                 default_delta_layers(geometry) if self.delta_layers is None else self.delta_layers
             )
         require_layers("full_layers", full)
-        require_layers("delta_layers", delta)
-        usable = geometry.full_attention
-        for layer in delta:
-            require(layer in usable, "delta_layers", delta, f"full-attention layers of {usable}")
-        return tuple(sorted(set(full))), tuple(sorted(set(delta)))
+        return tuple(sorted(set(full))), choosing_layers.settled("delta_layers", delta, geometry)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """The sparse layers after the first one that chooses."""
-        reads_all = {*(self.full_layers or ()), *(self.delta_layers or ())}
-        first = min(self.delta_layers or (geometry.num_layers,))
-        return tuple(i for i in geometry.full_attention if i > first and i not in reads_all)
+        return choosing_layers.served(self.delta_layers, self.full_layers, geometry)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Delta layers score pages: largest weight over the heads, summed over the page."""
@@ -112,9 +107,7 @@ class Delta(Policy):
 
 def default_delta_layers(geometry: Geometry) -> tuple[int, ...]:
     """The paper's {2, 14, 22} of 28 layers scaled to this depth, among full-attention layers."""
-    usable = geometry.full_attention
-    if not usable:
-        return ()
     depth = geometry.num_layers
-    wanted = {min(2, depth - 1), round(depth / 2), round(0.78 * depth)}
-    return tuple(sorted({min(usable, key=lambda i: (abs(i - layer), i)) for layer in wanted}))
+    return choosing_layers.nearest(
+        {min(2, depth - 1), round(depth / 2), round(0.78 * depth)}, geometry
+    )

@@ -302,10 +302,18 @@ def test_one_document_at_its_own_place_needs_nothing_again(kind: str, tmp_path: 
         assert_near(ours, theirs)
 
 
+#: Policies in which some layers choose for others, and what these are called.
+_CHOOSING = {
+    "delta": "delta_layers",
+    "tidal_decode": "selection_layers",
+    "omnikv": "filter_layers",
+}
+
+
 @pytest.mark.parametrize("case", ["sam_kv", "multi_infllm", "reuse"])
 @pytest.mark.parametrize(
     "policy",
-    ["delta", "quest", "streaming_llm", "sliding_window"],
+    ["delta", "quest", "streaming_llm", "sliding_window", "tidal_decode", "omnikv", "infllm"],
 )
 def test_policies_with_room_for_all_change_nothing(
     llms: dict[str, tuple[LLM, Any]], case: str, policy: str
@@ -322,12 +330,12 @@ def test_policies_with_room_for_all_change_nothing(
         assert_near(ours_, theirs)
 
 
-@pytest.mark.parametrize("policy", ["delta", "quest", "streaming_llm"])
+@pytest.mark.parametrize("policy", [*_CHOOSING, "quest", "streaming_llm", "infllm"])
 def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], policy: str) -> None:
     llm, _ = llms["llama"]
     names, question, settings = ["a", "c"], tokens(9, 99), {"block_size": BLOCK, "select": False}
     dense = ask(llm, names, question, "sam_kv", settings, max_tokens=9)
-    layers = {"full_layers": (0,), "delta_layers": (1,)} if policy == "delta" else {}
+    layers = {"full_layers": (0,), _CHOOSING[policy]: (1,)} if policy in _CHOOSING else {}
     other = _beside(llm, policy, {"token_budget": 32, **layers})
     sparse = ask(other, names, question, "sam_kv", settings, max_tokens=9)
     kept, read = dense.stats().attended_fraction, sparse.stats().attended_fraction

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole import LLM, CapacityError, ConfigError, Delta, Quest, SpeContext, StreamingLLM
+from keyhole import (
+    LLM,
+    CapacityError,
+    ConfigError,
+    Delta,
+    InfLLM,
+    OmniKV,
+    Quest,
+    SpeContext,
+    StreamingLLM,
+    TidalDecode,
+)
 from keyhole.engine.core import Engine
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
@@ -31,6 +42,9 @@ POLICIES: list[Policy] = [
     Delta(token_budget=16, full_layers=(0,), delta_layers=(1, 5)),
     Quest(token_budget=16, full_layers=(1,)),
     StreamingLLM(token_budget=18),
+    TidalDecode(token_budget=17, full_layers=(0,), selection_layers=(1, 5)),
+    OmniKV(token_budget=17, full_layers=(0,), filter_layers=(1, 3)),
+    InfLLM(token_budget=20),
 ]
 
 

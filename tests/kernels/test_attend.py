@@ -100,7 +100,9 @@ def test_scores_are_reduced_weights_and_the_output_is_the_same(
     case: Paged, data: st.DataObject
 ) -> None:
     one = st.builds(
-        ScoreRequest, st.sampled_from(("max", "sum")), st.sampled_from((1, case.page_size))
+        ScoreRequest,
+        st.sampled_from(("max", "sum", "group_max")),
+        st.sampled_from((1, case.page_size)),
     )
     requests = tuple(data.draw(st.lists(one, min_size=1, max_size=3)))
     out, scores = kernels.attend_and_score(
@@ -121,7 +123,8 @@ def test_scores_are_reduced_weights_and_the_output_is_the_same(
     assert len(scores) == len(requests)
     for request, found in zip(requests, scores, strict=True):
         size = case.table.shape[1] * case.page_size // request.unit
-        assert found.shape == (len(lengths), 1, size)
+        lists = case.num_kv_heads if request.reduce == "group_max" else 1
+        assert found.shape == (len(lengths), lists, size)
         assert found.dtype == torch.float32
         wanted = np.zeros(found.shape)
         for row in range(len(lengths)):
@@ -135,6 +138,8 @@ def test_scores_are_reduced_weights_and_the_output_is_the_same(
                 softcap=case.softcap,
                 sinks=case.sinks64(),
             )
-            reduced = per_page(token_scores(weights, request.reduce), request.unit)
-            wanted[row, 0, : len(reduced)] = reduced
+            reduce = request.reduce.removeprefix("group_")
+            for place, heads in enumerate(np.split(weights, lists)):
+                reduced = per_page(token_scores(heads, reduce), request.unit)
+                wanted[row, place, : len(reduced)] = reduced
         assert_close(found, wanted, torch.float32)

@@ -69,8 +69,12 @@ def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.Dat
     width = max(map(len, rows))
     indices = torch.tensor([[row + [-1] * (width - len(row))] for row in rows], dtype=torch.int32)
     counts = torch.tensor([[len(row)] for row in rows], dtype=torch.int32)
-    requests = (ScoreRequest("max", 1), ScoreRequest("sum", case.page_size))
-    out, (most, total) = kernels.attend_and_score_chosen(
+    requests = (
+        ScoreRequest("max", 1),
+        ScoreRequest("sum", case.page_size),
+        ScoreRequest("group_max", 1),
+    )
+    out, (most, total, groups) = kernels.attend_and_score_chosen(
         case.query,
         case.keys,
         case.values,
@@ -87,10 +91,13 @@ def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.Dat
         wanted, weights = _attention(case, b, case.query[b], places)
         assert_close(out[b], wanted, dtype)
         by_token = np.zeros(most.shape[2])
+        by_group = np.zeros(groups.shape[1:])
         sums = np.zeros(total.shape[2])
         for token in places:
             heads = [weights[head][token] for head in range(len(weights))]
             by_token[token] = max(heads)
+            by_group[:, token] = [max(group) for group in np.split(np.array(heads), len(by_group))]
             sums[token // size] += sum(heads)
         assert_close(most[b, 0], by_token, torch.float32)
+        assert_close(groups[b], by_group, torch.float32)
         assert_close(total[b, 0], sums, torch.float32)

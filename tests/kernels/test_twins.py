@@ -108,7 +108,8 @@ def test_attend_to_a_selection(
 @given(caches, options)
 @settings(max_examples=40)
 def test_attend_and_score(cache: Cache, given: dict[str, object]) -> None:
-    requests = (ScoreRequest("max", PAGE), ScoreRequest("sum", 1), ScoreRequest("max", 1))
+    reduces = ("max", "sum", "group_max")
+    requests = tuple(ScoreRequest(reduce, unit) for reduce in reduces for unit in (PAGE, 1))
     given = _with_sinks(cache, given) | {"scale": cache.scale, "requests": requests}
     found, scores = kernels.attend_and_score(*cache.paged, **given)
     wanted, twins = reference.attend_and_score(*cache.paged, **given)

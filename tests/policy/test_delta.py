@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from keyhole import LLM, ConfigError, Delta
-from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.models.loading import CALIBRATION_FILE
 from keyhole.policy.calibration import Calibration
 from keyhole.policy.delta import default_delta_layers
@@ -27,6 +26,7 @@ from tests.oracle import (
 )
 from tests.policy.models import PROMPTS, twins
 from tests.policy.recording import PAGE, Recording, check_against, forced, make_engine, run
+from tests.policy.shapes import shape
 
 
 def formula(full: set[int], delta: set[int], budget: int, recent: int) -> Choose:
@@ -126,19 +126,6 @@ def test_the_choice_is_made_anew_at_every_token(tmp_path: Path) -> None:
     assert scored == [(length, layer) for length in lengths for layer in (2, 4, 6)]
     choices = [str(call.entries(0)) for call in recording.calls if call.layer == 7]
     assert len(set(choices)) > len(choices) // 2
-
-
-def shape(num_layers: int, page_size: int = 16, *, full: tuple[int, ...] | None = None) -> Geometry:
-    layers = [
-        LayerLayout(
-            num_kv_heads=1,
-            key_dim=4,
-            value_dim=4,
-            window=None if full is None or i in full else 8,
-        )
-        for i in range(num_layers)
-    ]
-    return Geometry(layers=tuple(layers), num_query_heads=1, page_size=page_size, itemsize=2)
 
 
 def test_defaults_are_the_paper_s_for_28_layers() -> None:

@@ -1,0 +1,34 @@
+"""Layers that choose for the layers after them, in methods that have some (DELTA and its kin)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import require, require_layers
+
+
+def settled(name: str, given: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
+    """The choosing layers, ascending. ConfigError for one that is not a full-attention layer."""
+    require_layers(name, given)
+    usable = geometry.full_attention
+    for layer in given:
+        require(layer in usable, name, given, f"full-attention layers of {usable}")
+    return tuple(sorted(set(given)))
+
+
+def nearest(wanted: Iterable[int], geometry: Geometry) -> tuple[int, ...]:
+    """The full-attention layers nearest to those wanted, the earlier one of two as near."""
+    usable = geometry.full_attention
+    if not usable:
+        return ()
+    return tuple(sorted({min(usable, key=lambda i: (abs(i - layer), i)) for layer in wanted}))
+
+
+def served(
+    choosing: Sequence[int] | None, full: Sequence[int] | None, geometry: Geometry
+) -> tuple[int, ...]:
+    """Layers that read only what is chosen for them: the others after the first that chooses."""
+    reads_all = {*(full or ()), *(choosing or ())}
+    first = min(choosing or (geometry.num_layers,))
+    return tuple(i for i in geometry.full_attention if i > first and i not in reads_all)
