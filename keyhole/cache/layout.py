@@ -33,13 +33,14 @@ class LayerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What a policy has to know of a model and its cache; plain numbers, no tensors."""
+    """What a method has to know of a model and its cache; plain numbers, no tensors."""
 
     layers: tuple[LayerLayout, ...]
     num_query_heads: int
     page_size: int
     itemsize: int  # bytes of one cached number
     calibration: Path | None = None  # DELTA layers measured for this model, beside its weights
+    stability: Path | None = None  # and SamKV's stable layers
 
     @property
     def num_layers(self) -> int:

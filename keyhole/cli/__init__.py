@@ -12,16 +12,17 @@ import traceback
 from collections.abc import Sequence
 
 import keyhole
-from keyhole.cli.parser import Parser, check_leftover, usage
-from keyhole.errors import KeyholeError, UnknownNameError
+from keyhole.cli.parser import Parser, add_command, check_leftover
+from keyhole.errors import KeyholeError
 
 #: Name and one line of help, in the order of `keyhole --help`; each is a module here, with _ for -.
 COMMANDS = {
     "demo": "two long tasks under four methods with one budget, and a picture",
     "generate": "continue a prompt",
     "chat": "talk with a model",
+    "documents": "store documents once, ask questions over them",
     "plan": "which layers fit into memory at which length",
-    "calibrate": "measure where DELTA's layers belong in a model",
+    "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",
     "train-head": "train the head that chooses what SpeContext reads",
     "verify": "compare the engine with transformers on a model",
     "bench": "measure kernels, decode steps or offloading on this machine",
@@ -37,11 +38,7 @@ def build_parser() -> Parser:
     )
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_arguments(command)
-        command.add_argument("--debug", action="store_true", help="show where an error came from")
-        command.set_defaults(run=module.run)
-        command.usage = usage(command)
+        add_command(commands, name, summary, module)
     return parser
 
 
@@ -54,11 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        if given and not given[0].startswith("-") and given[0] not in COMMANDS:
-            raise UnknownNameError("command", given[0], COMMANDS)
-        parser = build_parser()
-        arguments, leftover = parser.parse_known_args(given)
-        check_leftover(parser, arguments.command, leftover)
+        arguments, leftover = build_parser().parse_known_args(given)
+        check_leftover(arguments.parser, leftover)
         return int(arguments.run(arguments))
     except KeyholeError as error:
         if "--debug" in given:

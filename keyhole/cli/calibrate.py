@@ -2,24 +2,34 @@
 
 The model continues the prompts densely; every placement is judged by the same run. The output file
 is what `--layers` takes; named keyhole-delta.json beside the weights, it is used by itself.
+
+With --stable-layers it measures for SamKV instead which layers should say how much of stored
+documents is kept: those in which the most important block of a document stands out. Its output
+file, keyhole-samkv.json beside the weights, is used by itself; elsewhere, `--reuse-layers` takes
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keyhole.cli import flags, show
-from keyhole.errors import ConfigError
+from keyhole.cli import calibrate_stable, flags, show
+from keyhole.cli.calibrate_stable import StableSettings
+from keyhole.config import is_count, require, setting
+from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policy.delta import Delta
 
 if TYPE_CHECKING:
     from keyhole.evaluate.calibrate import Measurement
     from keyhole.policy.calibration import Calibration
 
-_SETTINGS = ("token_budget", "recent_pages", "full_layers")
+_METHODS = ("optimal", "paper")
+_DELTA = ("token_budget", "recent_pages", "full_layers")
 _FULL_LAYERS = (0, 1)
 #: Items of the bundled model's tasks; evaluations count from 0, examinations from 1,000,000.
 _FIRST_SEED = 2_000_000
@@ -27,55 +37,95 @@ _TASKS = (("recall", 2048), ("derive", 1024))
 _NUM_ITEMS = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacementSettings:
+    """How DELTA's layers are placed."""
+
+    method: str = setting(
+        "optimal", "optimal keeps the most attention, paper goes by the shift between layers"
+    )
+    num_delta_layers: int = setting(3, "layers that choose")
+    max_tokens: int = setting(256, "tokens to generate per prompt")
+    plot: str | None = setting(None, "write a picture of the recall to this file")
+
+    def __post_init__(self) -> None:
+        if self.method not in _METHODS:
+            raise UnknownNameError("method", self.method, _METHODS)
+        for name in ("num_delta_layers", "max_tokens"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole calibrate`."""
     flags.add_model(parser, positional=True)
     parser.add_argument(
-        "--method",
-        choices=("optimal", "paper"),
-        default="optimal",
-        help="optimal keeps the most attention, paper goes by the shift between layers",
-    )
-    parser.add_argument(
-        "--num-delta-layers", type=int, default=3, metavar="N", help="layers that choose"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="tokens to generate per prompt"
+        "--stable-layers", action="store_true", help="measure SamKV's layers instead of DELTA's"
     )
     parser.add_argument(
         "--data",
         metavar="FILE",
-        help="prompts: a JSON string per line of a .jsonl file, or the whole of any other file; "
-        "without it tasks of the bundled model",
+        help="prompts, or documents: a JSON string per line of a .jsonl file, or the whole of any "
+        "other file; without it tasks of the bundled model",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the layers to this JSON file")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture of the recall")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the layers to this JSON file; default: none, with --stable-layers "
+        "keyhole-samkv.json in MODEL, or here if MODEL is no folder",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_settings(parser, Delta, "settings of DELTA", _SETTINGS)
+    flags.add_settings(parser, PlacementSettings, "placement of DELTA's layers")
+    flags.add_settings(parser, Delta, "settings of DELTA", _DELTA)
+    flags.add_settings(parser, StableSettings, "stable layers of SamKV")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, places, and prints the recall of each layer."""
+    _check_own(arguments)
+    if arguments.stable_layers:
+        stable = StableSettings(**flags.settings_of(arguments, StableSettings))
+        texts = _given(arguments)
+        return calibrate_stable.run(arguments, stable, texts)
+    placement: Any = PlacementSettings(**flags.settings_of(arguments, PlacementSettings))
     settings = flags.settings_of(arguments, Delta)
     full_layers = settings.pop("full_layers", _FULL_LAYERS)
-    prompts = _prompts(arguments)
+    prompts = _given(arguments) or _prompts()
     model = flags.load_model(arguments)
     from keyhole.evaluate import plots
     from keyhole.evaluate.calibrate import measure
 
-    found = measure(model, prompts, max_tokens=arguments.max_tokens, **settings)
-    placed = found.place(arguments.method, arguments.num_delta_layers, full_layers)
+    found = measure(model, prompts, max_tokens=placement.max_tokens, **settings)
+    placed = found.place(placement.method, placement.num_delta_layers, full_layers)
     if arguments.output:
         placed.save(arguments.output)
-    if arguments.plot:
-        plots.recall_chart(found, placed, arguments.plot)
+    if placement.plot:
+        plots.recall_chart(found, placed, placement.plot)
     if arguments.json:
         print(show.to_json({**vars(placed), "steps": found.steps, "shift": found.shift}))
     else:
         print(_text(placed, found))
-        for path in filter(None, (arguments.output, arguments.plot)):
+        for path in filter(None, (arguments.output, placement.plot)):
             print(f"written: {path}")
     return 0
+
+
+def _check_own(arguments: argparse.Namespace) -> None:
+    """Refuses flags of the other measurement."""
+    delta = [*(field.name for field in dataclasses.fields(PlacementSettings)), *_DELTA]
+    stable = [field.name for field in dataclasses.fields(StableSettings)]
+    wrong = [
+        name
+        for name in (delta if arguments.stable_layers else stable)
+        if getattr(arguments, name) is not None
+    ]
+    if wrong:
+        flag = f"--{wrong[0].replace('_', '-')}"
+        how = (
+            "does not go with --stable-layers"
+            if arguments.stable_layers
+            else ("needs --stable-layers")
+        )
+        raise ConfigError(f"{flag} {how}")
 
 
 _READS = {
@@ -99,21 +149,27 @@ def _text(placed: Calibration, found: Measurement) -> str:
     )
 
 
-def _prompts(arguments: argparse.Namespace) -> list[Any]:
+def _given(arguments: argparse.Namespace) -> list[Any] | None:
+    """The texts of --data; None where the bundled model's are meant."""
     if arguments.data is None:
         if arguments.model is not None:
-            raise ConfigError("give --data FILE with prompts for this model")
-        from keyhole.models.tiny.tasks import make
-
-        return [
-            make(task, length, _FIRST_SEED + n).prompt
-            for n in range(_NUM_ITEMS)
-            for task, length in _TASKS
-        ]
+            what = "documents" if arguments.stable_layers else "prompts"
+            raise ConfigError(f"give --data FILE with {what} for this model")
+        return None
     try:
-        text = Path(arguments.data).read_text()
+        text = Path(arguments.data).read_text(encoding="utf-8-sig")
         if not arguments.data.endswith(".jsonl"):
             return [text]
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--data {arguments.data!r} cannot be read: {error}") from error
+
+
+def _prompts() -> list[Any]:
+    from keyhole.models.tiny.tasks import make
+
+    return [
+        make(task, length, _FIRST_SEED + n).prompt
+        for n in range(_NUM_ITEMS)
+        for task, length in _TASKS
+    ]

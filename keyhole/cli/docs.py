@@ -1,7 +1,8 @@
 """Writes the documents that the program itself knows: `python -m keyhole.cli.docs`.
 
     docs/cli.md       every command with its help
-    docs/methods.md   every policy: the idea, the cost, the differences from the paper, the settings
+    docs/methods.md   every policy and reuse method: the idea, the cost, the differences from the
+                      paper, the settings
 
 A test compares them with `render()`.
 """
@@ -13,13 +14,15 @@ import dataclasses
 import functools
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from keyhole.cli import build_parser, show
-from keyhole.cli.parser import Formatter
+from keyhole.cli.parser import Formatter, Parser
 from keyhole.config import help_of
 from keyhole.policy import policies
-from keyhole.policy.base import Policy
+from keyhole.reuse import reuses
 
 _WIDTH = 100
 _WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
@@ -47,9 +50,14 @@ def _commands() -> str:
         "they came from. `--json` prints one object with the names of the Python interface.",
         _help(parser),
     ]
-    for name, command in parser.commands().items():
-        parts.append(f"## keyhole {name}\n\n{_help(command)}")
+    for command in parser.commands().values():
+        parts.append(_section(command, "##"))
+        parts += [_section(action, "###") for action in command.commands().values()]
     return "\n\n".join(parts) + "\n"
+
+
+def _section(command: Parser, mark: str) -> str:
+    return f"{mark} {command.prog}\n\n{_help(command)}"
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
@@ -59,23 +67,32 @@ def _help(parser: argparse.ArgumentParser) -> str:
 
 
 def _methods() -> str:
-    ours = {name: cls for name, cls in policies().items() if cls.__module__.startswith("keyhole.")}
-    heads = "| policy | class | what a step reads |\n|---|---|---|"
-    rows = [
-        f"| [`{name}`](#{name}) | `{cls.__name__}` | {cls.__doc__} |" for name, cls in ours.items()
-    ]
     parts = [
         f"{_WRITTEN_BY}\n\n# Methods",
         "A policy says what a decode step attends to. Prefill is exact under every policy, and\n"
         "with a budget of at least the length every policy is full attention.",
-        "\n".join([heads, *rows]),
-        *(_method(name, cls) for name, cls in ours.items()),
+        *_table(policies(), "policy", "what a step reads"),
+        "# Reuse methods",
+        "A reuse method says what a prompt keeps of stored documents, and what it computes again\n"
+        "in view of the other documents (`LLM.ask`, `keyhole documents ask`). The answer is then\n"
+        "decoded under any policy.",
+        *_table(reuses(), "reuse method", "what a prompt keeps"),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _method(name: str, cls: type[Policy]) -> str:
-    """Module docstring and settings of one policy."""
+def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
+    """A table of our methods of a kind, and a section of each."""
+    ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
+    rows = [
+        f"| [`{name}`](#{name}) | `{cls.__name__}` | {cls.__doc__} |" for name, cls in ours.items()
+    ]
+    heads = f"| {kind} | class | {what} |\n|---|---|---|"
+    return ["\n".join([heads, *rows]), *(_method(name, cls) for name, cls in ours.items())]
+
+
+def _method(name: str, cls: type[Any]) -> str:
+    """Module docstring and settings of one method."""
     about = inspect.getdoc(sys.modules[cls.__module__]) or ""
     parts = [f"## {name}", about]
     fields = dataclasses.fields(cls)

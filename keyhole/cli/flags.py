@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keyhole
@@ -15,10 +15,16 @@ from keyhole.config import EngineConfig, SamplingParams, help_of, parse_bytes
 from keyhole.errors import ConfigError
 from keyhole.policy import make_policy, policies
 from keyhole.policy.base import Policy
+from keyhole.reuse import make_reuse, reuses
+from keyhole.reuse.base import Reuse
 
 if TYPE_CHECKING:
     from keyhole.engine.llm import LLM
     from keyhole.models.loading import Model
+
+#: Classes of methods by name, and their settings, each with the methods that have it.
+_Table = Mapping[str, type[Any]]
+_Fields = dict[str, list[tuple[str, dataclasses.Field[Any]]]]
 
 #: How to read the text of a flag, by the type of its field; None is the flag not given.
 _BY_TYPE: dict[str, Callable[[str], Any]] = {
@@ -31,6 +37,8 @@ _BY_TYPE: dict[str, Callable[[str], Any]] = {
 }
 #: Fields whose text says more than their type.
 _READERS: dict[str, Callable[[str], Any]] = {"memory": parse_bytes}
+#: Before the name of a setting that is for the reuse method alone.
+_REUSE = "reuse_"
 _METAVARS = {"int": "N", "float": "X", "tuple[int, ...]": "N,N", "Names": "NAME,NAME"}
 _RIGHT = {"int": "a whole number", "float": "a number"}
 
@@ -60,7 +68,11 @@ def settings_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]
     """The settings among the arguments that were given, in the types of their fields."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {name: getattr(arguments, name, None) for name in fields}
-    return {name: _read(fields[name], text) for name, text in given.items() if text is not None}
+    return {
+        name: _read(fields[name], text, _flag(name))
+        for name, text in given.items()
+        if text is not None
+    }
 
 
 def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
@@ -73,23 +85,46 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     table = policies()
     group = parser.add_argument_group("policy: what a decode step reads")
     group.add_argument("--policy", default="full", metavar="NAME", help=", ".join(table))
-    for name, owners in _policy_fields(table).items():
-        text = _joined_help(owners).replace("%", "%%")
-        group.add_argument(_flag(name), metavar=_metavar(owners[0][1]), help=text)
+    for name, owners in _fields_of(table).items():
+        _add_shared(group, name, owners)
 
 
 def policy_of(arguments: argparse.Namespace) -> Policy:
     """The policy that the arguments describe; a setting that it does not have is refused."""
     table = policies()
-    cls = table.get(arguments.policy)
-    own = {field.name: field for field in dataclasses.fields(cls)} if cls else {}
-    given = {name: getattr(arguments, name) for name in _policy_fields(table)}
-    settings = {
-        name: _read(own[name], value) if name in own else value
-        for name, value in given.items()
-        if value is not None
-    }
-    return make_policy(arguments.policy, settings)
+    cls, other = table.get(arguments.policy), None
+    if "reuse" in arguments:
+        other = reuses().get(arguments.reuse)
+    return make_policy(arguments.policy, _given(arguments, _fields_of(table), cls, other))
+
+
+def add_reuse(parser: argparse.ArgumentParser) -> None:
+    """--reuse, and a flag for every setting of any reuse method in the table.
+
+    After `add_policy`, a flag that policies have too is for both, and --reuse-NAME for the reuse
+    method alone.
+    """
+    table = reuses()
+    group = parser.add_argument_group("reuse: what a prompt keeps and computes of documents")
+    group.add_argument("--reuse", default="sam_kv", metavar="NAME", help=", ".join(table))
+    for name, owners in _fields_of(table).items():
+        both = parser._option_string_actions.get(_flag(name))
+        if both is None:
+            _add_shared(group, name, owners)
+            continue
+        both.help = f"{both.help}; {_joined_help(owners).replace('%', '%%')}"
+        text = f"{_flag(name)} for the reuse method alone"
+        group.add_argument(_flag(_REUSE + name), metavar=_metavar(owners[0][1]), help=text)
+
+
+def reuse_of(arguments: argparse.Namespace) -> Reuse:
+    """The reuse method that the arguments describe; a setting that it does not have is refused."""
+    table = reuses()
+    cls, other = table.get(arguments.reuse), None
+    if "policy" in arguments:
+        other = policies().get(arguments.policy)
+    settings = _given(arguments, _fields_of(table), cls, other, _REUSE)
+    return make_reuse(arguments.reuse, settings)
 
 
 def load_model(arguments: argparse.Namespace) -> Model:
@@ -119,31 +154,71 @@ def quiet() -> None:
         logging.disable_progress_bar()
 
 
-def _policy_fields(
-    table: dict[str, type[Policy]],
-) -> dict[str, list[tuple[str, dataclasses.Field[Any]]]]:
-    """Every setting of any policy, with the policies that have it."""
-    fields: dict[str, list[tuple[str, dataclasses.Field[Any]]]] = {}
-    for policy, cls in table.items():
+def _fields_of(table: _Table) -> _Fields:
+    """Every setting of any method, with the methods that have it."""
+    fields: _Fields = {}
+    for method, cls in table.items():
         for field in dataclasses.fields(cls):
-            fields.setdefault(field.name, []).append((policy, field))
+            fields.setdefault(field.name, []).append((method, field))
     return fields
+
+
+def _given(
+    arguments: argparse.Namespace,
+    names: Iterable[str],
+    cls: type[Any] | None,
+    other: type[Any] | None,
+    prefix: str | None = None,
+) -> dict[str, Any]:
+    """The settings of a method among the arguments, in the types of its fields where it has them.
+
+    names: of all settings of its kind. What only the method of the `other` kind has is left to it.
+    prefix: of flags that are for this kind alone.
+    """
+    own, theirs = ({f.name: f for f in dataclasses.fields(c)} if c else {} for c in (cls, other))
+    settings: dict[str, Any] = {}
+    for name in names:
+        called = f"{prefix}{name}"
+        alone = None if prefix is None else getattr(arguments, called, None)
+        value = getattr(arguments, name) if alone is None else alone
+        if value is None or (alone is None and name in theirs and name not in own):
+            continue
+        flag = _flag(name if alone is None else called)
+        settings[name] = _read(own[name], value, flag) if name in own else value
+    return settings
+
+
+def _add_shared(group: Any, name: str, owners: list[tuple[str, dataclasses.Field[Any]]]) -> None:
+    """A flag for a setting that several methods may have."""
+    field, text = owners[0][1], _joined_help(owners)
+    if field.type == "bool":
+        _add_switch(group, name, field, text)
+    else:
+        group.add_argument(_flag(name), metavar=_metavar(field), help=text.replace("%", "%%"))
 
 
 def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
     """A flag whose value stays text until `settings_of`; absent is None."""
-    flag, text = _flag(field.name), _help(field).replace("%", "%%")
+    flag, text = _flag(field.name), _help(field)
     if field.type == "bool":
-        flag = _flag("no_" + field.name) if field.default else flag
-        text = f"turn this off: {text}" if field.default else text
-        group.add_argument(
-            flag, dest=field.name, action="store_const", const=str(not field.default), help=text
-        )
-    elif field.type == "tuple[str, ...]":
+        _add_switch(group, field.name, field, text)
+        return
+    text = text.replace("%", "%%")
+    if field.type == "tuple[str, ...]":
         text += "; may be given several times"
         group.add_argument(flag, dest=field.name, metavar="TEXT", action="append", help=text)
     else:
         group.add_argument(flag, dest=field.name, metavar=_metavar(field), help=text)
+
+
+def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str) -> None:
+    """A flag without a value, which says the opposite of the default."""
+    flag = _flag("no_" + name) if field.default else _flag(name)
+    text = f"turn this off: {text}" if field.default else text
+    const = str(not field.default)
+    group.add_argument(
+        flag, dest=name, action="store_const", const=const, help=text.replace("%", "%%")
+    )
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
@@ -175,7 +250,7 @@ def _kind(field: dataclasses.Field[Any]) -> str:
     return str(field.type).removesuffix(" | None")
 
 
-def _read(field: dataclasses.Field[Any], text: Any) -> Any:
+def _read(field: dataclasses.Field[Any], text: Any, flag: str) -> Any:
     """The value of a field from the text of its flag."""
     kind = _kind(field)
     if not isinstance(text, str):  # repeated texts
@@ -186,7 +261,7 @@ def _read(field: dataclasses.Field[Any], text: Any) -> Any:
         raise
     except ValueError as error:
         right = _RIGHT.get(kind, "numbers such as 0,1")
-        raise ConfigError(f"{_flag(field.name)} {text!r} must be {right}") from error
+        raise ConfigError(f"{flag} {text!r} must be {right}") from error
 
 
 def _flag(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Stats
     from keyhole.policy.base import Policy
+    from keyhole.reuse.base import Reuse
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -31,16 +32,16 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, default=dataclasses.asdict)
 
 
-def describe(policy: Policy) -> dict[str, Any]:
-    """Name and settings of a policy, for JSON."""
-    return {"name": policy.name, **dataclasses.asdict(policy)}
+def describe(method: Policy | Reuse) -> dict[str, Any]:
+    """Name and settings of a policy or reuse method, for JSON."""
+    return {"name": method.name, **dataclasses.asdict(method)}
 
 
-def sentence(policy: Policy) -> str:
-    """Name and settings of a policy, for people."""
-    settings = dataclasses.asdict(policy)
+def sentence(method: Policy | Reuse) -> str:
+    """Name and settings of a policy or reuse method, for people."""
+    settings = dataclasses.asdict(method)
     shown = [f"{name} {setting(value)}" for name, value in settings.items() if value is not None]
-    return f"{policy.name} ({', '.join(shown)})" if shown else policy.name
+    return f"{method.name} ({', '.join(shown)})" if shown else method.name
 
 
 def closing_line(stats: Stats) -> str:
@@ -68,6 +69,11 @@ def bytes_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 token, 2,048 tokens."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def setting(value: object) -> str:

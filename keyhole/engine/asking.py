@@ -51,7 +51,7 @@ def assemble(
     tokenizer = engine.model.tokenizer
     if isinstance(question, str) and not question.strip():
         raise RequestError("the question is empty; ask something")
-    if isinstance(names, str) or not names:
+    if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")
     if chat:
         prefix, question = _in_chat(tokenizer, prefix, question)

@@ -11,6 +11,7 @@ import numpy as np
 
 from keyhole.cache.documents import DocumentInfo, DocumentStore, Problem, StoredDocument
 from keyhole.cache.record import DocumentRecord
+from keyhole.config import is_count, require
 from keyhole.engine.core import Engine
 from keyhole.engine.encoding import encode
 from keyhole.engine.fingerprint import fingerprint
@@ -60,6 +61,7 @@ class Documents:
         error unless `overwrite`; with the same text: nothing is done.
         RequestError for an empty document, PromptTooLongError for one that the model cannot take.
         """
+        require(is_count(block_size), "block_size", block_size, "at least 1")
         ids = given_ids(f"document {name!r}", text)
         source = str(text) if ids is None else ids
         known = self.store.stored(name, source, overwrite=overwrite)

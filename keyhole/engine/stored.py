@@ -34,7 +34,6 @@ class Loader:
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         # How far each token's key is turned: from its place in the document to the one here.
         self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
-        self._read_before = self._read()
         self._known: dict[int, list[LayerFacts]] = {}
         self.num_layers = len(cache.keys)
         self.present = torch.zeros(self.num_layers, int(self._starts[-1]), dtype=torch.bool)
@@ -42,10 +41,7 @@ class Loader:
     @property
     def bytes_read(self) -> int:
         """Bytes read from the store for this prompt."""
-        return self._read() - self._read_before
-
-    def _read(self) -> int:
-        # A document may stand in a prompt twice.
+        # They were opened for this prompt, headers and statistics too. One may stand in it twice.
         return sum(document.bytes_read for document in set(self._context.documents))
 
     def placed(self) -> list[PlacedDocument]:

@@ -24,6 +24,7 @@ from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.config_file import unknown_model
 from keyhole.models.linear import speed_up
+from keyhole.reuse.stability import STABILITY_FILE
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
 CALIBRATION_FILE = "keyhole-delta.json"
@@ -36,8 +37,8 @@ class Model:
     """A loaded model, its tokenizer (None if it has none) and what its files say.
 
     defaults: the generation_config as a dictionary. max_length: tokens that a sequence may have.
-    length_reason: why it is not more. calibration, head: what lies beside the weights for DELTA and
-    for SpeContext.
+    length_reason: why it is not more. calibration, head, stability: what lies beside the weights
+    for DELTA, SpeContext and SamKV.
     """
 
     name: str
@@ -51,7 +52,8 @@ class Model:
     defaults: dict[str, Any]
     calibration: Path | None = None
     head: Path | None = None
-    watched: set[int] = field(default_factory=set)
+    stability: Path | None = None
+    watched: dict[int, Any] = field(default_factory=dict)
 
     def geometry(self, page_size: int) -> Geometry:
         """The model's shape for a cache of this page size."""
@@ -62,6 +64,7 @@ class Model:
             page_size=page_size,
             itemsize=self.dtype.itemsize,
             calibration=self.calibration,
+            stability=self.stability,
         )
 
     @property
@@ -73,12 +76,18 @@ class Model:
         """Lets every forward leave the hidden states at the input of these layers in its batch."""
         base = self.network.base_model
         blocks = base.layers if hasattr(base, "layers") else base.h
-        for layer in set(layers) - self.watched:
+        for layer in set(layers) - self.watched.keys():
             if not 0 <= layer < len(blocks):
                 raise ConfigError(f"feature layer {layer} must be from 0 to {len(blocks) - 1}")
             hook = functools.partial(_keep_input, layer)
-            blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)
-            self.watched.add(layer)
+            handle = blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)
+            self.watched[layer] = handle
+
+    def unwatch(self) -> None:
+        """Ends what `watch` began."""
+        for handle in self.watched.values():
+            handle.remove()
+        self.watched.clear()
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
@@ -148,7 +157,7 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
     speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)
-    calibration = folder / CALIBRATION_FILE
+    calibration, stability = folder / CALIBRATION_FILE, folder / STABILITY_FILE
     return Model(
         name=folder.name if folder.is_dir() else name,
         network=network,
@@ -161,6 +170,7 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
         defaults=network.generation_config.to_dict(),
         calibration=calibration if calibration.is_file() else None,
         head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
+        stability=stability if stability.is_file() else None,
     )
 
 

@@ -33,6 +33,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
@@ -59,20 +60,22 @@ class SamKV(Reuse):
     """The ends of each document, and the middle blocks that the question needs."""
 
     name: ClassVar[str] = "sam_kv"
-    update: str = setting("overwrite", "how new keys and values meet stored ones: or fusion")
+    update: str = setting("overwrite", "overwrite stored keys and values, or fusion with them")
     select: bool = setting(True, "keep middle blocks; False: initial and local ones only")
     bias: bool = setting(True, "let the other documents add to a document's query")
     recompute: bool = setting(True, "compute tokens again that missed the other documents")
     block_size: int = setting(64, "tokens in a block")
     num_initial_blocks: int = setting(1, "first blocks of a document, always kept")
     num_local_blocks: int = setting(2, "last blocks of a document, always kept")
-    stable_layers: tuple[int, ...] | None = setting(None, "layers that say how many; None: last 4")
+    stable_layers: tuple[int, ...] | None = setting(
+        None, "layers that say how many; None: as measured, else the last 4"
+    )
     layers: str | None = setting(None, "file of `keyhole calibrate --stable-layers` with them")
     outlier_sigmas: float = setting(3.0, "deviations of alpha from which a block is an outlier")
     pooled: bool = setting(True, "keep offered blocks / documents; False: all blocks / documents")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the stable layers: as given, else from the file, else the last 4."""
+        """Settles the stable layers: as given, else measured for this model, else the last 4."""
         if self.update not in UPDATES:
             raise UnknownNameError("update", str(self.update), UPDATES)
         for name in ("select", "bias", "recompute", "pooled"):
@@ -95,16 +98,16 @@ class SamKV(Reuse):
     def _stable(self, geometry: Geometry) -> tuple[int, ...]:
         if self.layers is not None and self.stable_layers is not None:
             raise ConfigError("give either layers (a file) or stable_layers")
-        if self.stable_layers is None and self.layers is None:
-            return last_layers(geometry)
         stable: tuple[int, ...] | None = self.stable_layers
-        if self.layers is not None:
-            stability = Stability.load(self.layers)
+        if stable is None:
+            source = geometry.stability if self.layers is None else Path(self.layers)
+            if source is None:
+                return last_layers(geometry)
+            stability = Stability.load(source)
             stability.check_depth(geometry.num_layers)
             stable = stability.stable_layers
         right = f"one or more layers from 0 to {geometry.num_layers - 1}"
         require_layers("stable_layers", stable, right)
-        assert stable is not None
         good = len(stable) > 0 and max(stable) < geometry.num_layers
         require(good, "stable_layers", stable, right)
         return tuple(sorted(set(stable)))

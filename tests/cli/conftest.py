@@ -33,8 +33,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """`run("generate", "text", stdin="")` as it would be with pipes around it."""
 
-    def call(*arguments: str, stdin: str = "") -> Ran:
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    def call(*arguments: str, stdin: str | bytes = "") -> Ran:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         capsys.readouterr()
         status = main(arguments)
         return Ran(status, *capsys.readouterr())

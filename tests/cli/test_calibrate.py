@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
+import pytest
+
+import keyhole
 from keyhole.policy.calibration import Calibration
+from keyhole.reuse.stability import STABILITY_FILE, Stability
 from tests.cli.conftest import Run
 
 OPTIONS = ("--num-delta-layers", "1", "--full-layers", "0", "--token-budget", "32")
@@ -49,3 +54,56 @@ def test_prompts_within_the_budget_are_refused(path: str, run: Run, tmp_path: Pa
     ran = run("calibrate", path, *OPTIONS, "--data", str(data))
     assert ran.status == 2
     assert "no decode step had more than token_budget 32 tokens" in ran.err
+
+
+STABLE = ("--stable-layers", "--block-size", "8", "--num-documents", "3", "--device", "cpu")
+
+
+def test_stable_layers_are_printed_and_lie_beside_the_weights(
+    path: str, run: Run, tmp_path: Path
+) -> None:
+    model = shutil.copytree(path, tmp_path / "model")
+    data = tmp_path / "data.txt"
+    data.write_text("A text of some length, and of many sentences. " * 20)
+    ran = run("calibrate", str(model), *STABLE, "--data", str(data), "--num-stable-layers", "2")
+    assert ran.status == 0, ran.err
+    assert ran.out.startswith("model: 3 documents in blocks of 8; a layer scores where\n")
+    assert ran.out.count("  stable\n") == 2
+    assert f"written: {model / STABILITY_FILE}" in ran.out
+    found = Stability.load(model / STABILITY_FILE)
+    assert len(found.stable_layers) == 2
+    # From now on the model says so by itself.
+    store = ("--store", str(tmp_path / "store"), "--model", str(model), "--device", "cpu")
+    assert run("documents", "add", "x", "-", *store, stdin="green").status == 0
+    asked = ("ask", "Which?", "--documents", "x", "--max-tokens", "1", "--json")
+    reuse = json.loads(run("documents", *asked, *store).out)["reuse"]
+    assert reuse["stable_layers"] == list(found.stable_layers)
+
+
+def test_stable_layers_go_where_the_user_says(path: str, run: Run, tmp_path: Path) -> None:
+    data, output = tmp_path / "data.jsonl", tmp_path / "stable.json"
+    lines = ["A text of some length. " * 8, {"prompt_token_ids": [5, 6, 7, 8] * 30}]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    ran = run("calibrate", path, *STABLE, "--data", str(data), "--output", str(output), "--json")
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert set(found) == {f.name for f in dataclasses.fields(Stability)} | {"output"}
+    assert found["num_documents"] == 2
+    assert Stability.load(output).scores == tuple(found["scores"])
+    place = ("--store", str(tmp_path / "store"), "--model", path, "--device", "cpu")
+    assert run("documents", "add", "x", "-", *place, stdin="green").status == 0
+    asked = ("ask", "Which?", "--documents", "x", "--max-tokens", "1", "--reuse-layers")
+    assert run("documents", *asked, str(output), *place).status == 0
+
+
+def test_the_bundled_model_brings_its_own_texts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written into the package."""
+    monkeypatch.chdir(tmp_path)
+    ran = run("calibrate", *STABLE[:-4], "--num-documents", "1", "--device", "cpu")
+    assert ran.status == 0, ran.err
+    assert ran.out.startswith("keyhole-tiny: 1 document in blocks of 8")
+    assert Stability.load(STABILITY_FILE).model == "keyhole-tiny"
+    bundled = Stability.load(Path(keyhole.tiny()) / STABILITY_FILE)
+    assert bundled.num_documents > 1

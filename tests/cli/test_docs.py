@@ -1,4 +1,4 @@
-"""Generated documents know every command and every policy."""
+"""Generated documents know every command, every policy and every reuse method."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import pytest
 
 from keyhole.cli import COMMANDS
 from keyhole.cli.docs import render
+from keyhole.cli.documents import ACTIONS
 from keyhole.policy import policies
+from keyhole.reuse import reuses
 
 
-def test_every_command_and_policy_has_its_section() -> None:
+def test_every_command_and_method_has_its_section() -> None:
     documents = render()
     for command in COMMANDS:
-        assert f"## keyhole {command}\n" in documents["docs/cli.md"]
-    for name, cls in policies().items():
+        assert f"\n## keyhole {command}\n" in documents["docs/cli.md"]
+    for action in ACTIONS:
+        assert f"\n### keyhole documents {action}\n" in documents["docs/cli.md"]
+    for name, cls in [*policies().items(), *reuses().items()]:
         assert f"\n## {name}\n" in documents["docs/methods.md"]
         assert f"`{cls.__name__}`" in documents["docs/methods.md"]
 

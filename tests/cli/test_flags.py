@@ -7,11 +7,14 @@ import dataclasses
 
 import pytest
 
-from keyhole import Delta, Full, Quest, StreamingLLM
+from keyhole import CacheBlend, Delta, Epic, Full, PlainReuse, Quest, SamKV, StreamingLLM
 from keyhole.cli import flags
 from keyhole.config import EngineConfig, SamplingParams
+from keyhole.errors import ConfigError
 from keyhole.policy import policies
 from keyhole.policy.base import Policy
+from keyhole.reuse import reuses
+from keyhole.reuse.base import Reuse
 
 
 def parse(line: str) -> argparse.Namespace:
@@ -58,3 +61,72 @@ def test_every_setting_of_every_policy_has_a_flag() -> None:
     known = vars(parse(""))
     for cls in policies().values():
         assert {field.name for field in dataclasses.fields(cls)} <= set(known)
+
+
+def asked(line: str, *, policy: bool = True) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    if policy:
+        flags.add_policy(parser)
+    flags.add_reuse(parser)
+    return parser.parse_args(line.split())
+
+
+@pytest.mark.parametrize("policy", [True, False])
+@pytest.mark.parametrize(
+    ("line", "reuse"),
+    [
+        ("", SamKV()),
+        ("--reuse sam_kv", SamKV()),
+        ("--update fusion --block-size 16", SamKV(update="fusion", block_size=16)),
+        ("--no-select --no-bias --no-pooled", SamKV(select=False, bias=False, pooled=False)),
+        ("--stable-layers 1,2 --outlier-sigmas 2", SamKV(stable_layers=(1, 2), outlier_sigmas=2.0)),
+        ("--layers a.json", SamKV(layers="a.json")),
+        ("--reuse reuse --no-rotate", PlainReuse(rotate=False)),
+        ("--reuse epic --num-initial 3", Epic(num_initial=3)),
+        (
+            "--reuse cacheblend --recompute-ratio 0.5 --check-layer 2",
+            CacheBlend(recompute_ratio=0.5, check_layer=2),
+        ),
+    ],
+)
+def test_a_reuse_method_is_made_of_its_flags(line: str, reuse: Reuse, policy: bool) -> None:
+    """With a policy's flags beside it, or without."""
+    assert flags.reuse_of(asked(line, policy=policy)) == reuse
+    if policy:
+        assert flags.policy_of(asked(line)) == Full()
+
+
+def test_a_flag_that_both_have_is_for_both_unless_one_is_named() -> None:
+    arguments = asked("--policy delta --layers a.json")
+    assert flags.policy_of(arguments) == Delta(layers="a.json")
+    assert flags.reuse_of(arguments) == SamKV(layers="a.json")
+    arguments = asked("--policy delta --layers a.json --reuse-layers b.json")
+    assert flags.policy_of(arguments) == Delta(layers="a.json")
+    assert flags.reuse_of(arguments) == SamKV(layers="b.json")
+    arguments = asked("--policy delta --reuse epic --layers a.json")
+    assert flags.policy_of(arguments) == Delta(layers="a.json")
+    assert flags.reuse_of(arguments) == Epic()
+
+
+def test_a_flag_that_neither_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="policy quest 'layers'"):
+        flags.policy_of(asked("--policy quest --reuse epic --layers a.json"))
+    with pytest.raises(ConfigError, match="reuse method epic 'layers'"):
+        flags.reuse_of(asked("--reuse epic --reuse-layers a.json"))
+    with pytest.raises(ConfigError, match="reuse method epic 'update'"):
+        flags.reuse_of(asked("--reuse epic --update fusion"))
+    with pytest.raises(ConfigError, match="--reuse-block-size 'x' must be a whole number"):
+        flags.reuse_of(_with_block_size("x"))
+
+
+def _with_block_size(value: str) -> argparse.Namespace:
+    arguments = asked("")
+    arguments.reuse_block_size = value  # as if a policy had such a setting too
+    return arguments
+
+
+def test_every_setting_of_every_reuse_method_has_a_flag() -> None:
+    for policy in (True, False):
+        known = vars(asked("", policy=policy))
+        for cls in reuses().values():
+            assert {field.name for field in dataclasses.fields(cls)} <= set(known)

@@ -11,6 +11,7 @@ import pytest
 
 import keyhole
 from keyhole.cli import COMMANDS, main
+from keyhole.cli.documents import ACTIONS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -22,14 +23,14 @@ def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("command", ["", *COMMANDS, *(f"documents {name}" for name in ACTIONS)])
 def test_help_is_what_it_was(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
     text = help_of([*command.split(), "--help"], capsys)
-    path = GOLDEN / f"help{'-' * bool(command)}{command}.txt"
+    path = GOLDEN / f"{'-'.join(['help', *command.split()])}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()

@@ -89,3 +89,33 @@ def test_beyond_memory(run: Run) -> None:
     assert found is not None
     assert int(found[1]) >= 1
     assert int(found[2]) > 50
+
+
+def test_documents(run: Run) -> None:
+    printed = run("documents")
+    expected, answered = (
+        re.search(rf"^{word}: *(.*)$", printed, re.MULTILINE) for word in ("expected", "answered")
+    )
+    assert expected
+    assert answered
+    assert expected[1] == answered[1]
+    kept = re.search(r"^(\d+)% of 2048 tokens kept, (\d+) not computed", printed, re.MULTILINE)
+    assert kept
+    assert int(kept[1]) < 30
+    assert int(kept[2]) > 1500
+
+
+def test_rag_compare(run: Run) -> None:
+    found = {}
+    for line in run("rag_compare").splitlines():
+        name, *cells = line.split()
+        if cells[0] == "right":
+            kind = name
+        else:
+            found[kind, name] = int(cells[0]), int(cells[3].rstrip("%"))
+    assert {right for (_, name), (right, _) in found.items() if name == "recompute"} == {3}
+    assert found["one", "reuse"][0] == 3
+    assert found["needs_each_other", "reuse"][0] == 0
+    for kind in ("one", "needs_each_other"):
+        assert found[kind, "sam_kv"][0] == 3
+        assert found[kind, "sam_kv"][1] < 30

@@ -53,9 +53,9 @@ def test_importing_keyhole_loads_no_torch() -> None:
     assert not heavy_modules("import keyhole")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
-def test_asking_for_help_loads_no_torch(arguments: list[str]) -> None:
-    argv = ["keyhole", *arguments]
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "documents --help"])
+def test_asking_for_help_loads_no_torch(arguments: str) -> None:
+    argv = ["keyhole", *arguments.split()]
     run = f"import runpy; sys.argv = {argv}; runpy.run_module('keyhole', run_name='__main__')"
     assert not heavy_modules(run)
 

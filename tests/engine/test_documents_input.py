@@ -1,0 +1,68 @@
+"""Odd documents and names: a right answer, or an error that says what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole import LLM, SamplingParams
+from keyhole.errors import ConfigError, KeyholeError, RequestError
+
+FEW = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def stored(llm: LLM, checkpoint: Path, tmp_path: Path) -> LLM:
+    """The model of all engine tests, with a store of its own and one document in it."""
+    own = LLM(llm.engine.model, page_size=8, documents=tmp_path / "store")
+    own.documents.add("note", "the lamp is green")
+    return own
+
+
+GARBAGE = "".join(map(chr, range(32))) + "\x7f\u2028\ufffd\U0001f511" * 9
+
+
+@pytest.mark.parametrize("text", ["A", "\n", GARBAGE, "x" * 65], ids=["one", "blank", "odd", "65"])
+def test_any_text_that_has_tokens_is_stored_and_answers_as_a_prefill_would(
+    text: str, stored: LLM
+) -> None:
+    stored.documents.add("odd", text)
+    assert stored.documents.store.source("odd") == text
+    assert stored.documents.verify() == []
+    for names in (["odd"], ["odd", "note"], ["note", "odd", "odd"]):
+        found = stored.ask("which?", names, params=FEW)
+        wanted = stored.ask("which?", names, params=FEW, reuse="recompute")
+        assert found.token_ids == wanted.token_ids  # short documents are computed again whole
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lamp \udcff", "no Unicode text: surrogates not allowed at character 5"),
+        (b"lamp", "text or a dict of token ids, not bytes"),
+        (None, "text or a dict of token ids, not NoneType"),
+        ({"prompt_token_ids": []}, "has no text"),
+        ({"prompt_token_ids": [5, -1]}, "token id -1"),
+        ({"text": "lamp"}, "the one key 'prompt_token_ids'"),
+    ],
+)
+def test_what_is_no_text_is_refused(text: Any, message: str, stored: LLM) -> None:
+    with pytest.raises(KeyholeError, match=message):
+        stored.documents.add("odd", text)
+    assert [info.name for info in stored.documents.list()] == ["note"]
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, "16", True])
+def test_a_block_has_tokens(size: Any, stored: LLM) -> None:
+    """Sizes that are none used to end in errors of torch."""
+    with pytest.raises(ConfigError, match=r"block_size .* must be at least 1"):
+        stored.documents.add("odd", "text", block_size=size)
+
+
+@pytest.mark.parametrize("names", [[3], ["note", None], [["note"]]])
+def test_names_are_text(names: Any, stored: LLM) -> None:
+    """A number used to end in an AttributeError."""
+    with pytest.raises(RequestError, match="must be a list of at least one stored name"):
+        stored.ask("which?", names, params=FEW)
