@@ -54,7 +54,8 @@ def write(lines: Lines, docs: Path) -> None:
     """Rewrites the tables of the page and its picture."""
     page = docs / PAGE
     page.write_text(inserted(page.read_text(), render(lines)))
-    picture(lines, docs / "images" / PICTURE)
+    if lines:
+        picture(lines, docs / "images" / PICTURE)
 
 
 def inserted(text: str, tables: str) -> str:
