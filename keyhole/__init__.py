@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         RequestError,
         UnknownNameError,
     )
+    from keyhole.hf.run import SparseRun, SparseStats
+    from keyhole.hf.sparse import sparse
     from keyhole.policy import policies
     from keyhole.policy.base import Policy
     from keyhole.policy.delta import Delta
@@ -56,6 +58,9 @@ _PLACES = {
     "Piece": "keyhole.engine.llm",
     "Stats": "keyhole.engine.sequence",
     "Reused": "keyhole.engine.context",
+    "sparse": "keyhole.hf.sparse",
+    "SparseRun": "keyhole.hf.run",
+    "SparseStats": "keyhole.hf.run",
     "SamplingParams": "keyhole.config",
     "Policy": "keyhole.policy.base",
     "policies": "keyhole.policy",
@@ -113,6 +118,8 @@ __all__ = [
     "SamKV",
     "SamplingParams",
     "SlidingWindow",
+    "SparseRun",
+    "SparseStats",
     "SpeContext",
     "Stats",
     "StreamingLLM",
@@ -120,6 +127,7 @@ __all__ = [
     "UnknownNameError",
     "policies",
     "reuses",
+    "sparse",
     "tiny",
 ]
 

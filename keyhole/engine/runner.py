@@ -61,25 +61,40 @@ class Runner:
         """
         spans = [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes]
         spans += [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
-        batch = self._batch(plan)
         tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
         positions = _join(np.arange(start, end) for _, start, end in spans)
         ends = np.cumsum([end - start for _, start, end in spans])
         wanted = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
         row = (self._send(tokens), self._send(positions))
+        batch = self.begin(plan, *row)
+        logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
+        reads = self.end(plan, *row, batch)
+        return [spans[i][0] for i in wanted], logits, reads
+
+    def begin(self, plan: Plan, token_ids: Tensor, positions: Tensor) -> Batch:
+        """What attention needs for one step, with the policy's choice before it under way.
+
+        token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
+        """
+        batch = self._batch(plan)
         if batch.step is not None:
             if self._lookahead is not None:
-                self._lookahead.before(*row, batch)
+                self._lookahead.before(token_ids, positions, batch)
             self._policy.before_step(batch.step)
             batch.prefetch(-1)
-        logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
+        return batch
+
+    def end(self, plan: Plan, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """After the forward: advances `num_computed`; returns the reads, as `run`."""
         if self._lookahead is not None:
-            self._lookahead.after(*row, batch)
+            self._lookahead.after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
         self._traffic = self._prefetcher.end() if loading and self._prefetcher else []
-        for sequence, _, end in spans:
-            sequence.num_computed = end
-        return [spans[i][0] for i in wanted], logits, self._reads(batch)
+        for sequence in plan.decodes:
+            sequence.num_computed += 1
+        for sequence, count in plan.chunks:
+            sequence.num_computed += count
+        return self._reads(batch)
 
     def _batch(self, plan: Plan) -> Batch:
         size = self._cache.page_size

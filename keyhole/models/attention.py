@@ -43,7 +43,10 @@ def attention(
     query [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, Dv] as transformers wants.
     """
     if keyhole is None:
-        raise ConfigError("this model was loaded for keyhole.LLM; it has no attention of its own")
+        raise ConfigError(
+            "this model runs under Keyhole and has no attention of its own: use it through "
+            "keyhole.LLM, or inside keyhole.sparse by generate() or by calling the model itself"
+        )
     batch, layer = keyhole, int(module.layer_idx)  # type: ignore[arg-type]
     layout = batch.cache.geometry.layers[layer]
     assert sliding_window == layout.window, f"layer {layer}: {sliding_window} != {layout.window}"

@@ -91,6 +91,15 @@ def test_beyond_memory(run: Run) -> None:
     assert int(found[2]) > 50
 
 
+def test_hugging_face(run: Run) -> None:
+    printed = run("hugging_face")
+    answers = re.findall(r"^expected: (.*)\nanswered: (.*)$", printed, re.MULTILINE)
+    assert len(answers) == 2
+    assert all(answered == expected for expected, answered in answers)
+    share = float(printed.split()[-1].rstrip("%"))
+    assert 0 < share < 70
+
+
 def test_documents(run: Run) -> None:
     printed = run("documents")
     expected, answered = (

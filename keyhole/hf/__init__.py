@@ -1,0 +1,1 @@
+"""Models of transformers under a policy, with their own `generate`: `keyhole.sparse`."""

@@ -1,0 +1,303 @@
+"""The two hooks of a `sparse` block: transformers' batch in, packed row through, batch out."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from keyhole.cache.pages import PageCache
+from keyhole.config import EngineConfig
+from keyhole.engine.allocation import allocate
+from keyhole.engine.lookahead import Lookahead, load_head
+from keyhole.engine.runner import Runner
+from keyhole.engine.scheduler import Plan
+from keyhole.engine.sequence import Counters, Sequence
+from keyhole.errors import CapacityError, PromptTooLongError, RequestError
+from keyhole.hf.padding import columns, present, spread
+from keyhole.hf.paged_cache import PagedCache
+from keyhole.hf.refused import OPTIONS, unsupported
+from keyhole.hf.run import SparseRun
+from keyhole.models.attention import PassThrough
+from keyhole.models.batch import Batch
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+from keyhole.policy.spe_context import choice_lists
+
+
+@dataclass
+class _Call:
+    """A forward under way, and where its numbers go.
+
+    token_ids, positions: int64 [T], the packed row. wanted: int64 [B, n], the places in it whose
+    logits are asked for, -1 where padding is. packed: int64 [T], b * Q + place of each token.
+    """
+
+    cache: PagedCache
+    plan: Plan
+    token_ids: Tensor
+    positions: Tensor
+    wanted: np.ndarray
+    packed: Tensor
+    shape: tuple[int, int]
+    returns_cache: bool
+    returns_tuple: bool
+    batch: Batch
+    begin: float = field(default_factory=time.perf_counter)
+
+
+class Hooks:
+    """The hooks of one block, and what they share: pages, policy and whose turn it is."""
+
+    def __init__(self, model: Model, policy: Policy, config: EngineConfig) -> None:
+        geometry = model.geometry(config.page_size)
+        self.run = SparseRun(policy.resolve(geometry))
+        self._model = model
+        self._head = load_head(self.run.policy, model) if self.run.policy.wants_head else None
+        self.pages: PageCache
+        self.pages, _ = allocate(model, geometry, self.run.policy, config, self._head)
+        self._lookahead = None
+        if self._head is not None:
+            self._lookahead = Lookahead(self._head, self.pages, choice_lists(geometry))
+        self._names = list(inspect.signature(model.network.forward).parameters)
+        self._handles: list[Any] = []
+        self._replaced: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Threads (of a streamer, say) take turns; a thread whose forward was interrupted, so that
+        # the second hook never ran, has the turn still.
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+
+    def attach(self) -> None:
+        """Puts the hooks on the model."""
+        network = self._model.network
+        if self._head is not None:
+            self._model.watch(self._head.config.feature_layers)
+        self._handles = [
+            network.register_forward_pre_hook(self._before, with_kwargs=True),
+            network.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Takes them off."""
+        self._model.unwatch()
+        for handle in self._handles:
+            handle.remove()
+
+    def _runner(self, num_rows: int) -> Runner:
+        """Steps for so many rows."""
+        return Runner(self._model, self.pages, self.run.policy, num_rows, self._lookahead)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits for forwards of other threads."""
+        self._take_turn()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _take_turn(self) -> None:
+        if self._calls.pop(threading.get_ident(), None) is None:
+            self._lock.acquire()
+
+    def _before(
+        self, _: Any, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The forward that transformers asks for, as one packed row."""
+        self._take_turn()
+        try:
+            given = dict(zip(self._names, args, strict=False)) | named
+            self._check(given)
+            call, changed = self._pack(given)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._calls[threading.get_ident()] = call
+        return (), changed
+
+    def _after(self, _: Any, __: Any, ___: Any, output: Any) -> Any:
+        """Its output, as transformers expects it. output: None if the forward failed."""
+        call = self._calls.pop(threading.get_ident(), None)
+        if call is None:  # the first hook refused it
+            return None
+        try:
+            return None if output is None else self._unpack(call, output)
+        finally:
+            self._lock.release()
+
+    def _check(self, given: dict[str, Any]) -> None:
+        network = self._model.network
+        for name, reason in OPTIONS.items():
+            value = given.get(name)
+            value = getattr(network.config, name, None) if value is None else value
+            if value is not None and value is not False:
+                raise unsupported(f"{name} ({reason})")
+        if network.training:
+            raise unsupported("training mode; call model.eval() first")
+        if torch.is_grad_enabled():
+            raise unsupported("gradients; call the model under torch.no_grad()")
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        if (ids is None) == (embeds is None):
+            raise RequestError("give either input_ids or inputs_embeds")
+        if ids is None and self._lookahead is not None:
+            raise unsupported(f"inputs_embeds with {self.run.policy.name} (its head reads tokens)")
+
+    def _pack(self, given: dict[str, Any]) -> tuple[_Call, dict[str, Any]]:
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        source = ids if ids is not None else embeds
+        assert source is not None
+        B, Q = source.shape[:2]
+        past = given.get("past_key_values")
+        cache = self._cache(past, B)
+        there = present(given.get("attention_mask"), B, Q, cache)
+        plan, order = self._plan(cache, there)
+        packed_host = np.concatenate([b * Q + np.flatnonzero(there[b]) for b in order])
+        packed = torch.from_numpy(packed_host).to(source.device)
+
+        def pack(tensor: Tensor) -> Tensor:
+            return tensor.expand(B, *tensor.shape[1:]).flatten(0, 1)[packed][None]
+
+        places = given.get("position_ids")
+        if places is None:
+            start = cache.get_seq_length()
+            places = torch.arange(start, start + Q, device=source.device)[None]
+        positions = pack(places)
+        tokens = torch.zeros_like(positions) if ids is None else pack(ids)
+        place = np.full(B * Q, -1)
+        place[packed_host] = np.arange(len(packed_host))
+        wanted = place.reshape(B, Q)[:, columns(given.get("logits_to_keep", 0), Q)]
+        use_cache, in_class = given.get("use_cache"), given.get("return_dict")
+        config = self._model.network.config
+        use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
+        call = _Call(
+            cache=cache,
+            plan=plan,
+            token_ids=tokens[0],
+            positions=positions[0],
+            wanted=wanted,
+            packed=packed,
+            shape=(B, Q),
+            returns_cache=past is not None or bool(use_cache),
+            returns_tuple=not (
+                getattr(config, "return_dict", True) if in_class is None else in_class
+            ),
+            batch=cache.runner.begin(plan, tokens[0], positions[0]),
+        )
+        changed = {k: v for k, v in given.items() if k not in ("attention_mask", "input_ids")}
+        changed |= {
+            "position_ids": positions,
+            "past_key_values": PassThrough(call.batch),
+            "use_cache": False,
+            "return_dict": True,
+            "logits_to_keep": torch.from_numpy(wanted[wanted >= 0]).to(source.device),
+            "keyhole": call.batch,
+        }
+        changed |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": pack(embeds)}
+        if given.get("token_type_ids") is not None:
+            changed["token_type_ids"] = pack(given["token_type_ids"])
+        return call, changed
+
+    def _cache(self, past: Any, num_rows: int) -> PagedCache:
+        """The pages of the rows so far; new ones where `generate` made an empty cache."""
+        if isinstance(past, PagedCache):
+            if past.pages is not self.pages:
+                past.update()
+            if len(past.rows) != num_rows:
+                raise RequestError(
+                    f"past_key_values are of {len(past.rows)} rows, the input has {num_rows}"
+                )
+            return past
+        if past is None:
+            return PagedCache(self.pages, self._runner, num_rows)
+        if type(past) is not DynamicCache or past.offloading:
+            kind = "offloaded" if type(past) is DynamicCache else type(past).__name__
+            raise unsupported(f"a cache of its own ({kind}); leave cache_implementation out")
+        own = getattr(past, "_is_user_defined", False) or past in self._replaced
+        if own or past.get_seq_length():
+            raise unsupported(
+                "a DynamicCache from outside; pass the past_key_values of an earlier output "
+                "(of generate with return_dict_in_generate=True), or none"
+            )
+        self._replaced.add(past)
+        return PagedCache(self.pages, self._runner, num_rows)
+
+    def _plan(self, cache: PagedCache, there: np.ndarray) -> tuple[Plan, list[int]]:
+        """The step with pages for all its tokens, and its rows in the order of the packed row."""
+        plan = Plan()
+        decodes, chunks = [], []
+        for b, count in enumerate(there.sum(1).tolist()):
+            row = cache.rows[b]
+            if not count:  # a chunk of padding only
+                continue
+            self._reserve(row, row.num_computed + count)
+            if there.shape[1] == 1 and row.num_computed:
+                plan.decodes.append(row)
+                decodes.append(b)
+            else:
+                # A new list: what a policy kept of the row's earlier steps does not know these.
+                row.pages = list(row.pages)
+                plan.chunks.append((row, count))
+                chunks.append(b)
+        if not decodes and not chunks:
+            raise RequestError("the input is empty, or padding only")
+        return plan, decodes + chunks
+
+    def _reserve(self, row: Sequence, length: int) -> None:
+        """Pages for `length` tokens, the one that is written first for this row alone."""
+        pages, size, limit = self.pages, self.pages.page_size, self._model.max_length
+        if length > limit:
+            raise PromptTooLongError(
+                f"{length} tokens are more than the {limit} that this model takes "
+                f"({self._model.length_reason})"
+            )
+        if row.num_computed % size:
+            last = pages.writable(row.pages[-1])
+            if last is None:
+                raise self._full()
+            if last != row.pages[-1]:
+                row.pages = [*row.pages[:-1], last]
+        fresh = pages.allocate(max(0, -(-length // size) - len(row.pages)))
+        if fresh is None:
+            raise self._full()
+        row.pages += fresh
+
+    def _full(self) -> CapacityError:
+        pages = self.pages
+        limit, tokens = pages.max_pages * pages.page_bytes, pages.max_pages * pages.page_size
+        return CapacityError(
+            f"the KV cache is full: its limit is {limit / 2**20:.1f} MiB, {tokens} tokens of all "
+            "rows and of all past_key_values that are held; raise memory="
+        )
+
+    def _unpack(self, call: _Call, output: Any) -> Any:
+        cache, run, (B, Q) = call.cache, self.run, call.shape
+        reads = cache.runner.end(call.plan, call.token_ids, call.positions, call.batch)
+        cache.advance(Q)
+        run.prompt_tokens += sum(count for _, count in call.plan.chunks)
+        for fraction, kv_bytes, other_bytes in reads.tolist():
+            run.counters += Counters(fraction, kv_bytes, other_bytes, 1)
+        if call.plan.decodes:
+            run.step_ms.append(1e3 * (time.perf_counter() - call.begin))
+        values = dict(output) | {"logits": spread(output.logits[0], call.wanted)}
+        if "hidden_states" in values:
+            values["hidden_states"] = tuple(
+                hidden.new_zeros(B * Q, hidden.shape[-1])
+                .index_copy(0, call.packed, hidden[0])
+                .unflatten(0, (B, Q))
+                for hidden in values["hidden_states"]
+            )
+        values.pop("past_key_values", None)
+        if call.returns_cache:
+            values["past_key_values"] = cache
+        result = type(output)(**values)
+        return result.to_tuple() if call.returns_tuple else result

@@ -1,0 +1,90 @@
+"""The `past_key_values` of a `sparse` block: rows of tokens in pages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from keyhole.cache.pages import PageCache
+from keyhole.config import SamplingParams
+from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.runner import Runner
+from keyhole.engine.sequence import Sequence
+from keyhole.errors import ConfigError
+from keyhole.hf.refused import unsupported
+
+
+class PagedCache:
+    """Stands where transformers expects `past_key_values`: rows of tokens in pages of ours.
+
+    Its pages are free again when nobody holds it. `copy.deepcopy` shares them, so that one prompt
+    can be continued several times.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(
+        self, pages: PageCache, make_runner: Callable[[int], Runner], num_rows: int
+    ) -> None:
+        self.pages = pages
+        self._make_runner = make_runner
+        self._length = 0  # tokens of a row as transformers counts them, padding included
+        self.runner = make_runner(num_rows)
+        self.rows = [Sequence([], SamplingParams(), Detokenizer(None)) for _ in range(num_rows)]
+        for slot, row in enumerate(self.rows):
+            row.slot = slot
+        weakref.finalize(self, _release, pages, self.rows).atexit = False
+
+    def __len__(self) -> int:
+        return self.pages.geometry.num_layers
+
+    def __deepcopy__(self, _: dict[int, Any]) -> PagedCache:
+        copy = PagedCache(self.pages, self._make_runner, len(self.rows))
+        copy._length = self._length
+        for row, own in zip(self.rows, copy.rows, strict=True):
+            self.pages.share(row.pages)
+            own.pages, own.num_computed = list(row.pages), row.num_computed
+        return copy
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens so far, padding included."""
+        return self._length
+
+    def advance(self, count: int) -> None:
+        """Counts the tokens of a forward, padding included."""
+        self._length += count
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Is called by a model that runs without us."""
+        raise ConfigError(
+            "these past_key_values are pages of keyhole.sparse, and that block has ended; "
+            "continue inside it, or start again from the text"
+        )
+
+    get_query_offset = get_mask_sizes = update
+
+    def reorder_cache(self, *_: Any) -> Any:
+        """Beam search."""
+        raise unsupported("beam search (num_beams)")
+
+    def crop(self, *_: Any) -> Any:
+        """Assisted generation: takes back tokens that were not accepted."""
+        raise unsupported("assisted generation (assistant_model, prompt_lookup_num_tokens)")
+
+    def activate_past_recording(self) -> Any:
+        """As `crop`."""
+        self.crop()
+
+    def batch_repeat_interleave(self, *_: Any) -> Any:
+        """Changes which rows there are."""
+        raise unsupported("repeating or choosing rows of past_key_values")
+
+    batch_select_indices = reset = batch_repeat_interleave
+
+
+def _release(pages: PageCache, rows: list[Sequence]) -> None:
+    for row in rows:
+        pages.release(row.pages)
+        row.pages = []

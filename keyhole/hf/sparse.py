@@ -1,0 +1,104 @@
+"""A model of transformers under a policy, for as long as a `with` lasts; `generate` stays its own.
+
+    with keyhole.sparse(model, Delta(token_budget=1024)) as run:
+        model.generate(**inputs, max_new_tokens=2000)
+    print(run.stats)
+
+A hook before each forward packs the rows that transformers gives (left padding taken out) into the
+one row that our attention function expects, with pages of ours as the cache; a hook after it puts
+the logits back where transformers wants them. A forward of one token per row, after others, is a
+decode step under the policy; any other is prompt, and exact. Nothing of the model is replaced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from keyhole.config import EngineConfig, parse_bytes
+from keyhole.errors import ConfigError
+from keyhole.hf.hooks import Hooks
+from keyhole.hf.run import SparseRun
+from keyhole.models import families
+from keyhole.models.attention import NAME
+from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER, Model
+from keyhole.policy import make_policy
+from keyhole.policy.base import Policy
+
+#: Models inside a `sparse` block.
+_ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@contextmanager
+def sparse(
+    model: Any,
+    policy: Policy | str | None = None,
+    *,
+    page_size: int = EngineConfig.page_size,
+    memory: int | str | None = None,
+) -> Iterator[SparseRun]:
+    """Runs a model of transformers with Keyhole's pages and a policy inside the `with`.
+
+    Prompts are computed exactly, each later token reads what the policy selects. Greedy decoding,
+    sampling, left-padded batches, streamers, stopping criteria and the `past_key_values` that
+    `generate` returns work; beam search, assisted generation, caches of other kinds, attention
+    weights and gradients are refused by name. Afterwards, also after an error, the model is as it
+    was. policy: an object such as `Delta(token_budget=1024)`, a name, or None (dense).
+    memory: the most that the KV cache may take, bytes or "2GiB"; None: most of what is free.
+
+    ModelError for a model that is not supported; ConfigError for settings, and for a model that is
+    inside such a block already.
+    """
+    size = None if memory is None else parse_bytes(memory)
+    config = EngineConfig(page_size=page_size, memory=size, prefix_cache=False)
+    adopted = _adopt(model)
+    if model in _ACTIVE:
+        raise ConfigError(
+            "this model is inside keyhole.sparse already; leave that block before another one"
+        )
+    hooks = Hooks(adopted, make_policy(policy), config)
+    before = model.config._attn_implementation
+    _ACTIVE.add(model)
+    try:
+        hooks.attach()
+        model.set_attn_implementation(NAME)
+        yield hooks.run
+    finally:
+        with hooks.turn():
+            hooks.detach()
+            model.set_attn_implementation(before)
+            _ACTIVE.discard(model)
+
+
+def _adopt(network: Any) -> Model:
+    """A model that the user loaded, as the engine wants it."""
+    if not isinstance(network, PreTrainedModel):
+        raise ConfigError(
+            f"keyhole.sparse takes a model of transformers, not {type(network).__name__}"
+        )
+    name = str(network.name_or_path) or type(network).__name__
+    families.check(network.config, name)
+    devices = {parameter.device for parameter in network.parameters()}
+    if len(devices) != 1:
+        places = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"keyhole.sparse takes a model on one device, this one is on {places}")
+    max_length, reason = families.max_length(network.config)
+    calibration, head = Path(name) / CALIBRATION_FILE, Path(name) / HEAD_FOLDER
+    return Model(
+        name=name,
+        network=network,
+        tokenizer=None,
+        device=devices.pop(),
+        dtype=network.dtype,
+        max_length=max_length,
+        length_reason=reason,
+        eos_token_ids=frozenset(),
+        defaults={},
+        calibration=calibration if calibration.is_file() else None,
+        head=head if head.is_dir() else None,
+    )
