@@ -2,6 +2,7 @@
 PYTHON ?= python3
 READY := .venv/.ready
 PEERS_READY := .venv-peers/.ready
+LM_EVAL_READY := .venv-lm-eval/.ready
 
 # Spinning OpenMP threads starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -9,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint docs gpu bench-peers sanitize tiny-model tiny-head clean
+.PHONY: demo test test-lm-eval lint docs gpu bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -17,6 +18,10 @@ demo: $(READY)
 
 test: lint
 	@.venv/bin/python -m pytest
+
+# The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
+test-lm-eval: $(LM_EVAL_READY)
+	@.venv-lm-eval/bin/python -m pytest tests/integrations/test_lm_eval.py
 
 lint: $(READY)
 	@.venv/bin/python -m ruff check --quiet .
@@ -65,6 +70,14 @@ $(PEERS_READY): benchmarks/peers.txt
 	@echo "setting up .venv-peers: llama.cpp is compiled, which takes 5 to 15 minutes on 2 cores"
 	@$(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/python -m pip install -qq --constraint constraints.txt --requirement benchmarks/peers.txt
+	@touch $@
+
+$(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt $(wildcard keyhole/kernels/csrc/*)
+	@echo "setting up .venv-lm-eval"
+	@$(PYTHON) -m venv .venv-lm-eval
+	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt torch
+	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt \
+	  --requirement tests/integrations/lm-eval.txt pytest --editable '.[lm-eval]'
 	@touch $@
 
 clean:
