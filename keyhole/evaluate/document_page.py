@@ -118,7 +118,7 @@ def picture(lines: Lines, path: Path) -> None:
     shapes = _shapes(lines)
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(
-            1, len(shapes), figsize=(2.3 * len(shapes) + 0.9, 3.4), layout="constrained",
+            1, len(shapes), figsize=(max(4.2, 2.4 * len(shapes) + 0.6), 3.4), layout="constrained",
             sharey=True, squeeze=False,
         )  # fmt: skip
         for axis, shape in zip(axes[0], shapes, strict=True):
