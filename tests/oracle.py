@@ -114,6 +114,25 @@ def best(scores: Sequence[float], k: int, *, first: int = 0, last: int = 0) -> l
     return sorted((always + others)[:k])
 
 
+def enough(
+    scores: Sequence[float],
+    chosen: Sequence[int],
+    share: float,
+    least: int,
+    *,
+    first: int = 0,
+    last: int = 0,
+) -> list[int]:
+    """Of a choice what holds a share of all scores: first and last ones, then one by one."""
+    n, wanted = len(scores), share * sum(scores)
+    taken = [i for i in chosen if i < first or i >= n - last]
+    for i in sorted(set(chosen) - set(taken), key=lambda i: (-scores[i], i)):
+        if sum(scores[j] for j in taken) >= wanted and len(taken) >= least:
+            break
+        taken.append(i)
+    return sorted(taken)
+
+
 def tokens_of(pages: Sequence[int], page_size: int, length: int) -> list[int]:
     """The tokens of some pages of a sequence with `length` tokens."""
     return [

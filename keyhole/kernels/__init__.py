@@ -19,6 +19,7 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     block_scores     a query's score on blocks of pages, by the keys that stand for these
     block_pages      the pages of selected blocks
     top_indices      deterministic top-k with places that are always taken
+    trim             as much of a choice as a share of the scores asks for
     recent_indices   the first and the last positions
     keep, kept       store a choice; give it again, with the tokens since
     exchange         selected tokens or pages into a buffer that keeps those it has
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         recent_indices,
         representative_keys,
         top_indices,
+        trim,
     )
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "recent_indices",
     "representative_keys",
     "top_indices",
+    "trim",
 ]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import blocks, chosen, cpu, keeping, reference
+from keyhole.kernels import blocks, chosen, cpu, keeping, reference, trimming
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 _library = Library("keyhole", "DEF")
@@ -172,6 +172,7 @@ gather_tokens = chosen.gather_tokens
 representative_keys = blocks.representative_keys
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
 keep, kept = keeping.keep, keeping.kept
+trim = trimming.trim
 
 
 def backend(device: torch.device) -> str:

@@ -10,7 +10,8 @@ every token and nothing is evicted.
 Cost per step: full and delta layers read the whole cache, the others `token_budget` tokens.
 
 Differences from the paper: layers other than full attention (sliding windows) are left alone;
-default delta layers are scaled to the model's depth, or measured (`keyhole calibrate`).
+default delta layers are scaled to the model's depth, or measured (`keyhole calibrate`). `recall`
+is ours (see `adaptive`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers, setting
 from keyhole.errors import ConfigError
-from keyhole.policy import choosing_layers
+from keyhole.policy import adaptive, choosing_layers
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policy.calibration import Calibration
 
@@ -41,6 +42,12 @@ class Delta(Policy):
     recent_pages: int | None = setting(None, "newest pages always read; None: 1/8 of the budget")
     full_layers: tuple[int, ...] | None = setting(None, "layers that read everything; None: 0,1")
     delta_layers: tuple[int, ...] | None = setting(None, "layers that choose; None: by depth")
+    recall: float | None = setting(
+        None, "read fewer pages where they hold this share of the scores; None: always the budget"
+    )
+    min_budget: int | None = setting(
+        None, "tokens a sparse layer reads at least, with recall; None: 1/4 of the budget"
+    )
     layers: str | None = setting(None, "file of `keyhole calibrate` with both lists of layers")
 
     def resolve(self, geometry: Geometry) -> Self:
@@ -58,9 +65,17 @@ class Delta(Policy):
         recent = max(1, pages // 8) if self.recent_pages is None else self.recent_pages
         right = f"from 1 to {pages}, the pages in token_budget {self.token_budget}"
         require(is_count(recent) and recent <= pages, "recent_pages", recent, right)
+        least = adaptive.settled(
+            self.recall, self.min_budget, self.token_budget, recent * size, size
+        )
         full, delta = self._layers(geometry)
         return dataclasses.replace(
-            self, recent_pages=recent, full_layers=full, delta_layers=delta, layers=None
+            self,
+            recent_pages=recent,
+            full_layers=full,
+            delta_layers=delta,
+            min_budget=least,
+            layers=None,
         )
 
     def _layers(self, geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -86,23 +101,31 @@ class Delta(Policy):
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Delta layers score pages: largest weight over the heads, summed over the page."""
-        if layer not in (self.delta_layers or ()) or step.max_length <= self._tokens(step):
+        if layer not in (self.delta_layers or ()) or step.max_length <= self._exact_up_to(step):
             return ()
         return (ScoreRequest("max", step.page_size),)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         """Chooses the pages for the layers that follow."""
-        pages = self._tokens(step) // step.page_size
-        step.carry = kernels.top_indices(
-            scores[0], step.pages, pages, step.page_size, last=self.recent_pages or 1
+        size, last = step.page_size, self.recent_pages or 1
+        chosen = kernels.top_indices(
+            scores[0], step.pages, self.token_budget // size, size, last=last
         )
+        if self.recall is not None:
+            least = (self.min_budget or 0) // size
+            chosen = kernels.trim(
+                chosen, scores[0], step.pages, self.recall, least=least, last=last
+            )
+        step.carry = chosen
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The pages of the delta layer before; everything in full layers and before the first."""
         return None if layer in (self.full_layers or ()) else step.carry
 
-    def _tokens(self, step: Step) -> int:
-        return self.token_budget // step.page_size * step.page_size
+    def _exact_up_to(self, step: Step) -> int:
+        """Tokens of a text that is read whole."""
+        budget = self.token_budget if self.min_budget is None else self.min_budget
+        return budget // step.page_size * step.page_size
 
 
 def default_delta_layers(geometry: Geometry) -> tuple[int, ...]:

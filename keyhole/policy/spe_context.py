@@ -8,7 +8,8 @@ largest among the head's query heads of its group, and every layer reads the sam
 Cost per step: the head's keys once, then `token_budget` keys and values per layer.
 
 Differences from the paper: first tokens and a recent window are part of the budget; a choice may be
-kept for several steps (`refresh_every`), with the tokens generated meanwhile added to it.
+kept for several steps (`refresh_every`), with the tokens generated meanwhile added to it; a choice
+may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError
+from keyhole.policy import adaptive
 from keyhole.policy.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -39,6 +41,12 @@ class SpeContext(Policy):
         None, "newest tokens always read; None: 64, or a quarter of a smaller budget"
     )
     refresh_every: int = setting(1, "steps that a choice is kept for")
+    recall: float | None = setting(
+        None, "read fewer tokens where they hold this share of the head's weights; None: the budget"
+    )
+    min_budget: int | None = setting(
+        None, "tokens a step reads at least, with recall; None: 1/4 of the budget"
+    )
     head: str | None = setting(None, "folder of the retrieval head; None: beside the weights")
 
     def resolve(self, geometry: Geometry) -> Self:
@@ -57,7 +65,8 @@ class SpeContext(Policy):
         )
         require(self.token_budget >= least, "token_budget", self.token_budget, right)
         choice_lists(geometry)
-        return dataclasses.replace(self, window_size=window)
+        minimum = adaptive.settled(self.recall, self.min_budget, self.token_budget, least)
+        return dataclasses.replace(self, window_size=window, min_budget=minimum)
 
     def selection_heads(self, geometry: Geometry) -> int | None:
         """A choice per query head over latents that all of them share."""
@@ -73,19 +82,19 @@ class SpeContext(Policy):
 
     def before_step(self, step: Step) -> None:
         """Chooses for all layers, by the head's weights of the newest token."""
-        if step.max_length <= self.token_budget:
+        if step.max_length <= self._exact_up_to:
             return
         if self.refresh_every == 1:
             step.carry = self._choose(step, step.lengths)
             return
         due = (step.host_lengths % self.refresh_every == 0) | step.fresh
-        # Up to the budget everything is read, and nothing may have been chosen yet.
-        due |= step.host_lengths <= self.token_budget + 1
+        # So far everything was read, and nothing may have been chosen yet.
+        due |= step.host_lengths <= self._exact_up_to + 1
         if due.any():
             # A text within the budget is read whole: its beginning is kept, the rest is "since".
             lengths = step.lengths
             made_at = lengths.where(
-                lengths > self.token_budget, lengths.clamp(max=self._at_refresh)
+                lengths > self._exact_up_to, lengths.clamp(max=self._at_refresh)
             )
             kernels.keep(step.state, step.slots, due, self._choose(step, made_at), made_at)
         step.carry = kernels.kept(step.state, step.slots, step.lengths, self.refresh_every - 1)
@@ -96,9 +105,14 @@ class SpeContext(Policy):
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The head's keys, in steps that choose; a mean where a choice is kept."""
-        if step.max_length <= self.token_budget:
+        if step.max_length <= self._exact_up_to:
             return None
         return step.lengths * (step.head_token_bytes / self.refresh_every)
+
+    @property
+    def _exact_up_to(self) -> int:
+        """Tokens of a text that is read whole."""
+        return self.token_budget if self.min_budget is None else self.min_budget
 
     @property
     def _at_refresh(self) -> int:
@@ -107,13 +121,13 @@ class SpeContext(Policy):
 
     def _choose(self, step: Step, lengths: Tensor) -> Selection:
         assert step.head_weights is not None, "the engine gives a head where wants_head is set"
-        return kernels.top_indices(
-            step.head_weights(),
-            lengths,
-            self._at_refresh,
-            1,
-            first=self.sink_size,
-            last=self.window_size or 1,
+        weights, first, last = step.head_weights(), self.sink_size, self.window_size or 1
+        chosen = kernels.top_indices(weights, lengths, self._at_refresh, 1, first=first, last=last)
+        if self.recall is None:
+            return chosen
+        least = self.min_budget or 0
+        return kernels.trim(
+            chosen, weights, lengths, self.recall, least=least, first=first, last=last
         )
 
 

@@ -129,6 +129,14 @@ def test_a_budget_above_the_length_is_dense_attention(
     same(forced_logits(model, make(name, LARGE), PROMPT, GIVEN), dense, 1e-5)
 
 
+@pytest.mark.parametrize("adaptive", [n for n in POLICIES if "recall" in fields(n)])
+def test_a_least_budget_above_the_length_is_dense_attention(
+    adaptive: str, model: Model, dense: Tensor
+) -> None:
+    settings = {"token_budget": 96, "recall": 0.01, "min_budget": 64}
+    same(forced_logits(model, make_policy(adaptive, settings), PROMPT, GIVEN), dense, 1e-5)
+
+
 def test_a_budget_that_covers_all_is_dense_beside_longer_ones(name: str, gqa: Model) -> None:
     """The long neighbour makes the policy select for the short one too: it must select all."""
     engine = make_engine(gqa, make(name, {"token_budget": 6 * PAGE}))

@@ -19,6 +19,7 @@ from tests.oracle import (
     Choose,
     attention,
     best,
+    enough,
     per_page,
     token_scores,
     tokens_of,
@@ -29,8 +30,15 @@ from tests.policy.recording import PAGE, Recording, check_against, forced, make_
 from tests.policy.shapes import shape
 
 
-def formula(full: set[int], delta: set[int], budget: int, recent: int) -> Choose:
-    """DELTA as the paper has it, a new choice at every token."""
+def formula(
+    full: set[int],
+    delta: set[int],
+    budget: int,
+    recent: int,
+    recall: float | None = None,
+    least: int = 0,
+) -> Choose:
+    """DELTA as the paper has it, a new choice at every token; with `recall` no more than needed."""
     chosen: dict[int, tuple[int, list[int]]] = {}  # length -> delta layer, its pages
 
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
@@ -39,7 +47,10 @@ def formula(full: set[int], delta: set[int], budget: int, recent: int) -> Choose
             everything = [visible(length)] * len(keys)
             _, weights = attention(query, keys, keys, everything, **options)
             scores = per_page(token_scores(weights, "max"), PAGE)
-            chosen[length] = layer, best(scores, budget // PAGE, last=recent)
+            pages = best(scores, budget // PAGE, last=recent)
+            if recall is not None:
+                pages = enough(scores, pages, recall, least // PAGE, last=recent)
+            chosen[length] = layer, pages
         before = [i for i in delta if i < layer]
         if layer in full | delta or not before:
             return None
@@ -115,6 +126,33 @@ def test_any_layers_and_any_recent_window(
     assert bool(narrow) == (delta != (7,))
 
 
+@pytest.mark.parametrize("kind", ["llama_group3", "deepseek_v3"])
+@pytest.mark.parametrize(("recall", "least"), [(0.6, 8), (0.9, 12)])
+def test_with_recall_only_as_many_pages_as_hold_it(
+    tmp_path: Path, kind: str, recall: float, least: int
+) -> None:
+    """Texts in a batch differ in what they need, and one of them is within the least."""
+    model, network = twins(kind, tmp_path)
+    policy = Delta(token_budget=24, recall=recall, min_budget=least)
+    choose = formula({0, 1}, {2, 4, 6}, 24, 1, recall, least)
+    assert check_against(choose, model, network, policy, PROMPTS)
+    sizes = set()
+    recording = Recording(inner=policy)
+    engine = make_engine(model, recording)
+    for text in PROMPTS:
+        forced(engine, text, PROMPTS[1])
+    run(engine)
+    for call in recording.calls:
+        for row, length in enumerate(call.lengths):
+            found = call.entries(row)
+            if call.layer == 7 and length > least and found is not None:
+                sizes.add(len(found[0]))
+    assert min(sizes) * PAGE >= least
+    assert max(sizes) * PAGE <= 24
+    assert policy.resolve(model.geometry(PAGE)).resolve(model.geometry(PAGE)).min_budget == least
+    assert len(sizes) > 1
+
+
 def test_the_choice_is_made_anew_at_every_token(tmp_path: Path) -> None:
     model, _ = twins("llama_group3", tmp_path)
     recording = Recording(inner=Delta(token_budget=12))
@@ -169,6 +207,13 @@ def test_recent_pages_are_an_eighth_of_the_budget(budget: int, page: int, recent
         ({"full_layers": ("x",)}, "full_layers"),
         ({"layers": "somewhere.json", "full_layers": (0,)}, "either layers"),
         ({"layers": "nowhere.json"}, "nowhere.json"),
+        ({"recall": 0}, "recall 0 must be a share"),
+        ({"recall": 1.0}, "recall 1.0 must be a share"),
+        ({"recall": "x"}, "recall 'x'"),
+        ({"recall": float("nan")}, "recall nan"),
+        ({"min_budget": 64}, "min_budget 64 must be None without recall"),
+        ({"recall": 0.9, "min_budget": 100}, "min_budget 100 must be from 128"),
+        ({"recall": 0.9, "min_budget": 1025}, "min_budget 1025 must be .* 1024"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:

@@ -17,7 +17,7 @@ from keyhole.errors import ModelError
 from keyhole.models.loading import HEAD_FOLDER, Model
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_config, make_model, make_network
-from tests.oracle import Array, Choice, SparseModel, best, float64
+from tests.oracle import Array, Choice, SparseModel, best, enough, float64
 from tests.policy.models import VOCAB, prompt, with_head
 from tests.policy.recording import GREEDY, Recording, forced_logits, make_engine, run
 
@@ -123,30 +123,34 @@ def choices(
         if length <= start:
             continue
         chosen[length] = None
-        if length > policy.token_budget:
+        if length > (policy.token_budget if policy.recall is None else policy.min_budget):
             if length % every == 0 or made_at == 0:
                 made_at = length
-                kept = [
-                    best(w, policy.token_budget - every + 1, first=2, last=3)
-                    for w in oracle.weights(lists)
-                ]
+                weights = oracle.weights(lists)
+                kept = [best(w, policy.token_budget - every + 1, first=2, last=3) for w in weights]
+                if policy.recall is not None:
+                    kept = [
+                        enough(w, few, policy.recall, policy.min_budget or 0, first=2, last=3)
+                        for w, few in zip(weights, kept, strict=True)
+                    ]
             chosen[length] = [few + list(range(made_at, length)) for few in kept]
     return chosen
 
 
 @pytest.mark.parametrize(
-    ("kind", "inputs", "every"),
+    ("kind", "inputs", "every", "recall"),
     [
-        ("llama_group3", "tokens+features", 1),
-        ("llama_group3", "tokens", 1),
-        ("llama_mha", "tokens+features", 3),
-        ("llama_mqa", "tokens", 4),
-        ("deepseek_v3", "tokens+features", 1),
-        ("gemma3", "tokens+features", 2),
+        ("llama_group3", "tokens+features", 1, None),
+        ("llama_group3", "tokens", 1, 0.5),
+        ("llama_mha", "tokens+features", 3, None),
+        ("llama_mha", "tokens+features", 2, 0.6),
+        ("llama_mqa", "tokens", 4, None),
+        ("deepseek_v3", "tokens+features", 1, None),
+        ("gemma3", "tokens+features", 2, None),
     ],
 )
 def test_a_whole_model_reads_what_the_head_prefers(
-    tmp_path: Path, kind: str, inputs: str, every: int
+    tmp_path: Path, kind: str, inputs: str, every: int, recall: float | None
 ) -> None:
     mixed = {"layer_types": ["sliding_attention", "full_attention"] * 4}
     fields = FIELDS | (mixed if kind == "gemma3" else {})
@@ -154,7 +158,14 @@ def test_a_whole_model_reads_what_the_head_prefers(
     network = make_network(make_config(kind, **fields))
     assert model.head is not None
     head = RetrievalHead.from_pretrained(model.head, network)
-    policy = SpeContext(token_budget=12, sink_size=2, window_size=3, refresh_every=every)
+    policy = SpeContext(
+        token_budget=12,
+        sink_size=2,
+        window_size=3,
+        refresh_every=every,
+        recall=recall,
+        min_budget=None if recall is None else 8,
+    )
     recording = Recording(inner=policy)
     engine = make_engine(model, recording, prefill_chunk=16)
     params = dataclasses.replace(GREEDY, max_tokens=14)
@@ -175,6 +186,8 @@ def test_a_whole_model_reads_what_the_head_prefers(
             assert (found or everything) == (wanted[length] or everything), (call.layer, length)
     assert seen == wanted.keys()
     assert sum(choice is not None for choice in wanted.values()) > 20
+    narrow = any(choice and min(map(len, choice)) < 12 - every for choice in wanted.values())
+    assert narrow == (recall is not None)
 
 
 def test_a_model_without_a_head_is_refused_with_what_helps(tmp_path: Path) -> None:
