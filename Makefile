@@ -56,7 +56,7 @@ tiny-model: $(READY)
 tiny-head: $(READY)
 	@.venv/bin/keyhole train-head --tokens 3000000 --output runs/head-attention
 	@.venv/bin/keyhole train-head --objective selection --start runs/head-attention \
-	  --tokens 500000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
+	  --tokens 1000000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/*)

@@ -14,6 +14,7 @@ from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.selection_objective import (
     ATTENTION,
     COLD,
+    TILT,
     WARM,
     draw_budget,
     selection_loss,
@@ -73,11 +74,19 @@ def plain_divergence(
     found = found.double().log_softmax(-1)
     total = weight = 0.0
     for row in range(START, LENGTH - 1):
-        old, new = wanted[row - START].tolist(), found[row - START].tolist()
-        likely = math.exp(old[int(lesson.token_ids[row + 1])])
+        follows = int(lesson.token_ids[row + 1])
+        likely = math.exp(wanted[row - START, follows])
+        old, new = (tilted(x[row - START].tolist(), follows) for x in (wanted, found))
         total += likely * sum(math.exp(x) * (x - y) for x, y in zip(old, new, strict=True))
         weight += likely
     return total / weight
+
+
+def tilted(logs: list[float], token: int) -> list[float]:
+    """Log probabilities after one token has lost TILT nats."""
+    logs = [x - TILT if i == token else x for i, x in enumerate(logs)]
+    total = math.log(sum(map(math.exp, logs)))
+    return [x - total for x in logs]
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_mqa", "llama_group3"])
