@@ -25,18 +25,36 @@ from keyhole.policy import policies
 from keyhole.reuse import reuses
 
 _WIDTH = 100
+_BEGIN, _END = "<!-- combinations: python -m tests.combinations -->", "<!-- end of combinations -->"
 _WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
 
 
-def render() -> dict[str, str]:
-    """Text of each generated document, by its path from the root of the repository."""
-    return {"docs/cli.md": _commands(), "docs/methods.md": _methods()}
+def render(combinations: str = "") -> dict[str, str]:
+    """Text of each generated document, by its path from the root of the repository.
+
+    combinations: a table that stands in docs/methods.md and is made elsewhere.
+    """
+    return {"docs/cli.md": _commands(), "docs/methods.md": _methods(combinations)}
+
+
+def combinations_in(text: str) -> str:
+    """The table of combinations in the text of docs/methods.md; nothing if there is none."""
+    _, found, rest = text.partition(f"{_BEGIN}\n")
+    return rest.partition(f"\n{_END}")[0] if found else ""
+
+
+def with_combinations(text: str, table: str) -> str:
+    """The text of docs/methods.md with this table."""
+    before, _, rest = text.partition(_BEGIN)
+    return f"{before}{_BEGIN}\n{table}\n{_END}{rest.partition(_END)[2]}"
 
 
 def main() -> None:
     """Writes them below the repository that this file is in."""
     root = Path(__file__).parents[2]
-    for name, text in render().items():
+    page = root / "docs" / "methods.md"
+    combinations = combinations_in(page.read_text()) if page.is_file() else ""
+    for name, text in render(combinations).items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
         print(f"written: {name}")
@@ -66,7 +84,7 @@ def _help(parser: argparse.ArgumentParser) -> str:
     return f"```\n{parser.format_help().rstrip()}\n```"
 
 
-def _methods() -> str:
+def _methods(combinations: str) -> str:
     parts = [
         f"{_WRITTEN_BY}\n\n# Methods",
         "A policy says what a decode step attends to. Prefill is exact under every policy, and\n"
@@ -77,6 +95,13 @@ def _methods() -> str:
         "in view of the other documents (`LLM.ask`, `keyhole documents ask`). The answer is then\n"
         "decoded under any policy.",
         *_table(reuses(), "reuse method", "what a prompt keeps"),
+        "# What works together",
+        "Every policy was run with every kind of model, ragged requests side by side: on prompts,\n"
+        "with layers on a lower tier, in transformers' own `generate`, and over stored documents\n"
+        "by every reuse method. *Yes*: a budget above the length gives the logits of full\n"
+        "attention, and a smaller one gives each request what it gets alone, on whichever tier\n"
+        "its keys are. All else is refused when the program starts, with the reason below.",
+        f"{_BEGIN}\n{combinations}\n{_END}",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,0 +1,34 @@
+"""Every pair of policy, kind of model, tier and way to a prompt works together, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.cli.docs import combinations_in
+from keyhole.policy import policies
+from tests.combinations import FAMILIES, PAGE_OF_METHODS, WAYS, Cell, Lab, cells, covering, render
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.mark.parametrize("policy", policies())
+def test_what_works_together(lab: Lab, policy: str) -> None:
+    """Wrong numbers fail; a refusal must be one that the table in the documents gives."""
+    page = Path(__file__).parents[1] / PAGE_OF_METHODS
+    known = combinations_in(page.read_text())
+    for cell in covering(cells()):
+        if cell.policy == policy:
+            refused = lab.outcome(cell)
+            if refused is not None:
+                assert render({cell: refused}).splitlines()[-1].partition(" ")[2] in known
+
+
+def test_the_cells_chosen_have_every_pair() -> None:
+    pairs = {(cell.family, cell.way) for cell in covering(cells())}
+    assert pairs == {(family, way) for family in FAMILIES for way in WAYS}
+    assert Cell("quest", "MLA") in cells()
