@@ -83,7 +83,9 @@ class Rows:
         self._ends = ends[:, None]
         self._lengths = lengths[:, None]
         self._most = most
-        self.selection = cache(self._selection)  # of a step; layers ask more than once
+        # Of a step: layers ask more than once, and what is loaded ahead is known by its identity.
+        self.selection = cache(self._selection)
+        self.within = cache(self._within)
 
     def _selection(self, layer: int, window: int | None = None) -> Selection:
         """All that a layer has, in its last `window` tokens if that is given; unit 1."""
@@ -98,7 +100,7 @@ class Rows:
             wanted &= indices >= self._lengths - window
         return _packed(indices[:, None], wanted[:, None])
 
-    def within(self, layer: int, selection: Selection) -> Selection:
+    def _within(self, layer: int, selection: Selection) -> Selection:
         """What a layer has of a selection of tokens or pages; unit 1."""
         indices = selection.indices
         if selection.unit > 1:

@@ -121,12 +121,7 @@ class Engine:
 
     @functools.cached_property
     def preparation(self) -> Preparation:
-        """Brings stored documents into prompts. ConfigError if this engine cannot have any."""
-        if self.placement is not None:
-            raise ConfigError(
-                "stored documents and offload= do not go together: what layers dropped is not "
-                "known to the lower tier; leave offload= out"
-            )
+        """Brings stored documents into prompts. ConfigError for a model they cannot shift in."""
         chunk = self.config.prefill_chunk
         return Preparation(self.model, self.cache, self.policy, chunk)
 

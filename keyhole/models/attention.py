@@ -130,11 +130,13 @@ def _decode(
         policy.on_scores(layer, scores, step)
         batch.prefetch(layer)
         return out
-    selected = _there(step, layer, policy.select(layer, query, step))
+    chosen = policy.select(layer, query, step)
+    selected = _there(step, layer, chosen)
     batch.reads.append(selected)
     if selected is None:
         return kernels.attend(*paged, **options)
-    if batch.prefetcher is not None and layer in batch.prefetcher:
+    # Where everything is read, it is read where it lies: there is more of it than places above.
+    if chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selected)
         resident.append(*newest)
         return kernels.attend(query, *resident.paged, selection=resident.selection, **options)

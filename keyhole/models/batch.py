@@ -102,7 +102,11 @@ class Batch:
         layers = range(after + 1, len(self.cache.keys))
         end = next((layer for layer in layers if self._chooses(layer, step)), layers.stop)
         later = [layer for layer in self.prefetcher.layers if after < layer < end]
-        self.prefetcher.start(step.carry, later)
+        if step.thinned is None:
+            self.prefetcher.start(step.carry, later)
+            return
+        for layer in later:  # each has tokens of its own; what one dropped is not loaded for it
+            self.prefetcher.start(step.thinned.within(layer, step.carry), [layer])
 
     def _chooses(self, layer: int, step: Step) -> bool:
         return layer in self.cache.geometry.full_attention and bool(

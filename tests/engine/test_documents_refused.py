@@ -143,13 +143,6 @@ def test_what_does_not_go_together_is_refused_by_name(checkpoint: str, tmp_path:
         tiny.ask("question : Mira keeps", ["note"], params=FEW)
     assert tiny.ask("question : Mira keeps", ["note"], reuse="recompute", params=FEW).token_ids
 
-    below = LLM(
-        checkpoint, "quest", device="cpu", memory="4MiB", offload=tmp_path, documents=tmp_path / "s"
-    )
-    below.documents.add("note", "green")
-    with pytest.raises(ConfigError, match="offload="):
-        below.ask("which?", ["note"], params=FEW)
-
     learned = make_model("gpt_bigcode", tmp_path, tokenizer=True)
     with pytest.raises(ConfigError, match="'gpt_bigcode'"):
         LLM(learned, device="cpu", documents=tmp_path / "s").documents  # noqa: B018

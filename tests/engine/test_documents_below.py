@@ -1,0 +1,154 @@
+"""Stored documents where layers live on the lower tier: answers are the same, holes stay away."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole import LLM, Delta, InfLLM, Quest, SpeContext, TidalDecode
+from keyhole.cache.elastic import ElasticBuffer
+from keyhole.engine.asking import assemble
+from keyhole.engine.sequence import Sequence
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+from keyhole.reuse import make_reuse
+from tests.checkpoints import make_model
+from tests.policy.models import prompt, with_head
+from tests.policy.recording import GREEDY, PAGE
+
+BLOCK = 8
+TEXTS = {name: prompt(length) for name, length in {"a": 91, "b": 20, "c": 130}.items()}
+JOBS = [("sam_kv", ["c", "a", "b"]), ("reuse", ["a", "b"]), ("multi_infllm", ["a", "c"])]
+POLICIES: list[Policy] = [
+    Delta(token_budget=16, full_layers=(0,), delta_layers=(1, 5)),
+    Quest(token_budget=16, full_layers=(1,)),
+    SpeContext(token_budget=16, window_size=4),
+    SpeContext(token_budget=17, window_size=4, refresh_every=3),
+    TidalDecode(token_budget=17, full_layers=(0,), selection_layers=(1, 5)),
+    InfLLM(token_budget=20),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    folder = tmp_path_factory.mktemp("models")
+    deep = {"num_hidden_layers": 8, "vocab_size": 64, "max_position_embeddings": 1024}
+    mixed = {"layer_types": ["sliding_attention", "full_attention"] * 4}
+    kinds: dict[str, dict[str, Any]] = {"llama": {}, "deepseek_v3": {}, "gemma3": mixed}
+    return {
+        kind: with_head(make_model(kind, folder, **deep, **more)) for kind, more in kinds.items()
+    }
+
+
+def answers(llm: LLM, jobs: list[tuple[str, list[str]]], new_tokens: int) -> list[Sequence]:
+    """Several questions at once, with the logits of every token."""
+    for name, ids in TEXTS.items():
+        llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
+    params = dataclasses.replace(GREEDY, max_tokens=new_tokens)
+    with ExitStack() as stack:
+        found = []
+        for number, (name, names) in enumerate(jobs):
+            method = make_reuse(name, {"block_size": BLOCK} if name == "sam_kv" else {})
+            method = method.resolve(llm.engine.geometry)
+            question = {"prompt_token_ids": prompt(9, number)}
+            asked = assemble(llm.engine, llm.documents, names, question, method, stack)
+            add = llm.engine.add
+            found.append(add(asked.tokens, params, context=asked.context, keep_logits=True))
+        while llm.engine.has_work:
+            llm.engine.step()
+            llm.engine.check_integrity()
+    for request in found:
+        if request.error is not None:
+            raise request.error
+    return found
+
+
+def opened(model: Model, policy: Policy, place: Path, **settings: Any) -> LLM:
+    return LLM(
+        model,
+        policy,
+        page_size=PAGE,
+        max_batch=2,
+        prefill_chunk=64,
+        documents=place / "store",
+        **settings,
+    )
+
+
+def below(model: Model, policy: Policy, place: Path, pages: int = 64) -> LLM:
+    """With so little memory that four layers, if as many may, have to move."""
+    placement = opened(model, policy, place, memory="1GiB", offload=place).engine.placement
+    assert placement is not None
+    movable = len(placement.plan.model.order)
+    memory = sum(placement.plan.model.terms(pages, min(4, movable - 1)).values())
+    return opened(model, policy, place, memory=memory, offload=place)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [("llama", policy) for policy in POLICIES]
+    + [("deepseek_v3", POLICIES[2]), ("gemma3", POLICIES[0])],
+    ids=lambda p: getattr(p, "name", p),
+)
+def test_answers_do_not_change_when_layers_move(
+    models: dict[str, Model], kind: str, policy: Policy, tmp_path: Path
+) -> None:
+    """Ragged questions side by side; layers move while documents come in and answers grow."""
+    model = models[kind]
+    wanted = answers(opened(model, policy, tmp_path), JOBS, 24)
+    llm = below(model, policy, tmp_path)
+    found = answers(llm, JOBS, 24)
+    assert llm.engine.placement is not None
+    assert llm.engine.placement.offloaded
+    for one, other in zip(found, wanted, strict=True):
+        assert one.generated == other.generated
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+        assert one.stats().moved_bytes
+
+
+@pytest.mark.parametrize("policy", POLICIES[:3], ids=lambda p: p.name)
+def test_what_a_layer_dropped_is_never_loaded(
+    models: dict[str, Model], policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each layer loads once a step: what was begun ahead is what attention asks for."""
+    llm = below(models["llama"], policy, tmp_path, 40)
+    engine = llm.engine
+    assert engine.placement is not None
+    listed: list[tuple[int, torch.Tensor]] = []
+    plain = ElasticBuffer.exchange
+
+    def watched(buffer: ElasticBuffer, selection: Any, *others: Any) -> Any:
+        buffers = engine.placement.prefetcher._buffers
+        layer = next(i for i, known in buffers.items() if known is buffer)
+        listed.append((layer, selection.indices))
+        return plain(buffer, selection, *others)
+
+    monkeypatch.setattr(ElasticBuffer, "exchange", watched)
+    step = engine.step
+    kept, seen = None, 0
+
+    def checked() -> list[Sequence]:
+        nonlocal kept, seen
+        listed.clear()
+        found = step()
+        running = engine.scheduler.running
+        kept = running[0].kept if running else kept
+        layers = [layer for layer, _ in listed]
+        assert len(set(layers)) == len(layers)
+        for layer, indices in listed:
+            assert kept is not None
+            early = indices[(indices >= 0) & (indices < kept.shape[1])].long()
+            assert kept[layer, early].all()
+            seen += len(early)
+        return found
+
+    monkeypatch.setattr(engine, "step", checked)
+    answers(llm, JOBS[:1], 12)
+    assert kept is not None
+    assert not kept.all()
+    assert seen
