@@ -5,6 +5,8 @@
     statistics token ids and the small tensors of all layers, side by side: one read gets them
     rows       keys and values, layer by layer; a row of either is one token, so that any run of
                tokens is one run of bytes
+    heads      per retrieval head that ran beside the model: its keys, row by row, and the features
+               of the last token; often none
 
 Every program that reads safetensors reads these files. The header is sealed, and holds a SHA-256 of
 each tensor. Opening checks the seal, the file's size, and the statistics, which it reads anyway;
@@ -26,7 +28,7 @@ from keyhole.cache.document_place import Reader
 from keyhole.cache.document_problem import RecordError
 from keyhole.cache.record import STATISTICS, DocumentRecord
 
-__all__ = ["Header", "Span", "check_all", "parse", "read_small", "serialise"]
+__all__ = ["Header", "Span", "check", "check_all", "parse", "read_small", "serialise"]
 
 _FORMAT = "keyhole document"
 _VERSION = "1"
@@ -123,6 +125,8 @@ def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:
         small += [(f"layers.{number}.{name}", getattr(layer, name)) for name in STATISTICS]
         rows += [(f"layers.{number}.keys", layer.keys)]
         rows += [(f"layers.{number}.values", x) for x in [layer.values] if x is not None]
+    for name, head in record.heads.items():
+        rows += [(f"heads.{name}.keys", head.keys), (f"heads.{name}.last", head.last)]
     yield from sorted(small, key=lambda entry: -entry[1].itemsize)
     yield from rows
 
@@ -180,17 +184,18 @@ def read_small(reader: Reader, header: Header) -> dict[str, Tensor]:
     spans = {key: span for key, span in header.spans.items() if span.stop <= header.rows_start}
     parts = {key: data[span.start - begin : span.stop - begin] for key, span in spans.items()}
     for key, part in parts.items():
-        _check(key, spans[key], part)
+        check(key, spans[key], part)
     return {key: spans[key].tensor(part) for key, part in parts.items()}
 
 
 def check_all(reader: Reader, header: Header) -> None:
     """Reads every tensor, one after the other; RecordError "damaged" for one that has changed."""
     for key, span in header.spans.items():
-        _check(key, span, reader.read([(span.start, span.stop)])[0])
+        check(key, span, reader.read([(span.start, span.stop)])[0])
 
 
-def _check(key: str, span: Span, data: Tensor) -> None:
+def check(key: str, span: Span, data: Tensor) -> None:
+    """RecordError "damaged" if a tensor's bytes are not those that were written."""
     found = sha256(data.numpy())
     if found != span.digest:
         raise _damaged(

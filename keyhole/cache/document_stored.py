@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from keyhole.cache import document_file
 from keyhole.cache.document_file import Header, Span
 from keyhole.cache.document_index import DocumentInfo
 from keyhole.cache.document_lock import Lease
 from keyhole.cache.document_place import Reader
 from keyhole.cache.document_problem import RecordError
-from keyhole.cache.record import STATISTICS, LayerStatistics
+from keyhole.cache.record import STATISTICS, HeadRecord, LayerStatistics
 from keyhole.errors import ConfigError
 
 __all__ = ["StoredDocument"]
@@ -83,17 +85,43 @@ class StoredDocument:
         self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
         good = 0 <= start <= stop <= self.length
         self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
-        self._require(not self.closed, "closed", "open while rows are read")
         names = (f"layers.{layer}.keys", f"layers.{layer}.values")
         parts = [_part(self._spans[name], start, stop) for name in names if name in self._spans]
+        tensors = self._read(parts)
+        return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+    @property
+    def heads(self) -> frozenset[str]:
+        """Fingerprints of the retrieval heads whose keys are stored."""
+        return frozenset(name.split(".")[1] for name in self._spans if name.startswith("heads."))
+
+    def head_keys(self, head: str, start: int, stop: int) -> Tensor:
+        """Keys [stop - start, Hkv, D] of a retrieval head of `heads`, not rotated; as `rows`."""
+        good = 0 <= start <= stop <= self.length
+        self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
+        return self._read([_part(self._spans[f"heads.{head}.keys"], start, stop)])[0]
+
+    def head_last(self, head: str) -> Tensor:
+        """Features [H] of the last token, for a retrieval head of `heads`."""
+        return self._read([self._spans[f"heads.{head}.last"]])[0]
+
+    def head_record(self, head: str) -> HeadRecord:
+        """All that is stored for a retrieval head of `heads`; RecordError if it has changed."""
+        names = [f"heads.{head}.keys", f"heads.{head}.last"]
+        keys, last = self._read([self._spans[name] for name in names])
+        for name, x in zip(names, (keys, last), strict=True):
+            document_file.check(name, self._spans[name], x.view(-1).view(torch.uint8))
+        return HeadRecord(keys, last)
+
+    def _read(self, parts: Sequence[Span]) -> list[Tensor]:
+        self._require(not self.closed, "closed", "open while rows are read")
         try:
             found = self._reader.read([(part.start, part.stop) for part in parts])
         except OSError as error:
             raise RecordError(
                 "damaged", f"its record cannot be read: {error}", "there", self.info.name
             ) from error
-        tensors = [part.tensor(data) for part, data in zip(parts, found, strict=True)]
-        return tensors[0], tensors[1] if len(tensors) > 1 else None
+        return [part.tensor(data) for part, data in zip(parts, found, strict=True)]
 
     def _require(self, good: bool, what: str, right: str) -> None:
         if not good:

@@ -6,7 +6,7 @@ everywhere: Hq query heads, Hkv key heads, D numbers in a key, Dv in a value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +14,14 @@ from torch import Tensor
 from keyhole.config import is_count, require
 from keyhole.errors import ConfigError, NumericalError
 
-__all__ = ["STATISTICS", "DocumentRecord", "LayerRecord", "LayerStatistics", "validate"]
+__all__ = [
+    "STATISTICS",
+    "DocumentRecord",
+    "HeadRecord",
+    "LayerRecord",
+    "LayerStatistics",
+    "validate",
+]
 
 #: The small tensors of a layer, by name.
 STATISTICS = (
@@ -68,13 +75,29 @@ class LayerRecord:
     received: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class HeadRecord:
+    """What a retrieval head made of a document, in the dtype of the layers' keys.
+
+    keys: [n, Hkv, D], not rotated. last: [H], features of the last token, which the key of the
+    token after it is made from.
+    """
+
+    keys: Tensor
+    last: Tensor
+
+
 @dataclass(eq=False)
 class DocumentRecord:
-    """A document as one model encoded it. token_ids: int64 [n]."""
+    """A document as one model encoded it. token_ids: int64 [n].
+
+    heads: by the fingerprint of the retrieval head.
+    """
 
     token_ids: Tensor
     block_size: int
     layers: list[LayerRecord]
+    heads: dict[str, HeadRecord] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -93,6 +116,16 @@ def validate(record: DocumentRecord) -> None:
     require(dtype in DTYPES, "dtype of the keys", dtype, "float32, float16 or bfloat16")
     for number, layer in enumerate(record.layers):
         _validate_layer(f"layer {number}: ", layer, record, dtype)
+    for name, head in record.heads.items():
+        _validate_head(f"head {name}: ", head, len(ids), dtype)
+
+
+def _validate_head(where: str, head: HeadRecord, n: int, dtype: torch.dtype) -> None:
+    require(head.keys.ndim == 3, f"{where}keys", list(head.keys.shape), "of shape [n, Hkv, D]")
+    _expect(f"{where}keys", head.keys, [n, *head.keys.shape[1:]], dtype)
+    _expect(f"{where}last", head.last, [head.last.numel()], dtype)
+    _require_numbers(f"{where}keys", head.keys, may_be_infinite=False)
+    _require_numbers(f"{where}last", head.last, may_be_infinite=False)
 
 
 def _validate_layer(

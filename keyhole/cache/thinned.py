@@ -8,7 +8,6 @@ the documents is there in every layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,22 +18,25 @@ from keyhole.kernels import Selection
 class Thinned:
     """The kept tokens of every layer, a row per slot of the engine.
 
-    A slot without an entry has everything.
+    A slot without an entry has everything. The last row of layers stands for all of them: what
+    any layer has.
     """
 
     def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
-        self._kept = torch.zeros(num_layers, num_slots, 0, dtype=torch.bool, device=device)
-        self._tokens = torch.zeros(num_layers, num_slots, 0, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(num_layers, num_slots, dtype=torch.int32, device=device)
+        rows = num_layers + 1
+        self._kept = torch.zeros(rows, num_slots, 0, dtype=torch.bool, device=device)
+        self._tokens = torch.zeros(rows, num_slots, 0, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(rows, num_slots, dtype=torch.int32, device=device)
         self._ends = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._dropped = [0] * num_slots  # the fewest that any layer dropped
+        self._lost = [0] * num_slots  # those that all layers dropped
 
     def set(self, slot: int, kept: Tensor) -> None:
         """Slot `slot` has, of its first tokens, those of kept, bool [L, C], and all after them."""
         length = kept.shape[1]
         self._kept = _widened(self._kept, length)
         self._tokens = _widened(self._tokens, length)
-        kept = kept.to(self._kept.device)
+        kept = torch.cat([kept, kept.any(0, keepdim=True)]).to(self._kept.device)
         self._kept[:, slot, :length] = kept
         # Kept tokens first, in order; what follows them is never looked at.
         order = kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
@@ -42,17 +44,18 @@ class Thinned:
         counts = kept.sum(1, dtype=torch.int32)
         self._counts[:, slot] = counts
         self._ends[slot] = length
-        self._dropped[slot] = length - int(counts.max())
+        self._dropped[slot] = length - int(counts[:-1].max())
+        self._lost[slot] = length - int(counts[-1])
 
     def clear(self, slot: int) -> None:
         """Slot `slot` has everything."""
         self._counts[:, slot] = 0
         self._ends[slot] = 0
-        self._dropped[slot] = 0
+        self._dropped[slot] = self._lost[slot] = 0
 
     def rows(self, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
         """The view of one step: sequences in `slots`, of `lengths` tokens each."""
-        most = max(n - self._dropped[slot] for slot, n in zip(slots, lengths, strict=True))
+        both = list(zip(slots, lengths, strict=True))
         index = torch.tensor(slots, device=device)
         return Rows(
             kept=self._kept[:, index],
@@ -60,7 +63,8 @@ class Thinned:
             counts=self._counts[:, index],
             ends=self._ends[index],
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-            most=most,
+            most=max(n - self._dropped[slot] for slot, n in both),
+            most_anywhere=max(n - self._lost[slot] for slot, n in both),
         )
 
 
@@ -76,23 +80,42 @@ class Rows:
         ends: Tensor,
         lengths: Tensor,
         most: int,
+        most_anywhere: int,
     ) -> None:
         self._kept = kept
         self._tokens = tokens
         self._counts = counts
         self._ends = ends[:, None]
         self._lengths = lengths[:, None]
-        self._most = most
-        # Of a step: layers ask more than once, and what is loaded ahead is known by its identity.
-        self.selection = cache(self._selection)
-        self.within = cache(self._within)
+        self._most = [most] * (len(kept) - 1) + [most_anywhere]
+        # Layers ask more than once, and what is loaded ahead is known by its identity.
+        self._listed: dict[tuple[int, int | None], Selection] = {}
+        self._found: dict[tuple[int, Selection], Selection] = {}
 
-    def _selection(self, layer: int, window: int | None = None) -> Selection:
+    def anywhere(self) -> Selection:
+        """All that any layer has; unit 1."""
+        return self.selection(-1)
+
+    def selection(self, layer: int, window: int | None = None) -> Selection:
         """All that a layer has, in its last `window` tokens if that is given; unit 1."""
+        key = layer, window
+        if key not in self._listed:
+            self._listed[key] = self._selection(layer, window)
+        return self._listed[key]
+
+    def within(self, layer: int, selection: Selection) -> Selection:
+        """What a layer has of a selection of tokens or pages; unit 1."""
+        key = layer, selection
+        if key not in self._found:
+            self._found[key] = self._within(layer, selection)
+        return self._found[key]
+
+    def _selection(self, layer: int, window: int | None) -> Selection:
         count = self._counts[layer][:, None]
-        entry = torch.arange(self._most, dtype=torch.int32, device=count.device)[None]
+        most = self._most[layer]
+        entry = torch.arange(most, dtype=torch.int32, device=count.device)[None]
         indices = self._ends + entry - count
-        listed = self._tokens[layer, :, : self._most]
+        listed = self._tokens[layer, :, :most]
         width = listed.shape[1]
         indices[:, :width] = torch.where(entry[:, :width] < count, listed, indices[:, :width])
         wanted = indices < self._lengths
@@ -101,7 +124,6 @@ class Rows:
         return _packed(indices[:, None], wanted[:, None])
 
     def _within(self, layer: int, selection: Selection) -> Selection:
-        """What a layer has of a selection of tokens or pages; unit 1."""
         indices = selection.indices
         if selection.unit > 1:
             place = torch.arange(selection.unit, dtype=torch.int32, device=indices.device)

@@ -60,7 +60,7 @@ def assemble(
     opened: dict[str, StoredDocument] = {}
     for name in names:  # one that stands twice is opened once
         if name not in opened:
-            opened[name] = stack.enter_context(documents.open(name))
+            opened[name] = stack.enter_context(documents.open(name, with_head=not reuse.exact))
     tokens, offsets = list(begin), []
     for i, name in enumerate(names):
         if i:

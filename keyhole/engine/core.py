@@ -72,13 +72,13 @@ class Engine:
             max_length=self.max_length,
             prepare=self._prepare,
         )
-        lookahead = None
+        self.lookahead: Lookahead | None = None
         if head is not None:
             model.watch(head.config.feature_layers)
-            lookahead = Lookahead(head, self.cache, choice_lists(self.geometry))
+            self.lookahead = Lookahead(head, self.cache, choice_lists(self.geometry))
         prefetcher = None if self.placement is None else self.placement.prefetcher
         self._runner = Runner(
-            model, self.cache, self.policy, config.max_batch, lookahead, prefetcher
+            model, self.cache, self.policy, config.max_batch, self.lookahead, prefetcher
         )
 
     @property
@@ -123,7 +123,7 @@ class Engine:
     def preparation(self) -> Preparation:
         """Brings stored documents into prompts. ConfigError for a model they cannot shift in."""
         chunk = self.config.prefill_chunk
-        return Preparation(self.model, self.cache, self.policy, chunk)
+        return Preparation(self.model, self.cache, self.policy, chunk, self.lookahead)
 
     def _prepare(self, sequence: Sequence) -> bool:
         return self.preparation.run(sequence)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import builtins
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from keyhole.cache.documents import DocumentInfo, DocumentStore, Problem, StoredDocument
+from keyhole.cache.documents import (
+    DocumentInfo,
+    DocumentStore,
+    Problem,
+    RecordError,
+    StoredDocument,
+)
 from keyhole.cache.record import DocumentRecord
 from keyhole.config import is_count, require
 from keyhole.engine.core import Engine
@@ -103,9 +110,30 @@ class Documents:
                 self.store.add(name, source, record, overwrite=True)
         return problems
 
-    def open(self, name: str) -> StoredDocument:
-        """A document to read from, in use until it is closed."""
-        return self.store.open(name)
+    def open(self, name: str, *, with_head: bool = False) -> StoredDocument:
+        """A document to read from, in use until it is closed.
+
+        with_head: with the keys of this engine's retrieval head, if it has one that needs features.
+        A document that was stored without them is encoded again, once, and stored with them.
+        """
+        lookahead = self._engine.lookahead if with_head else None
+        head = None if lookahead is None else lookahead.stored_as
+        document = self.store.open(name)
+        while head is not None and head not in document.heads:
+            with document:
+                self._encode_with_head(document)
+            document = self.store.open(name)
+        return document
+
+    def _encode_with_head(self, document: StoredDocument) -> None:
+        """Stores a document anew, with keys of this engine's head beside those of others."""
+        name = document.info.name
+        source = self.store.source(name)
+        record = self._encode(name, source, document.block_size)
+        for head in document.heads:
+            with suppress(RecordError):  # what is damaged is not kept
+                record.heads.setdefault(head, document.head_record(head))
+        self.store.add(name, source, record, overwrite=True)
 
     def _encode(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
         engine = self._engine
@@ -131,6 +159,7 @@ class Documents:
             np.asarray(tokens, np.int64),
             block_size=block_size,
             chunk=engine.config.prefill_chunk,
+            lookahead=engine.lookahead,
         )
 
     def _tokens(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:

@@ -17,6 +17,8 @@ from tqdm import tqdm
 from keyhole import kernels
 from keyhole.cache.pages import PageCache
 from keyhole.cache.record import DocumentRecord, LayerRecord
+from keyhole.engine.head_keys import HeadEncoding
+from keyhole.engine.lookahead import Lookahead
 from keyhole.errors import CapacityError
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.loading import Model
@@ -28,11 +30,18 @@ _LONG = 16384
 
 
 def encode(
-    model: Model, cache: PageCache, tokens: np.ndarray, *, block_size: int, chunk: int
+    model: Model,
+    cache: PageCache,
+    tokens: np.ndarray,
+    *,
+    block_size: int,
+    chunk: int,
+    lookahead: Lookahead | None = None,
 ) -> DocumentRecord:
     """The record of a document, its tensors on the CPU.
 
-    tokens: int64 [n]; chunk: tokens that run at once. CapacityError if n tokens do not fit into the
+    tokens: int64 [n]; chunk: tokens that run at once. lookahead: whose head's keys are stored too,
+    where they cannot be made from tokens alone. CapacityError if n tokens do not fit into the
     cache.
     """
     size = cache.page_size
@@ -42,6 +51,8 @@ def encode(
             f"a document of {len(tokens)} tokens does not fit into the KV cache, where "
             f"{cache.available * size} are free; raise memory=, or cut it into parts"
         )
+    named = None if lookahead is None else lookahead.stored_as
+    head = None if lookahead is None or named is None else HeadEncoding(lookahead)
     try:
         watch = _Watch(cache, len(tokens), block_size, model.device)
         table = torch.tensor(pages, device=model.device)
@@ -49,17 +60,24 @@ def encode(
         with tqdm(total=len(tokens), unit="token", desc="encode", disable=quiet) as bar:
             for start in range(0, len(tokens), chunk):
                 part = tokens[start : start + chunk]
-                _run(model, cache, watch, table, part, start)
+                _run(model, cache, watch, table, part, start, head)
                 bar.update(len(part))
         every = torch.arange(len(tokens), device=model.device)
         layers = [watch.record(layer, table, every) for layer in range(len(cache.keys))]
     finally:
         cache.release(pages)
-    return DocumentRecord(torch.from_numpy(tokens), block_size, layers)
+    heads = {} if head is None or named is None else {named: head.record()}
+    return DocumentRecord(torch.from_numpy(tokens), block_size, layers, heads)
 
 
 def _run(
-    model: Model, cache: PageCache, watch: _Watch, table: Tensor, tokens: np.ndarray, start: int
+    model: Model,
+    cache: PageCache,
+    watch: _Watch,
+    table: Tensor,
+    tokens: np.ndarray,
+    start: int,
+    head: HeadEncoding | None,
 ) -> None:
     """One chunk of the document."""
     size, end = cache.page_size, start + len(tokens)
@@ -77,7 +95,10 @@ def _run(
         observer=watch.layer,
     )
     last = torch.tensor([len(tokens) - 1], device=model.device)
-    model.forward(torch.from_numpy(tokens).to(model.device), positions, batch, last)
+    token_ids = torch.from_numpy(tokens).to(model.device)
+    model.forward(token_ids, positions, batch, last)
+    if head is not None:
+        head.add(token_ids, batch)
 
 
 class _Watch:

@@ -6,7 +6,10 @@ import hashlib
 import json
 from typing import Any
 
+from torch import nn
+
 from keyhole.models.loading import Model
+from keyhole.retrieval.head import RetrievalHead
 
 # Numbers of each parameter that go into the digest: all weights of an 8B model would take a minute,
 # and two trainings of one model agree nowhere.
@@ -21,7 +24,7 @@ def fingerprint(model: Model) -> dict[str, str]:
     return {
         "family": str(config.model_type),
         "revision": str(getattr(config, "_commit_hash", None)),
-        "weights": _weights(model),
+        "weights": _weights(model.network),
         "tokenizer": _tokenizer(model.tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "rope": _digest(json.dumps(rope, sort_keys=True, default=str)),
@@ -29,15 +32,21 @@ def fingerprint(model: Model) -> dict[str, str]:
     }
 
 
+def head_fingerprint(head: RetrievalHead) -> str:
+    """What a retrieval head's stored keys depend on beside the model, as one word."""
+    config = json.dumps(vars(head.config), sort_keys=True)
+    return _digest(f"{config} {_weights(head)}")
+
+
 def vars_of(layout: Any) -> dict[str, Any]:
     """The fields of a layer's layout."""
     return {name: getattr(layout, name) for name in layout.__dataclass_fields__}
 
 
-def _weights(model: Model) -> str:
+def _weights(network: nn.Module) -> str:
     """A digest of names, shapes and some numbers of every parameter."""
     found = hashlib.sha256()
-    for name, parameter in sorted(model.network.named_parameters()):
+    for name, parameter in sorted(network.named_parameters()):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // _SAMPLES)
         numbers = flat[::step][:_SAMPLES].float().cpu().numpy().tobytes()

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.cache.pages import PageCache
+from keyhole.cache.thinned import Rows
+from keyhole.engine.fingerprint import head_fingerprint
 from keyhole.errors import ConfigError
-from keyhole.models.batch import Batch, Chunk
+from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
 from keyhole.retrieval.head import HeadConfig, RetrievalHead
@@ -28,11 +30,19 @@ class Lookahead:
     """A head over the pages of a cache, for a target that makes choices of `groups` lists."""
 
     def __init__(self, head: RetrievalHead, cache: PageCache, groups: int) -> None:
-        self._head = head
+        self.head = head
         self._cache = cache
         self._groups = groups
         self._warned = False
         self.token_bytes = head.config.num_kv_heads * head.config.head_dim * cache.geometry.itemsize
+
+    @functools.cached_property
+    def stored_as(self) -> str | None:
+        """What the head's keys are called in records of documents.
+
+        None for a head without features: its keys are made from token ids when they are needed.
+        """
+        return head_fingerprint(self.head) if self.head.config.uses_features else None
 
     @staticmethod
     def page_data(config: HeadConfig, page_size: int) -> dict[str, tuple[int, ...]]:
@@ -49,35 +59,44 @@ class Lookahead:
         """Takes the newest token of each decoding sequence and offers the head's weights."""
         step, count = batch.step, batch.num_decode
         assert step is not None
-        if step.max_length > self._head.config.trained_length and not self._warned:
+        if step.max_length > self.head.config.trained_length and not self._warned:
             self._warned = True
-            self._head.check_length(step.max_length)
+            self.head.check_length(step.max_length)
         fused = None
-        if self._head.config.feature_layers:
+        if self.head.config.feature_layers:
             before = (positions[:count] - 1) // step.page_size
             pages = step.page_table.gather(1, before[:, None])[:, 0]
             fused = self._cache.common["head_features"][pages]
-        query, key = self._head(token_ids[:count], positions[:count], fused)
-        keys = self._cache.common["head_keys"]
-        kernels.append(keys, None, key.to(keys.dtype), None, batch.slots[:count])
+        query, key = self.head(token_ids[:count], positions[:count], fused)
+        self.put(key, batch.slots[:count])
         step.head_weights = functools.partial(
-            group_weights,
-            query.to(keys.dtype),
-            keys,
-            step.page_table,
-            step.lengths,
-            self._groups,
-            self._head.scale,
+            self._weights, query, step.page_table, step.lengths, step.thinned
         )
         step.head_token_bytes = self.token_bytes
+
+    def _weights(
+        self, query: Tensor, page_table: Tensor, lengths: Tensor, thinned: Rows | None
+    ) -> Tensor:
+        keys = self._cache.common["head_keys"]
+        paged = (query.to(keys.dtype), keys, page_table, lengths)
+        there = None if thinned is None else thinned.anywhere()
+        return group_weights(*paged, self._groups, self.head.scale, there)
+
+    def fuse(self, batch: Batch) -> Tensor | None:
+        """Features [T, H] of the tokens that a forward has run; None for a head without."""
+        layers = self.head.config.feature_layers
+        return self.head.fuse([batch.hidden[layer] for layer in layers]) if layers else None
+
+    def put(self, key: Tensor, slots: Tensor) -> None:
+        """Writes keys [T, Hkv, D] of the head into their pages; slots: int64 [T]."""
+        keys = self._cache.common["head_keys"]
+        kernels.append(keys, None, key.to(keys.dtype), None, slots)
 
     @torch.no_grad()
     def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
         """Takes the tokens of prompts, and the features of every token, for those to come."""
-        layers = self._head.config.feature_layers
-        fused = self._head.fuse([batch.hidden[layer] for layer in layers]) if layers else None
+        fused = self.fuse(batch)
         for chunk in batch.chunks:
-            assert isinstance(chunk, Chunk), "stored documents have no features"
             # What stands before a token that is known is not: its page holds its own features.
             rows = slice(chunk.rows.start + chunk.known, chunk.rows.stop)
             before = None if fused is None else self._before(fused, chunk)
@@ -87,7 +106,7 @@ class Lookahead:
             pages = batch.slots[batch.newest] // self._cache.page_size
             features[pages] = fused[batch.newest].to(features.dtype)
 
-    def _before(self, fused: Tensor, chunk: Chunk) -> Tensor:
+    def _before(self, fused: Tensor, chunk: Chunk | ScatteredChunk) -> Tensor:
         """Features of the token before each one of a chunk that is not known."""
         own, start = fused[chunk.rows], chunk.start
         if chunk.known:
@@ -107,9 +126,8 @@ class Lookahead:
         rows: slice,
         before: Tensor | None,
     ) -> None:
-        _, key = self._head(token_ids[rows], positions[rows], before)
-        keys = self._cache.common["head_keys"]
-        kernels.append(keys, None, key.to(keys.dtype), None, batch.slots[rows])
+        _, key = self.head(token_ids[rows], positions[rows], before)
+        self.put(key, batch.slots[rows])
 
 
 def load_head(policy: Policy, model: Model) -> RetrievalHead:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from keyhole.cache.pages import PageCache
 from keyhole.engine.context import Context, Reused
+from keyhole.engine.head_keys import PlacedHead
+from keyhole.engine.lookahead import Lookahead
 from keyhole.engine.prompt_pages import PromptPages
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.engine.stored import Loader
@@ -32,15 +34,23 @@ from keyhole.reuse.base import Plan
 class Preparation:
     """Prepares prompts of stored documents for one engine."""
 
-    def __init__(self, model: Model, cache: PageCache, policy: Policy, chunk: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: PageCache,
+        policy: Policy,
+        chunk: int,
+        lookahead: Lookahead | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._policy = policy
         self._chunk = chunk
+        self._lookahead = lookahead
         self._turns = Turns.of(model)
 
     def check(self, context: Context) -> None:
-        """ConfigError if this engine's policy and the documents do not go with the method."""
+        """ConfigError if the documents do not go with the method."""
         wanted = getattr(context.reuse, "block_size", None)
         for document in context.documents:
             if wanted is not None and document.block_size != wanted:
@@ -48,11 +58,6 @@ class Preparation:
                     f"block_size {wanted} of reuse method {context.reuse.name!r} must be "
                     f"{document.block_size}, as document {document.info.name!r} was encoded with"
                 )
-        if self._policy.wants_head and not context.reuse.exact:
-            raise ConfigError(
-                f"policy {self._policy.name!r} chooses by a head that needs features of every "
-                f"token, and stored documents have none; use reuse='recompute', or another policy"
-            )
 
     def run(self, request: Request) -> bool:
         """Fills pages of a request up to its question; False (nothing changed): pages are out.
@@ -123,6 +128,12 @@ class Preparation:
         """Reads a context's documents into the cache."""
         return Loader(context, self._cache, self._turns, self._model.device)
 
+    def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
+        """Brings the retrieval head's keys of a prompt into the cache; None without a head."""
+        if self._lookahead is None:
+            return None
+        return PlacedHead(self._lookahead, self._cache, context, tokens, self._model.device)
+
 
 class _Prompt:
     """One prompt on its way into the pages."""
@@ -141,6 +152,7 @@ class _Prompt:
         # The question may begin in the middle of a page.
         self._always = np.append(self._loose, np.arange(max(0, context.end - 1), context.end))
         self._loader = owner.loader(context)
+        self._head = owner.head(context, tokens)
         self._plan: Plan | None = None
 
     def fill(self) -> bool:
@@ -173,6 +185,8 @@ class _Prompt:
         places = self._documents[plan.kept.any(0).numpy()]
         self._pages.keep(np.concatenate([self._always, places]))
         self._owner.summarise(self._pages)
+        if self._head is not None:
+            self._head.write(np.union1d(self._loose, places), self._pages)
         self._plan = plan
         return True
 
@@ -214,6 +228,8 @@ class _Prompt:
             chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
             batch = owner.batch(self._pages.slots(part), chunk)
             owner.forward(self._tokens[part], part, batch)
+            if self._head is not None:
+                self._head.take(part, batch)
 
     def _first_reading(self, glance: Tensor) -> list[Tensor] | None:
         """The question's mean query per layer over what `glance` names; None: pages are out."""
@@ -264,7 +280,7 @@ class _Prompt:
         written[:, column] = plan.written[:, again]
         seen = self._seen(plan.kept | again, self._apart)
         update = self._reuse.blend if self._reuse.fuses else None
-        self._pass(rows, seen, written=written, update=update)
+        self._pass(rows, seen, written=written, update=update, head=self._head)
 
     def _seen(self, kept: Tensor, more: np.ndarray) -> list[np.ndarray]:
         """Per layer the positions that can be read: loose tokens, kept ones of documents, more."""
@@ -282,6 +298,7 @@ class _Prompt:
         deviations: dict[int, list[Tensor]] | None = None,
         last_layer: int | None = None,
         whole: bool = False,
+        head: PlacedHead | None = None,
     ) -> None:
         """Runs tokens at `positions`, in ascending parts: each sees what the parts before wrote."""
         owner = self._owner
@@ -304,4 +321,6 @@ class _Prompt:
             batch = owner.batch(self._pages.slots(part), chunk)
             batch.last_layer = last_layer
             owner.forward(self._tokens[part], part, batch)
+            if head is not None:
+                head.take(part, batch)
             done += len(part)

@@ -143,7 +143,11 @@ class Runner:
         after = np.arange(kept.shape[1], positions[-1] + 1)
         seen = [np.concatenate([np.flatnonzero(layer), after]) for layer in kept.numpy()]
         return ScatteredChunk(
-            rows, self._send(positions), table, [self._send(_join([row])) for row in seen]
+            rows=rows,
+            positions=self._send(positions),
+            pages=table,
+            seen=[self._send(_join([row])) for row in seen],
+            start=int(positions[0]),
         )
 
     def _there(self, decodes: list[Sequence], lengths: np.ndarray) -> Rows | None:

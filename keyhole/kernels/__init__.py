@@ -10,6 +10,7 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     attend_and_score the same over all, and reduced attention weights beside it
     attend_and_score_chosen  the same over chosen tokens
     head_scores      attention weights alone, the largest of each group of heads
+    head_scores_chosen  the same over chosen tokens
     prefill          the query tokens of one sequence, causal, over its pages
     prefill_chosen   query tokens at any places, over chosen tokens not after them
     gather_tokens    keys or values of some tokens of a sequence
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         exchange,
         gather_tokens,
         head_scores,
+        head_scores_chosen,
         keep,
         kept,
         linear,
@@ -75,6 +77,7 @@ __all__ = [
     "exchange",
     "gather_tokens",
     "head_scores",
+    "head_scores_chosen",
     "keep",
     "kept",
     "linear",

@@ -110,3 +110,29 @@ def attend_and_score_chosen(
         full.scatter_add_(2, places.clamp(min=0), tokens)
         scores.append(full.unflatten(2, (-1, request.unit)).sum(3))
     return out, tuple(scores)
+
+
+def head_scores_chosen(
+    query: Tensor,
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    selection: Selection,
+    scale: float,
+) -> Tensor:
+    """`head_scores` over selected tokens, float32 [B, Hkv, N]; what is not selected scores -1.
+
+    selection: tokens, one list for all heads. -1 is below every weight, also those that are 0 by
+    rounding.
+    """
+    assert selection.unit == 1, selection.unit
+    weights = reference.head_scores(
+        query, key_pages, page_table, lengths, scale=scale, selection=selection
+    )
+    places = selection.indices.long().expand_as(weights)
+    length = page_table.shape[1] * key_pages.shape[2]
+    scores = weights.new_full((*weights.shape[:2], length), -1.0)
+    # Padding goes to token 0 as -1, which takes nothing from it.
+    weights = weights.masked_fill(places < 0, -1.0)
+    return scores.scatter_reduce_(2, places.clamp(min=0), weights, "amax")

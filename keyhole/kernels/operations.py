@@ -168,7 +168,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 recent_indices = reference.recent_indices
 attend_and_score_chosen = chosen.attend_and_score_chosen
-gather_tokens = chosen.gather_tokens
+head_scores_chosen, gather_tokens = chosen.head_scores_chosen, chosen.gather_tokens
 representative_keys = blocks.representative_keys
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
 keep, kept = keeping.keep, keeping.kept

@@ -137,14 +137,21 @@ def over_heads(weights: Tensor, reduce: str) -> Tensor:
 
 
 def head_scores(
-    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, *, scale: float
+    query: Tensor,
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    selection: Selection | None = None,
 ) -> Tensor:
     """Attention weights of each query head, the largest of each group: float32 [B, Hkv, N].
 
     query [B, Hq, D], key_pages [P, Hkv, page_size, D], N = M * page_size. Entries past the sequence
-    are 0. What a retrieval head chooses tokens by (SpeContext, section 4.2).
+    are 0. What a retrieval head chooses tokens by (SpeContext, section 4.2). selection: the weights
+    are over its tokens alone, and N is as many as it lists.
     """
-    reads = _reads(key_pages, page_table, lengths, None, None)
+    reads = _reads(key_pages, page_table, lengths, selection, None)
     return _weights(query, key_pages, reads, scale, None, None).amax(2)
 
 

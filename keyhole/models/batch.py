@@ -37,6 +37,7 @@ class ScatteredChunk:
     and values are kept, combined by `update(new, old)` with what was there; elsewhere what was
     there stays and is read; None: everywhere, as they are.
     queries: filled with the mean query of each layer, float32 [Hq, D], if it is a dict.
+    start, known: as in `Chunk`, of tokens that follow each other, as the runner's do.
     deviations: for the layers that are its keys, gets |new - old|^2 of keys and values, summed over
         heads and numbers, float32 [T].
     """
@@ -50,6 +51,8 @@ class ScatteredChunk:
     update: Callable[[Tensor, Tensor], Tensor] | None = None
     queries: dict[int, Tensor] | None = None
     deviations: dict[int, list[Tensor]] | None = None
+    start: int = 0
+    known: int = 0
 
 
 class LastLayer(Exception):  # noqa: N818 - a signal, like StopIteration

@@ -38,8 +38,9 @@ class Step:
     slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
     thinned: what each layer has of the sequences, where layers dropped tokens of some prompts
         (stored documents); None: everything. What is not there is taken out of a selection.
-    head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N]; computed when
-        it is called. None without a head. head_token_bytes: the head's keys of a token.
+    head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N], -1 for tokens
+        that no layer has; computed when it is called. None without a head. head_token_bytes: the
+        head's keys of a token.
     """
 
     lengths: Tensor

@@ -9,7 +9,11 @@ Cost per step: the head's keys once, then `token_budget` keys and values per lay
 
 Differences from the paper: first tokens and a recent window are part of the budget; a choice may be
 kept for several steps (`refresh_every`), with the tokens generated meanwhile added to it; a choice
-may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive`).
+may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive`). Over stored
+documents (SamKV and its like) the weights are over the tokens that some layer has, and a layer
+reads those of the choice that it has. A token's key is made from the features of the token before
+it: from this prompt's where it computed that token (a prefix, a separator, what is computed again),
+else from those of its document's own encoding.
 """
 
 from __future__ import annotations
@@ -107,7 +111,8 @@ class SpeContext(Policy):
         """The head's keys, in steps that choose; a mean where a choice is kept."""
         if step.max_length <= self._exact_up_to:
             return None
-        return step.lengths * (step.head_token_bytes / self.refresh_every)
+        there = step.lengths if step.thinned is None else step.thinned.anywhere().counts[:, 0]
+        return there * (step.head_token_bytes / self.refresh_every)
 
     @property
     def _exact_up_to(self) -> int:

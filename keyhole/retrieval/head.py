@@ -110,6 +110,11 @@ class RetrievalHead(nn.Module):
         `fuse`) of position j - 1, and zeros for j = 0; None without features. There may be more
         dimensions before T.
         """
+        query, key = self.project(token_ids, fused)
+        return self.turned(query, positions), self.turned(key, positions)
+
+    def project(self, token_ids: Tensor, fused: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, not rotated yet: the same wherever the tokens stand."""
         assert (fused is not None) == self.config.uses_features
         dtype, D = self.q.weight.dtype, self.config.head_dim
         x = self.embed_norm(F.embedding(token_ids, self.embedding).to(dtype))
@@ -118,8 +123,11 @@ class RetrievalHead(nn.Module):
         query, key = self.q(x).unflatten(-1, (-1, D)), self.k(x).unflatten(-1, (-1, D))
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        turns = self._frequencies
-        return rotate(query, positions, turns), rotate(key, positions, turns)
+        return query, key
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries or keys of `project` [T, heads, D] at their positions, int64 [T]."""
+        return rotate(x, positions, self._frequencies)
 
     def check_length(self, length: int) -> None:
         """Warns (RuntimeWarning) of a sequence longer than the head was trained at."""

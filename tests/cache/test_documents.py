@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from keyhole.cache.documents import DocumentStore, RecordError, StoredDocument
-from keyhole.cache.record import STATISTICS, DocumentRecord, LayerRecord
+from keyhole.cache.record import STATISTICS, DocumentRecord, HeadRecord, LayerRecord
 from keyhole.errors import ConfigError, NumericalError, UnknownNameError
 
 MODEL: dict[str, str | int | float] = {
@@ -492,6 +492,56 @@ def test_other_records_that_cannot_be(store: DocumentStore) -> None:
     ):
         with pytest.raises(ConfigError, match=error):
             store.add("x", "text", record)
+
+
+def make_head(seed: int, n: int = 150, dtype: torch.dtype = torch.bfloat16) -> HeadRecord:
+    random = torch.Generator().manual_seed(seed)
+    keys, last = torch.randn(n, 2, 8, generator=random), torch.randn(24, generator=random)
+    return HeadRecord(keys.to(dtype), last.to(dtype))
+
+
+def test_keys_of_retrieval_heads_lie_beside_the_layers(store: DocumentStore) -> None:
+    """Rows are read alone; a record without heads, as all were once, has none."""
+    store.add("plain", "a text", make_record())
+    with store.open("plain") as stored:
+        assert stored.heads == frozenset()
+    record = make_record()
+    record.heads = {"3a": make_head(1), "07": make_head(2)}
+    store.add("x", "text", record)
+    with store.open("x") as stored:
+        assert stored.heads == {"3a", "07"}
+        before = stored.bytes_read
+        for name, head in record.heads.items():
+            assert torch.equal(stored.head_keys(name, 3, 9), head.keys[3:9])
+            assert torch.equal(stored.head_last(name), head.last)
+        # Of a place far away a small record is read at once.
+        assert stored.bytes_read <= before + 2 * 2 * (6 * 2 * 8 + 24)
+        assert same(stored, record)
+        whole = stored.head_record("07")
+        assert torch.equal(whole.keys, record.heads["07"].keys)
+        with pytest.raises(ConfigError, match="rows 3 to 151"):
+            stored.head_keys("07", 3, 151)
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("head", "error"),
+    [
+        (make_head(1, 149), "head 3a: keys"),
+        (make_head(1, dtype=torch.float32), "head 3a: keys .* torch.float32"),
+        (HeadRecord(make_head(1).keys[:, 0], make_head(1).last), "head 3a: keys"),
+        (HeadRecord(make_head(1).keys, make_head(1).last[None]), "head 3a: last"),
+    ],
+)
+def test_keys_of_a_head_that_cannot_be(store: DocumentStore, head: HeadRecord, error: str) -> None:
+    record = make_record()
+    record.heads = {"3a": head}
+    with pytest.raises(ConfigError, match=error):
+        store.add("x", "text", record)
+    record.heads["3a"] = make_head(1)
+    record.heads["3a"].keys[5, 1, 2] = float("nan")
+    with pytest.raises(NumericalError, match="head 3a: keys hold 1 NaN"):
+        store.add("x", "text", record)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -65,6 +65,8 @@ def test_a_layer_has_its_kept_tokens_and_all_after_them(
         for (kept, length), lists in zip(batch, found, strict=True):
             first = 0 if window is None else length - window
             assert lists == [[t for t in _has(kept, layer, length) if t >= first]]
+    for (kept, length), lists in zip(batch, _lists(view.anywhere()), strict=True):
+        assert lists == [sorted({t for n in range(LAYERS) for t in _has(kept, n, length)})]
 
 
 @given(rows(), st.permutations(range(8)), st.data())

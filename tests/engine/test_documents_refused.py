@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.engine.asking import assemble
 from keyhole.errors import (
@@ -136,13 +135,7 @@ def test_many_tiny_documents(llm: LLM) -> None:
     assert found.stats.recompute_ratio == 1.0
 
 
-def test_what_does_not_go_together_is_refused_by_name(checkpoint: str, tmp_path: Path) -> None:
-    tiny = LLM(keyhole.tiny(), policy="spe_context", documents=tmp_path / "tiny")
-    tiny.documents.add("note", "Mira keeps 5 .")
-    with pytest.raises(ConfigError, match="'spe_context'"):
-        tiny.ask("question : Mira keeps", ["note"], params=FEW)
-    assert tiny.ask("question : Mira keeps", ["note"], reuse="recompute", params=FEW).token_ids
-
+def test_learned_positions_are_refused_by_name(tmp_path: Path) -> None:
     learned = make_model("gpt_bigcode", tmp_path, tokenizer=True)
     with pytest.raises(ConfigError, match="'gpt_bigcode'"):
         LLM(learned, device="cpu", documents=tmp_path / "s").documents  # noqa: B018

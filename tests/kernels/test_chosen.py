@@ -101,3 +101,30 @@ def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.Dat
         assert_close(most[b, 0], by_token, torch.float32)
         assert_close(groups[b], by_group, torch.float32)
         assert_close(total[b, 0], sums, torch.float32)
+
+
+@given(paged(windows=False), st.data())
+@settings(max_examples=60)
+def test_head_scores_are_over_the_chosen_tokens_alone(case: Paged, data: st.DataObject) -> None:
+    """Softmax over these, the largest of each group; below every weight where nothing is."""
+    rows = [_subset(data, int(length)) for length in case.lengths]
+    width = max(map(len, rows))
+    indices = torch.tensor([[row + [-1] * (width - len(row))] for row in rows], dtype=torch.int32)
+    counts = torch.tensor([[len(row)] for row in rows], dtype=torch.int32)
+    found = kernels.head_scores_chosen(
+        case.query,
+        case.keys,
+        case.table,
+        case.lengths,
+        selection=Selection(indices, counts, 1),
+        scale=case.scale,
+    )
+    wanted = np.full(found.shape, -1.0)
+    for b, places in enumerate(rows):
+        keys, values = case.tokens(b)
+        read = [places] * case.num_kv_heads
+        weights = attention(float64(case.query[b]), keys, values, read, scale=case.scale)[1]
+        for kv, group in enumerate(np.split(weights, case.num_kv_heads)):
+            for token in places:
+                wanted[b, kv, token] = max(group[:, token])
+    assert_close(found, wanted, torch.float32)
