@@ -23,7 +23,7 @@ from tests.policy.recording import GREEDY, PAGE
 
 BLOCK = 8
 TEXTS = {name: prompt(length) for name, length in {"a": 91, "b": 20, "c": 130}.items()}
-JOBS = [("sam_kv", ["c", "a", "b"]), ("reuse", ["a", "b"]), ("multi_infllm", ["a", "c"])]
+JOBS = [("sam_kv", ["c", "a", "b"]), ("reuse", ["a", "b"]), ("cacheblend", ["a", "c"])]
 POLICIES: list[Policy] = [
     Delta(token_budget=16, full_layers=(0,), delta_layers=(1, 5)),
     Quest(token_budget=16, full_layers=(1,)),
