@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from keyhole.policy.infllm import InfLLM
     from keyhole.policy.omnikv import OmniKV
     from keyhole.policy.quest import Quest
+    from keyhole.policy.raas import RaaS
     from keyhole.policy.sliding_window import SlidingWindow
     from keyhole.policy.spe_context import SpeContext
     from keyhole.policy.streaming_llm import StreamingLLM
@@ -73,6 +74,7 @@ _PLACES = {
     "TidalDecode": "keyhole.policy.tidal_decode",
     "OmniKV": "keyhole.policy.omnikv",
     "InfLLM": "keyhole.policy.infllm",
+    "RaaS": "keyhole.policy.raas",
     "Reuse": "keyhole.reuse.base",
     "reuses": "keyhole.reuse",
     "Recompute": "keyhole.reuse.recompute",
@@ -110,6 +112,7 @@ __all__ = [
     "Policy",
     "PromptTooLongError",
     "Quest",
+    "RaaS",
     "Recompute",
     "RequestError",
     "Result",

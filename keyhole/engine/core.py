@@ -14,6 +14,7 @@ from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.allocation import allocate, too_long
 from keyhole.engine.context import Context
 from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.eviction import most_pages
 from keyhole.engine.lookahead import Lookahead, load_head
 from keyhole.engine.placement import Placement
 from keyhole.engine.preparation import Preparation
@@ -69,6 +70,7 @@ class Engine:
             self.prefix,
             config,
             dense=self.policy.dense,
+            most_pages=functools.partial(most_pages, self.policy, self.geometry),
             max_length=self.max_length,
             prepare=self._prepare,
         )
@@ -115,7 +117,7 @@ class Engine:
         )
         if context is not None:
             self.preparation.check(context)
-        self.check(sequence.tokens, params, stored=context is not None)
+        self.check(sequence.tokens, params, num_given=len(given), stored=context is not None)
         self.scheduler.add(sequence)
         return sequence
 
@@ -128,10 +130,18 @@ class Engine:
     def _prepare(self, sequence: Sequence) -> bool:
         return self.preparation.run(sequence)
 
-    def check(self, tokens: Tokens[int], params: SamplingParams, *, stored: bool = False) -> None:
+    def check(
+        self,
+        tokens: Tokens[int],
+        params: SamplingParams,
+        *,
+        num_given: int = 0,
+        stored: bool = False,
+    ) -> None:
         """Raises if a request with these tokens can never be served.
 
-        stored: they are documents, of which only a part may be kept.
+        num_given: how many of the last ones come after the prompt. stored: they are documents, of
+        which only a part may be kept.
         """
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
@@ -150,7 +160,9 @@ class Engine:
                 f"{self.max_length - 1} and one new token ({reason})"
             )
         length = min(len(tokens) + params.max_tokens, self.max_length)
-        pages = -(-length // self.config.page_size)
+        prompt = len(tokens) - num_given
+        pages = most_pages(self.policy, self.geometry, prompt, length)
+        length = min(length, pages * self.config.page_size)
         if pages > self.max_pages and not stored:
             raise CapacityError(too_long(length, self.cache, self.placement, self.config))
 
@@ -180,6 +192,7 @@ class Engine:
         if ready:
             self._advance([wanted[i] for i in ready], logits[ready])
         self._count(plan, reads, time.perf_counter() - begin)
+        self._runner.evict(plan)
         return [wanted[i] for i in ready]
 
     def abort(self, sequence: Sequence) -> None:

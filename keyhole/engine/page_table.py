@@ -22,6 +22,10 @@ class PageTable:
             self._update(sequence)
         return self._rows[[sequence.slot for sequence in sequences], :width]
 
+    def forget(self, sequence: Sequence, entry: int) -> None:
+        """Takes a page out that the sequence no longer has."""
+        self._rows[sequence.slot, entry] = 0
+
     def _update(self, sequence: Sequence) -> None:
         slot, pages = sequence.slot, sequence.pages
         if self._lists[slot] is not pages:
@@ -31,6 +35,6 @@ class PageTable:
         if start < len(pages):
             while len(pages) > self._rows.shape[1]:
                 self._rows = np.pad(self._rows, ((0, 0), (0, self._rows.shape[1])))
-            # A hole in a prompt (see prompt_pages) is page 0, which nobody looks at.
+            # A hole (see prompt_pages) is page 0, which nobody looks at.
             self._rows[slot, start : len(pages)] = np.maximum(pages[start:], 0)
             self._filled[slot] = len(pages)

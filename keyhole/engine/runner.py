@@ -11,7 +11,9 @@ from torch import Tensor
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.remaining import Remaining
 from keyhole.cache.thinned import Rows, Thinned
+from keyhole.engine.eviction import Eviction
 from keyhole.engine.lookahead import Lookahead
 from keyhole.engine.page_table import PageTable
 from keyhole.engine.scheduler import Plan
@@ -46,6 +48,10 @@ class Runner:
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
         self._traffic: list[Traffic] = []
+        evicts = policy.most_pages(np.ones(1, np.int64), cache.page_size) is not None
+        self._eviction = Eviction(policy, cache, max_batch) if evicts else None
+        # Of the last step: which pages go, of the sequences that are due.
+        self._victims: tuple[Tensor, np.ndarray] | None = None
 
     @property
     def traffic(self) -> list[Traffic]:
@@ -90,11 +96,33 @@ class Runner:
             self._lookahead.after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
         self._traffic = self._prefetcher.end() if loading and self._prefetcher else []
+        left = None if batch.step is None else batch.step.remaining
+        if batch.step is not None and left is not None and left.due.any():
+            self._victims = self._policy.victims(batch.step), left.due
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
         return self._reads(batch)
+
+    def evict(self, plan: Plan) -> None:
+        """Frees the pages that the policy gives up, once the host has waited for the step anyway.
+
+        A sequence that ended meanwhile has none. `run` has to be through, the next not begun.
+        """
+        victims, self._victims = self._victims, None
+        if victims is None or self._eviction is None:
+            return
+        rows = [i for i in np.flatnonzero(victims[1]) if plan.decodes[i].slot >= 0]
+        if not rows:
+            return
+        sequences = [plan.decodes[i] for i in rows]
+        for sequence, entry in self._eviction.evict(sequences, victims[0].cpu().numpy()[rows]):
+            self._table.forget(sequence, entry)
+
+    def kept(self, sequence: Sequence) -> Tensor | None:
+        """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""
+        return sequence.kept if self._eviction is None else self._eviction.kept(sequence)
 
     def _batch(self, plan: Plan) -> Batch:
         size = self._cache.page_size
@@ -178,6 +206,9 @@ class Runner:
         self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray, fresh: np.ndarray
     ) -> Step:
         size = self._cache.page_size
+        remaining = None
+        if self._eviction is not None:
+            remaining = self._remaining(self._eviction, decodes, position, table, fresh)
         return Step(
             lengths=self._send((position + 1).astype(np.int32)),
             pages=self._send((position // size + 1).astype(np.int32)),
@@ -190,6 +221,30 @@ class Runner:
             slots=self._send(np.asarray([s.slot for s in decodes], np.int64)),
             state=self._state.tensors,
             thinned=self._there(decodes, position + 1),
+            remaining=remaining,
+        )
+
+    def _remaining(
+        self,
+        eviction: Eviction,
+        decodes: list[Sequence],
+        position: np.ndarray,
+        table: np.ndarray,
+        fresh: np.ndarray,
+    ) -> Remaining:
+        size = self._cache.page_size
+        entries, pages, pinned, due = eviction.view(decodes, position, fresh)
+        left = np.take_along_axis(table, np.maximum(entries, 0), 1)
+        lengths = pages * size - (size - 1 - position % size)
+        return Remaining(
+            page_table=self._send(np.where(entries < 0, 0, left)),
+            pages=self._send(pages.astype(np.int32)),
+            lengths=self._send(lengths.astype(np.int32)),
+            pinned=self._send(pinned),
+            entries=entries,
+            most_generated=int((pages - pinned).max()),
+            due=due,
+            thinned=self._there(decodes, lengths),
         )
 
     def _reads(self, batch: Batch) -> Tensor:
@@ -209,7 +264,7 @@ def _attended(
     reads: list[Selection | None], step: Step, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
     """Attended fraction (mean over layers) and bytes of keys and values, float64 [B] each."""
-    length = step.lengths.double()
+    length = step.lengths.double()  # also of what was evicted
     tokens: dict[object, Tensor] = {}
     fraction, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
     for layer, selection in zip(geometry.layers, reads, strict=True):
@@ -228,7 +283,8 @@ def _attended(
 def _tokens(selection: Selection | None, window: int | None, step: Step) -> Tensor:
     """Tokens read per KV head, float64 [B], mean over the heads."""
     if selection is None:
-        read = step.lengths if window is None else step.lengths.clamp(max=window)
+        whole = step.remaining or step
+        read = whole.lengths if window is None else step.lengths.clamp(max=window)
         return read.double()
     counts = selection.counts.double().mean(1)
     # All pages are full but the newest, which is always selected.

@@ -39,6 +39,7 @@ class Scheduler:
         *,
         dense: bool,
         max_length: int,
+        most_pages: Callable[[int, int], int],
         prepare: Callable[[Sequence], bool],
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -48,6 +49,7 @@ class Scheduler:
         self._config = config
         self._dense = dense
         self._max_length = max_length
+        self._most_pages = most_pages
         self._prepare = prepare
         self._slots = list(range(config.max_batch - 1, -1, -1))
 
@@ -101,8 +103,10 @@ class Scheduler:
         exact = 0
         if sequence.exact:
             exact = sequence.num_computed if self._dense else len(sequence.prompt)
-        computed = sequence.tokens[: sequence.num_computed]
-        self._prefix.insert(computed, sequence.pages, exact)
+        computed, pages = sequence.tokens[: sequence.num_computed], sequence.pages
+        if HOLE in pages:  # what comes after an evicted page is of no use to others
+            pages = pages[: pages.index(HOLE)]
+        self._prefix.insert(computed, pages, exact)
 
     def _enter(self, sequence: Sequence, count: int, plan: Plan) -> int:
         """Puts a sequence into the plan; returns the prompt tokens that it takes."""
@@ -124,7 +128,10 @@ class Scheduler:
             self._check_room(sequence)
         # One page more for each that runs: whoever enters must not push another out at once.
         spare = len(self.running)
-        if not self._reserve(sequence, len(sequence.tokens), spare):
+        # Under a policy that evicts, what is replayed never has pages all at once.
+        most = self._most(sequence, len(sequence.tokens)) * self._cache.page_size
+        length = max(sequence.prefill_end, min(len(sequence.tokens), most))
+        if not self._reserve(sequence, length, spare):
             self._release(sequence)
             sequence.num_computed = 0
             return False
@@ -196,8 +203,7 @@ class Scheduler:
         """CapacityError if what was kept and what is to come can never be there together."""
         length = min(len(sequence.tokens) + sequence.params.max_tokens, self._max_length)
         size = self._cache.page_size
-        there = sum(page != HOLE for page in sequence.pages)
-        pages = there + max(0, -(-length // size) - len(sequence.pages))
+        pages = self._most(sequence, length) - sequence.pages.count(HOLE)
         if pages > self._cache.max_pages:
             self._release(sequence)
             raise CapacityError(
@@ -205,6 +211,12 @@ class Scheduler:
                 f"tokens of KV cache, the limit is {self._cache.max_pages * size}; raise memory=, "
                 "lower max_tokens or keep less"
             )
+
+    def _most(self, sequence: Sequence, length: int) -> int:
+        """The most entries of its list of pages, holes of its prompt included, for `length`."""
+        holes = sequence.pages.count(HOLE)
+        absent = holes * self._cache.page_size
+        return holes + self._most_pages(len(sequence.prompt) - absent, length - absent)
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(page for page in sequence.pages if page != HOLE)

@@ -26,6 +26,7 @@ class Stats:
     that was there already.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
     computed again / all. store_bytes_read: read from the store. tokens_not_computed: of documents.
+    evicted_pages: freed for good by a policy that evicts.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
     """
 
@@ -44,6 +45,7 @@ class Stats:
     recompute_ratio: float | None = None
     store_bytes_read: int | None = None
     tokens_not_computed: int | None = None
+    evicted_pages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Sequence:
     under the policy, also when they are already known (replay after pre-emption, given tokens).
     offloaded: layers on the lower tier at its last step; None if they cannot go there.
     repeated: the place of a token that is computed again only for its logits.
+    evicted_pages: how many a policy took away since it began to run; None: it takes none.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
     has of them and of what stands between; None: everything. reused: what they cost.
@@ -103,6 +106,7 @@ class Sequence:
     num_cached: int = 0
     repeated: int | None = None
     offloaded: int | None = None
+    evicted_pages: int | None = None
     finish_reason: str | None = None
     error: KeyholeError | None = None
     counters: Counters = Counters()
@@ -165,4 +169,5 @@ class Sequence:
             recompute_ratio=None if self.reused is None else self.reused.recompute_ratio,
             store_bytes_read=None if self.reused is None else self.reused.bytes_read,
             tokens_not_computed=None if self.reused is None else self.reused.tokens_not_computed,
+            evicted_pages=self.evicted_pages,
         )

@@ -64,7 +64,11 @@ class Trace:
         if step is not self._step:
             self._step = step
             self.steps.append(TracedStep(step.lengths.cpu().numpy(), step.page_size))
-        read = None if selection is None else Read(selection.indices.cpu().numpy(), selection.unit)
+        read = None
+        if selection is not None:
+            read = Read(selection.indices.cpu().numpy(), selection.unit)
+        elif step.remaining is not None:
+            read = Read(step.remaining.entries[:, None], step.page_size)
         self.steps[-1].reads[layer] = read
 
     @property
@@ -106,6 +110,10 @@ class Traced(Policy):
         """Settles the policy inside; the record stays the same object."""
         return dataclasses.replace(self, inner=self.inner.resolve(geometry))
 
+    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
+        """As the policy inside."""
+        return self.inner.most_pages(prompt_pages, page_size)
+
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         """As the policy inside."""
         return self.inner.page_data(layout)
@@ -140,6 +148,10 @@ class Traced(Policy):
         selection = self.inner.select(layer, query, step)
         self.trace.record(layer, selection, step)
         return selection
+
+    def victims(self, step: Step) -> Tensor:
+        """As the policy inside."""
+        return self.inner.victims(step)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """As the policy inside."""

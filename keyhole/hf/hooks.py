@@ -239,20 +239,20 @@ class Hooks:
             row = cache.rows[b]
             if not count:  # a chunk of padding only
                 continue
-            self._reserve(row, row.num_computed + count)
+            self._reserve(cache.runner, row, row.num_computed + count)
             if there.shape[1] == 1 and row.num_computed:
                 plan.decodes.append(row)
                 decodes.append(b)
             else:
                 # A new list: what a policy kept of the row's earlier steps does not know these.
-                row.pages = list(row.pages)
+                row.kept, row.pages = cache.runner.kept(row), list(row.pages)
                 plan.chunks.append((row, count))
                 chunks.append(b)
         if not decodes and not chunks:
             raise RequestError("the input is empty, or padding only")
         return plan, decodes + chunks
 
-    def _reserve(self, row: Sequence, length: int) -> None:
+    def _reserve(self, runner: Runner, row: Sequence, length: int) -> None:
         """Pages for `length` tokens, the one that is written first for this row alone."""
         pages, size, limit = self.pages, self.pages.page_size, self._model.max_length
         if length > limit:
@@ -265,7 +265,7 @@ class Hooks:
             if last is None:
                 raise self._full()
             if last != row.pages[-1]:
-                row.pages = [*row.pages[:-1], last]
+                row.kept, row.pages = runner.kept(row), [*row.pages[:-1], last]
         fresh = pages.allocate(max(0, -(-length // size) - len(row.pages)))
         if fresh is None:
             raise self._full()
@@ -286,6 +286,7 @@ class Hooks:
         run.prompt_tokens += sum(count for _, count in call.plan.chunks)
         for fraction, kv_bytes, other_bytes in reads.tolist():
             run.counters += Counters(fraction, kv_bytes, other_bytes, 1)
+        cache.runner.evict(call.plan)
         if call.plan.decodes:
             run.step_ms.append(1e3 * (time.perf_counter() - call.begin))
         values = dict(output) | {"logits": spread(output.logits[0], call.wanted)}

@@ -9,6 +9,7 @@ from typing import Any
 from keyhole.cache.pages import PageCache
 from keyhole.config import SamplingParams
 from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.prompt_pages import HOLE
 from keyhole.engine.runner import Runner
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
@@ -44,8 +45,9 @@ class PagedCache:
         copy = PagedCache(self.pages, self._make_runner, len(self.rows))
         copy._length = self._length
         for row, own in zip(self.rows, copy.rows, strict=True):
-            self.pages.share(row.pages)
+            self.pages.share(page for page in row.pages if page != HOLE)
             own.pages, own.num_computed = list(row.pages), row.num_computed
+            own.kept = self.runner.kept(row)
         return copy
 
     def get_seq_length(self, *_: Any) -> int:
@@ -86,5 +88,5 @@ class PagedCache:
 
 def _release(pages: PageCache, rows: list[Sequence]) -> None:
     for row in rows:
-        pages.release(row.pages)
+        pages.release(page for page in row.pages if page != HOLE)
         row.pages = []

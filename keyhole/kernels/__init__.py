@@ -23,6 +23,8 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     trim             as much of a choice as a share of the scores asks for
     recent_indices   the first and the last positions
     keep, kept       store a choice; give it again, with the tokens since
+    stamp_newest, renew_stamps  note when pages were last of use
+    drop_oldest      the page that has not been of use for longest
     exchange         selected tokens or pages into a buffer that keeps those it has
     linear           a linear layer for the few tokens of a decode step
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         block_pages,
         block_scores,
         bound_scores,
+        drop_oldest,
         exchange,
         gather_tokens,
         head_scores,
@@ -58,7 +61,9 @@ if TYPE_CHECKING:
         prefill,
         prefill_chosen,
         recent_indices,
+        renew_stamps,
         representative_keys,
+        stamp_newest,
         top_indices,
         trim,
     )
@@ -74,6 +79,7 @@ __all__ = [
     "block_pages",
     "block_scores",
     "bound_scores",
+    "drop_oldest",
     "exchange",
     "gather_tokens",
     "head_scores",
@@ -85,7 +91,9 @@ __all__ = [
     "prefill",
     "prefill_chosen",
     "recent_indices",
+    "renew_stamps",
     "representative_keys",
+    "stamp_newest",
     "top_indices",
     "trim",
 ]

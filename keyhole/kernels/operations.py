@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import blocks, chosen, cpu, keeping, reference, trimming
+from keyhole.kernels import blocks, chosen, cpu, keeping, reference, stamps, trimming
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 _library = Library("keyhole", "DEF")
@@ -173,6 +173,8 @@ representative_keys = blocks.representative_keys
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
 keep, kept = keeping.keep, keeping.kept
 trim = trimming.trim
+stamp_newest, renew_stamps = stamps.stamp_newest, stamps.renew_stamps
+drop_oldest = stamps.drop_oldest
 
 
 def backend(device: torch.device) -> str:

@@ -116,14 +116,16 @@ def _decode(
     step, policy = batch.step, batch.policy
     assert step is not None
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
-    paged = (query, keys, values, step.page_table, step.lengths)
     if window is not None:
+        paged = (query, keys, values, step.page_table, step.lengths)
         if step.thinned is None:
             batch.reads.append(None)
             return kernels.attend(*paged, window=window, **options)
         selection = step.thinned.selection(layer, window)
         batch.reads.append(selection)
         return kernels.attend(*paged, selection=selection, **options)
+    left = step.remaining or step
+    paged = (query, keys, values, left.page_table, left.lengths)
     requests = policy.needs_scores(layer, step)
     if requests:
         out, scores = _attend_and_score(batch, layer, paged, requests, options)
@@ -144,7 +146,7 @@ def _decode(
         # A choice per query head over what all heads share (MLA): as if each had keys of its own.
         heads = selected.indices.shape[1]
         keys, values = (x.expand(-1, heads, -1, -1) for x in (keys, values))
-        paged = (query, keys, values, step.page_table, step.lengths)
+        paged = (query, keys, values, left.page_table, left.lengths)
     return kernels.attend(*paged, selection=selected, **options)
 
 
@@ -172,11 +174,12 @@ def _attend_and_score(
 
 def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:
     """What is there of a selection, where layers dropped tokens of some prompts."""
-    if step.thinned is None:
+    thinned = (step.remaining or step).thinned
+    if thinned is None:
         return selection
     if selection is None:
-        return step.thinned.selection(layer)
-    return step.thinned.within(layer, selection)
+        return thinned.selection(layer)
+    return thinned.within(layer, selection)
 
 
 class PassThrough:

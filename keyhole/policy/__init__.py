@@ -24,6 +24,7 @@ _POLICIES = Registry(
         "tidal_decode": "keyhole.policy.tidal_decode:TidalDecode",
         "omnikv": "keyhole.policy.omnikv:OmniKV",
         "infllm": "keyhole.policy.infllm:InfLLM",
+        "raas": "keyhole.policy.raas:RaaS",
         "spe_context": "keyhole.policy.spe_context:SpeContext",
     },
     default="full",

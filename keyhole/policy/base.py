@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from keyhole.cache.remaining import Remaining
     from keyhole.cache.thinned import Rows
 
 __all__ = ["Policy", "ScoreRequest", "Selection", "Step"]
@@ -38,6 +39,8 @@ class Step:
     slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
     thinned: what each layer has of the sequences, where layers dropped tokens of some prompts
         (stored documents); None: everything. What is not there is taken out of a selection.
+    remaining: what full-attention layers still read of the sequences, where the policy evicts;
+        None: everything. What is chosen of it, and its scores, count its pages and tokens.
     head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N], -1 for tokens
         that no layer has; computed when it is called. None without a head. head_token_bytes: the
         head's keys of a token.
@@ -55,6 +58,7 @@ class Step:
     state: Mapping[str, Tensor]
     carry: Selection | None = None
     thinned: Rows | None = None
+    remaining: Remaining | None = None
     head_weights: Callable[[], Tensor] | None = None
     head_token_bytes: int = 0
 
@@ -82,6 +86,14 @@ class Policy:
 
     def selection_heads(self, geometry: Geometry) -> int | None:
         """Lists of a selection, where they may be more than KV heads (MLA); None: they are not."""
+        return None
+
+    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
+        """Most pages that sequences may keep, those of their prompts too; None: all, for good.
+
+        prompt_pages: int64 [n], at least 1 each; at least one more must be allowed. Whoever bounds
+        them evicts, and says which pages go (`victims`); prompts never do.
+        """
         return None
 
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
@@ -122,6 +134,14 @@ class Policy:
         query [B, Hq, D], rotated as the keys are.
         """
         raise AssertionError(f"{type(self).__name__} must define select")
+
+    def victims(self, step: Step) -> Tensor:
+        """Which page goes, int64 [B], counted after the pinned ones of `step.remaining`.
+
+        Called after the last layer, if sequences are due to give up a page before their next token
+        (`Remaining.due`); only theirs go.
+        """
+        raise AssertionError(f"{type(self).__name__} must define victims")
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """Bytes read in this step besides keys and values, per sequence [B]; None is nothing."""

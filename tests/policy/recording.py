@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,17 +25,28 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Call:
-    """One layer of one step: what it read, or that it scored (and read everything)."""
+    """One layer of one step: what it read, or that it scored (and read everything).
+
+    left: per sequence the pages that are left, where the policy evicts; None: everything. pinned:
+    how many of them the policy cannot evict.
+    """
 
     layer: int
     lengths: list[int]
     selection: Selection | None
     scored: bool
+    left: list[list[int]] | None = None
+    pinned: list[int] | None = None
+
+    @property
+    def unit(self) -> int:
+        """Tokens of an entry."""
+        return PAGE if self.selection is None else self.selection.unit
 
     def entries(self, row: int) -> list[list[int]] | None:
         """The chosen entries of one sequence, per KV head; None is everything."""
         if self.selection is None:
-            return None
+            return None if self.left is None else [self.left[row]]
         counts = self.selection.counts[row].tolist()
         rows = self.selection.indices[row].tolist()
         return [indices[:count] for indices, count in zip(rows, counts, strict=True)]
@@ -59,6 +71,12 @@ class Recording(Policy):
     def resolve(self, geometry: Geometry) -> Recording:
         return dataclasses.replace(self, inner=self.inner.resolve(geometry))
 
+    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
+        return self.inner.most_pages(prompt_pages, page_size)
+
+    def victims(self, step: Step) -> Tensor:
+        return self.inner.victims(step)
+
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         return self.inner.page_data(layout)
 
@@ -78,15 +96,24 @@ class Recording(Policy):
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         self.inner.on_scores(layer, scores, step)
-        self.calls.append(Call(layer, step.lengths.tolist(), None, scored=True))
+        self.calls.append(Call(layer, step.lengths.tolist(), None, True, *left(step)))
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         selection = self.inner.select(layer, query, step)
-        self.calls.append(Call(layer, step.lengths.tolist(), selection, scored=False))
+        self.calls.append(Call(layer, step.lengths.tolist(), selection, False, *left(step)))
         return selection
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         return self.inner.overhead_bytes(geometry, step)
+
+
+def left(step: Step) -> tuple[list[list[int]] | None, list[int] | None]:
+    """Per sequence the pages that are left, where the policy evicts, and how many are pinned."""
+    if step.remaining is None:
+        return None, None
+    entries = step.remaining.entries.tolist()
+    pages = [[page for page in row if page >= 0] for row in entries]
+    return pages, step.remaining.pinned.tolist()
 
 
 def make_engine(model: Model, policy: Policy, **settings: Any) -> Engine:

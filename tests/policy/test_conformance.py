@@ -36,6 +36,7 @@ from tests.policy.recording import (
 
 POLICIES = keyhole.policies()
 BUDGETED = [name for name, cls in POLICIES.items() if "token_budget" in cls.__dataclass_fields__]
+EVICTING = [name for name, cls in POLICIES.items() if cls.most_pages is not Policy.most_pages]
 VOCAB = 64
 #: The settings under test, for every policy that has a setting of that name.
 SMALL = {"token_budget": 3 * PAGE}
@@ -157,12 +158,25 @@ def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> N
 
 
 def test_a_small_budget_changes_the_logits(name: str, model: Model, dense: Tensor) -> None:
-    sparse = forced_logits(model, make(name, SMALL), PROMPT, GIVEN)
+    recording = Recording(inner=make(name, SMALL))
+    sparse = forced_logits(model, recording, PROMPT, GIVEN)
     change = (sparse - dense)[1:].abs().amax(1)
     if POLICIES[name].dense:
         assert change.max() <= 1e-5
-    else:
-        assert change.min() > 1e-2
+        return
+    # Prompts are never evicted: all is there until what is generated has filled a page.
+    evicted = next((call.lengths[0] for call in recording.calls if gone(call)), len(PROMPT) + 1)
+    assert bool(any(map(gone, recording.calls))) == (name in EVICTING)
+    first = evicted - len(PROMPT) - 1
+    assert first <= 2 * PAGE
+    assert (change[:first] <= 1e-5).all()
+    assert change[first:].min() > 1e-2
+
+
+def gone(call: Call) -> bool:
+    """Whether a page of a sequence is not there any more."""
+    pages = zip(call.left or [], call.lengths, strict=call.left is not None)
+    return any(len(left) < -(-length // PAGE) for left, length in pages)
 
 
 def recorded(model: Model, policy: Policy) -> tuple[list[Call], list[Request]]:
@@ -183,7 +197,7 @@ def test_selections_are_well_formed_and_within_the_budget(
     layout = model.geometry(PAGE).layers[1]
     assert {call.layer for call in calls} == set(FULL_ATTENTION[kind])
     chosen = [call for call in calls if call.selection is not None]
-    assert bool(chosen) != POLICIES[name].dense
+    assert bool(chosen or any(map(gone, calls))) != POLICIES[name].dense
     for call in chosen:
         selection = call.selection
         assert selection is not None
@@ -207,6 +221,36 @@ def test_selections_are_well_formed_and_within_the_budget(
                     assert len(entries) * unit <= SMALL["token_budget"]
 
 
+@pytest.mark.parametrize("name", EVICTING)
+def test_what_is_evicted_never_comes_back(name: str, gqa: Model) -> None:
+    """Prompts stay, and what is generated has the rest of the budget, or a page."""
+    recording = Recording(inner=make(name, SMALL))
+    engine = make_engine(gqa, recording, max_batch=3, prefill_chunk=16)
+    prompts = [PROMPT[:n] for n in (1, 6, 17, 30)]  # the pages of each say which one it is
+    requests = [forced(engine, prompt, tokens(25, len(prompt))) for prompt in prompts]
+    run(engine)
+    most = SMALL["token_budget"] // PAGE
+    before: dict[int, set[int]] = {}
+    for call in recording.calls:
+        assert call.left is not None
+        assert call.pinned is not None
+        for left, length, pinned in zip(call.left, call.lengths, call.pinned, strict=True):
+            assert left == sorted(set(left))
+            assert left[:pinned] == list(range(pinned))
+            assert left[-1] == (length - 1) // PAGE
+            assert len(left) <= max(most, pinned + 1)
+            known = before.setdefault(pinned, set(left))
+            assert set(left) <= known | {(length - 1) // PAGE}
+            before[pinned] = set(left)
+    assert len(before) == len(prompts)
+    for request, prompt in zip(requests, prompts, strict=True):
+        # Of 25 tokens after the prompt; the last page may be full, and nothing follows it.
+        pinned = -(-len(prompt) // PAGE)
+        made = -(-(len(prompt) + 25) // PAGE) - pinned
+        left = max(most - pinned, 1)
+        assert request.stats().evicted_pages in (made - left, made - left + 1)
+
+
 def test_the_number_of_entries_is_fixed(name: str, gqa: Model) -> None:
     """Fixed settings give fixed shapes, so that a step can be captured as a CUDA graph."""
     calls, _ = recorded(gqa, make(name, SMALL))
@@ -228,8 +272,8 @@ def test_what_is_read_is_counted(name: str, model: Model) -> None:
                 call = recording.calls[place]
                 place += 1
                 assert call.lengths == [length]
-                if call.selection is not None:
-                    unit = call.selection.unit
+                if call.entries(0) is not None:
+                    unit = call.unit
                     heads = [
                         sum(min(unit, length - entry * unit) for entry in entries)
                         for entries in call.entries(0) or []
@@ -273,7 +317,8 @@ def test_preemption_and_replay_change_nothing(name: str, gqa: Model) -> None:
         engine = make_engine(gqa, policy)
         alone.append(engine.add(prompt, params, keep_logits=True))
         run(engine)
-    engine = make_engine(gqa, policy, memory=22 * probe.cache.page_bytes)
+    room = 19 if name in EVICTING else 22
+    engine = make_engine(gqa, policy, memory=room * probe.cache.page_bytes)
     together = [engine.add(request.prompt, params, keep_logits=True) for request in alone]
     preempted = 0
     for _ in steps(engine):

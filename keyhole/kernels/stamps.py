@@ -1,0 +1,55 @@
+"""Stamps of pages: when each was last of use, and which one has not been for longest (RaaS).
+
+Stamps int32 [slots, n] belong to the last pages of a sequence, those after its first `pinned` ones.
+rows int64 [B]: whose stamps; pages int32 [B], pinned int64 [B]: pages of each sequence, and those
+without a stamp; now int32 [B]: what to write. Plain PyTorch on every device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def stamp_newest(stamps: Tensor, rows: Tensor, pinned: Tensor, pages: Tensor, now: Tensor) -> None:
+    """Stamps the last page of each sequence, in place, unless it is pinned."""
+    place = pages - pinned - 1
+    column = place.clamp(min=0)
+    stamps[rows, column] = torch.where(place >= 0, now, stamps[rows, column])
+
+
+def renew_stamps(
+    stamps: Tensor,
+    rows: Tensor,
+    pinned: Tensor,
+    pages: Tensor,
+    now: Tensor,
+    weights: Tensor,
+    alpha: float,
+) -> None:
+    """Stamps the pages of more weight than alpha, in place; weights float32 [B, M]."""
+    entries = pinned[:, None] + torch.arange(stamps.shape[1], device=stamps.device)
+    there = entries < pages[:, None]
+    most = weights.gather(1, entries.clamp(max=weights.shape[1] - 1))
+    old = stamps[rows]
+    stamps[rows] = torch.where(there & (most > alpha), now[:, None], old)
+
+
+def drop_oldest(
+    stamps: Tensor, rows: Tensor, pinned: Tensor, pages: Tensor, due: np.ndarray
+) -> Tensor:
+    """The page of the oldest stamp, the earlier of equals: int64 [B], counted after the pinned.
+
+    Where bool [B] due says that it goes, its stamp is taken out, in place.
+    """
+    old = stamps[rows]
+    place = torch.arange(old.shape[1], device=old.device)
+    there = place < (pages - pinned)[:, None]
+    # Stamp and place in one number, as argmin may take any of equals.
+    order = old.long() * len(place) + place
+    oldest = order.masked_fill(~there, torch.iinfo(torch.int64).max).argmin(1)
+    goes = torch.from_numpy(due).to(old.device)[:, None]
+    later = place + (goes & (place >= oldest[:, None]))
+    stamps[rows] = old.gather(1, later.clamp(max=len(place) - 1))
+    return oldest

@@ -1,0 +1,102 @@
+"""RaaS: pages that no head looks at for long are evicted; the prompt stays.
+
+Hu et al., RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning (2025,
+arXiv 2502.11147), section 3: in a long derivation a step matters until its conclusion is drawn, and
+then never again. Every page carries a stamp, renewed to the current step when any head gives it
+more attention than `alpha`; where a new page would exceed `token_budget`, the page with the oldest
+stamp leaves the cache for good (of equals the earlier one). Prompt pages are pinned. Attention is
+over all pages that are left, in every layer.
+
+Cost per step and layer: `token_budget` keys and values, or those of the prompt and the newest page
+if they are more: a prompt that fills the budget leaves no room for what is generated. Memory is
+bounded in the same way.
+
+Differences from the paper: a page's attention is the largest weight of any of its tokens, as the
+layer itself computed it, not estimated from a representative key; so no page's key is kept beside
+the cache. One stamp serves all layers, renewed by any of them, and a page leaves all layers at
+once, as it is one piece of memory. Layers with a sliding window of their own are left alone: what
+they still see is freed when they no longer do. A page is stamped while it is written to. A sequence
+that is pre-empted is replayed step by step and evicts again what it had evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, is_number, require, setting
+from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaaS(Policy):
+    """The prompt, and the generated pages that some head looked at last; others are evicted."""
+
+    name: ClassVar[str] = "raas"
+    token_budget: int = setting(1024, "tokens kept, the prompt included, in whole pages")
+    alpha: float = setting(1e-4, "attention weight above which a token renews its page")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that the budget holds a page, and that alpha is a share of attention."""
+        size = geometry.page_size
+        right = f"at least one page of {size} tokens"
+        require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
+        good = is_number(self.alpha) and 0 <= self.alpha < 1
+        require(good, "alpha", self.alpha, "a number from 0 to below 1")
+        return self
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """None: every layer reads all that is left."""
+        return ()
+
+    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray:
+        """The budget; beside a prompt that fills it, one page."""
+        most: np.ndarray = np.maximum(prompt_pages + 1, self.token_budget // page_size)
+        return most
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """Stamps of the generated pages that are left: the length at which each was renewed."""
+        return {"stamp": (max(2, self.token_budget // geometry.page_size),)}
+
+    def before_step(self, step: Step) -> None:
+        """Stamps the page that the new token is written to, if it is not the prompt's."""
+        kernels.stamp_newest(*_stamps(step))
+
+    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
+        """The largest weight of every token, in all layers.
+
+        A page that is written to is stamped already: where there is no other, no score is needed.
+        """
+        assert step.remaining is not None
+        if step.remaining.most_generated < 2:
+            return ()
+        return (ScoreRequest("max", 1),)
+
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+        """Renews the stamps of pages with a token above alpha."""
+        weights = scores[0][:, 0].unflatten(1, (-1, step.page_size)).amax(2)
+        kernels.renew_stamps(*_stamps(step), weights, self.alpha)
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """All that is left."""
+        return None
+
+    def victims(self, step: Step) -> Tensor:
+        """The generated pages of the oldest stamp."""
+        assert step.remaining is not None
+        stamps, rows, pinned, pages, _ = _stamps(step)
+        return kernels.drop_oldest(stamps, rows, pinned, pages, step.remaining.due)
+
+
+def _stamps(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The stamps, whose they are, which pages have one, and that of the present."""
+    left = step.remaining
+    assert left is not None
+    return step.state["stamp"], step.slots, left.pinned, left.pages, step.lengths
