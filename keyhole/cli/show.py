@@ -52,6 +52,8 @@ def closing_line(stats: Stats) -> str:
     if stats.attended_fraction is not None:
         parts.append(f"{100 * stats.attended_fraction:.1f} % of keys read")
         parts.append(f"{bytes_text(bytes_per_step(stats))} read per token")
+    if stats.evicted_pages:
+        parts.append(f"{count(stats.evicted_pages, 'page')} evicted")
     if stats.ttft_ms is not None:
         parts.append(f"first token after {stats.ttft_ms:.0f} ms")
     return " | ".join(parts)

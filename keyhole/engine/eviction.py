@@ -32,8 +32,6 @@ class Eviction:
         # Of the prompt's pages those that are there, and how many there may be with generated ones.
         self._present = np.zeros(num_slots, np.int64)
         self._most = np.zeros(num_slots, np.int64)
-        # Evicted, and in the window of some layer still.
-        self._leaving: list[list[int]] = [[] for _ in range(num_slots)]
 
     def view(
         self, decodes: list[Sequence], position: np.ndarray, fresh: np.ndarray
@@ -78,14 +76,13 @@ class Eviction:
         self._counts[slots] -= 1
         freed = []
         for sequence, entry in zip(sequences, gone.tolist(), strict=True):
-            leaving = self._leaving[sequence.slot]
-            leaving.append(entry)
+            leaving = [*sequence.leaving, entry]
             free = [e for e in leaving if self._is_unseen(e, sequence.num_computed)]
-            self._leaving[sequence.slot] = [e for e in leaving if e not in free]
+            sequence.leaving = [e for e in leaving if e not in free]
             self._cache.release(sequence.pages[e] for e in free)
             for e in free:
                 sequence.pages[e] = HOLE
-            sequence.evicted_pages = (sequence.evicted_pages or 0) + len(free)
+            sequence.evicted_pages += len(free)
             freed += [(sequence, e) for e in free]
         return freed
 
@@ -97,7 +94,7 @@ class Eviction:
         pages = np.asarray(sequence.pages, np.int64)
         there = np.tile(pages != HOLE, (self._cache.geometry.num_layers, 1))
         full = list(self._cache.geometry.full_attention)
-        there[np.ix_(full, self._leaving[sequence.slot])] = False
+        there[np.ix_(full, sequence.leaving)] = False
         kept = torch.from_numpy(there.repeat(self._cache.page_size, 1))
         kept = kept[:, : sequence.num_computed]
         if sequence.kept is not None:
@@ -105,10 +102,14 @@ class Eviction:
         return None if kept.all() else kept
 
     def _enter(self, sequence: Sequence, position: int) -> None:
-        slot, sequence.evicted_pages = sequence.slot, 0
-        pinned = -(-position // self._cache.page_size)
-        self._pinned[slot], self._counts[slot], self._leaving[slot] = pinned, 0, []
-        self._present[slot] = sum(page != HOLE for page in sequence.pages[:pinned])
+        slot, size = sequence.slot, self._cache.page_size
+        pinned = -(-position // size)
+        self._pinned[slot], self._counts[slot], self._present[slot] = pinned, 0, pinned
+        if sequence.kept is not None:
+            read = np.ones(pinned * size, bool)
+            layers = list(self._cache.geometry.full_attention)
+            read[: sequence.kept.shape[1]] = sequence.kept[layers].any(0).numpy()
+            self._present[slot] = max(1, read.reshape(-1, size).any(1).sum())
         self._most[slot] = self._allowed(self._present[slot : slot + 1])[0]
 
     def _allowed(self, prompt_pages: np.ndarray) -> np.ndarray:

@@ -166,7 +166,7 @@ class Scheduler:
         while not self._reserve(sequence, sequence.num_computed + count):
             youngest = self.running.pop()
             self._leave(youngest)
-            youngest.num_computed = 0
+            youngest.num_computed = youngest.evicted_pages = 0
             self.waiting.appendleft(youngest)
             plan.preempted.append(youngest)
             if youngest is sequence:
@@ -220,7 +220,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(page for page in sequence.pages if page != HOLE)
-        sequence.pages, sequence.kept = [], None
+        sequence.pages, sequence.kept, sequence.leaving = [], None, []
 
     def _leave(self, sequence: Sequence) -> None:
         self._release(sequence)

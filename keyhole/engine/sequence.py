@@ -26,7 +26,7 @@ class Stats:
     that was there already.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
     computed again / all. store_bytes_read: read from the store. tokens_not_computed: of documents.
-    evicted_pages: freed for good by a policy that evicts.
+    evicted_pages: freed for good by a policy that evicts, before the end.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
     """
 
@@ -45,7 +45,7 @@ class Stats:
     recompute_ratio: float | None = None
     store_bytes_read: int | None = None
     tokens_not_computed: int | None = None
-    evicted_pages: int | None = None
+    evicted_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Sequence:
     under the policy, also when they are already known (replay after pre-emption, given tokens).
     offloaded: layers on the lower tier at its last step; None if they cannot go there.
     repeated: the place of a token that is computed again only for its logits.
-    evicted_pages: how many a policy took away since it began to run; None: it takes none.
+    leaving: entries of `pages` that a policy evicted, and a layer's own sliding window still sees.
+    evicted_pages: how many are gone; a hole stands in their place.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
     has of them and of what stands between; None: everything. reused: what they cost.
@@ -106,7 +107,8 @@ class Sequence:
     num_cached: int = 0
     repeated: int | None = None
     offloaded: int | None = None
-    evicted_pages: int | None = None
+    leaving: list[int] = field(default_factory=list)
+    evicted_pages: int = 0
     finish_reason: str | None = None
     error: KeyholeError | None = None
     counters: Counters = Counters()

@@ -47,7 +47,7 @@ class PagedCache:
         for row, own in zip(self.rows, copy.rows, strict=True):
             self.pages.share(page for page in row.pages if page != HOLE)
             own.pages, own.num_computed = list(row.pages), row.num_computed
-            own.kept = self.runner.kept(row)
+            own.kept, own.leaving = self.runner.kept(row), list(row.leaving)
         return copy
 
     def get_seq_length(self, *_: Any) -> int:

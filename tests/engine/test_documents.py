@@ -313,7 +313,7 @@ _CHOOSING = {
 @pytest.mark.parametrize("case", ["sam_kv", "multi_infllm", "reuse"])
 @pytest.mark.parametrize(
     "policy",
-    ["delta", "quest", "streaming_llm", "sliding_window", "tidal_decode", "omnikv", "infllm"],
+    [*_CHOOSING, "quest", "raas", "streaming_llm", "sliding_window", "infllm"],
 )
 def test_policies_with_room_for_all_change_nothing(
     llms: dict[str, tuple[LLM, Any]], case: str, policy: str
@@ -330,7 +330,7 @@ def test_policies_with_room_for_all_change_nothing(
         assert_near(ours_, theirs)
 
 
-@pytest.mark.parametrize("policy", [*_CHOOSING, "quest", "streaming_llm", "infllm"])
+@pytest.mark.parametrize("policy", [*_CHOOSING, "quest", "raas", "streaming_llm", "infllm"])
 def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], policy: str) -> None:
     llm, _ = llms["llama"]
     names, question, settings = ["a", "c"], tokens(9, 99), {"block_size": BLOCK, "select": False}
@@ -348,6 +348,45 @@ def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], p
     there = [dense.reused.sequence_ratio * length + n - length for n in steps]
     assert kept == pytest.approx(np.mean([a / b for a, b in zip(there, steps, strict=True)]))
     assert 0 < read < kept
+
+
+def test_what_is_generated_after_documents_is_evicted(llms: dict[str, tuple[LLM, Any]]) -> None:
+    """Of a budget two pages are left beside what is kept; with alpha 0 the earlier one goes."""
+    llm, model = llms["llama"]
+    names, prefix, separator, question = ["a", "c", "short"], [1, 2], [5], tokens(7, 3)
+    kept, written = _masks(llm, names, 5)
+    kept[:, 20:60] = False
+    written &= kept
+    network = oracle.Network(model, torch.float64)
+    with torch.no_grad():
+        records = [oracle.encode(network, TEXTS[name], BLOCK) for name in names]
+        prompt = oracle.Prompt(network, records, prefix, question, separator, 30, True)
+        full = [torch.zeros(len(kept), len(prompt.ids), dtype=torch.bool) for _ in range(2)]
+        for mask, given in zip(full, (kept, written), strict=True):
+            mask[:, prompt.documents] = given
+        choice, start = oracle.Choice(*full), len(prompt.ids) - 30
+        there = (full[0].any(0) | prompt.loose | prompt.question)[:start].nonzero()
+        pages = len((there // 4).unique())
+        assert pages < -(-start // 4) - 5
+        oracle.answer(prompt, choice, oracle.Settings(), None)  # writes what the prompt is
+        ids, exists = prompt.ids, choice.kept | prompt.loose | prompt.question
+        logits = []
+        for place in range(start - 1, len(ids) - 1):
+            exists |= oracle.among(len(ids), [place])
+            new = oracle.among(len(ids), [place])
+            writes = torch.zeros_like(full[0]) if place < start else prompt.everywhere(new)
+            logits.append(prompt.run(new, exists, writes)[0][-1])
+            ids[place + 1] = logits[-1].argmax()
+            if place + 1 > -(-start // 4) * 4 + 4 and (place + 1) % 4 == 0:
+                exists[:, place + 1 - 8 : place + 1 - 4] = False
+    settings = {"token_budget": 4 * (pages + 2), "alpha": 0}
+    other = _beside(llm, "raas", settings)
+    method = Masks(kept, written, fuses=False)
+    found = run(other, names, question, method, prefix=prefix, separator=separator, max_tokens=30)
+    assert found.generated == ids[start:].tolist()
+    for ours, theirs in zip(found.logits, logits, strict=True):
+        assert_near(ours, theirs)
+    assert found.stats().evicted_pages >= 5
 
 
 def _beside(llm: LLM, policy: str, settings: dict[str, Any]) -> LLM:

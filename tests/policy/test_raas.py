@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from keyhole import ConfigError, RaaS
+from keyhole import ConfigError, RaaS, sparse
 from tests.oracle import Array, float64
 from tests.policy.models import prompt, twins
 from tests.policy.recording import GREEDY, PAGE, Recording, make_engine, steps
@@ -24,43 +25,52 @@ from tests.policy.shapes import shape
 class Simulation:
     """RaaS as the paper has it: one whole forward for every token, no cache, no pages in memory.
 
-    seen: for each token from `start` on, the pages that full-attention layers let it read.
+    seen: of each token that does not see everything, the pages that full-attention layers let it
+    read. pinned: pages of prompts that are left. stamps: of the others that are left.
     """
 
     network: Any
     budget: int
     alpha: float
-    start: int
     seen: dict[int, list[int]] = field(default_factory=dict)
+    pinned: list[int] = field(default_factory=list)
     stamps: dict[int, int] = field(default_factory=dict)
     evicted: list[int] = field(default_factory=list)
+    decodes: bool = False
 
-    def logits(self, tokens: list[int]) -> Array:
-        """Logits [n, vocabulary] after the prompt and after each later token."""
-        self.network.set_attn_implementation("raas")
-        rows = [self._forward(tokens[: self.start])]
-        for length in range(self.start + 1, len(tokens) + 1):
-            newest = (length - 1) // PAGE
-            if newest >= self._pinned:
-                self.stamps[newest] = length
-            self.seen[length - 1] = [*range(self._pinned), *sorted(self.stamps)]
-            rows.append(self._forward(tokens[:length]))
-            if length % PAGE == 0 and self._pinned + len(self.stamps) >= self._most:
-                oldest = min(self.stamps, key=lambda page: (self.stamps[page], page))
-                del self.stamps[oldest]
-                self.evicted.append(oldest)
+    def logits(self, tokens: list[int], start: int) -> Array:
+        """Logits [n, vocabulary] after the first `start` tokens and after each later one."""
+        rows = [self.read(tokens[:start], 0)]
+        rows += [self.step(tokens[:length]) for length in range(start + 1, len(tokens) + 1)]
         return np.stack(rows)
 
-    @property
-    def _pinned(self) -> int:
-        return -(-self.start // PAGE)
+    def read(self, tokens: list[int], first: int) -> Array:
+        """Logits after a prompt, the tokens from `first` on, that follows what is left."""
+        new = range(first // PAGE, -(-len(tokens) // PAGE))
+        self.pinned = sorted({*self.pinned, *self.stamps, *new})
+        self.stamps = {}
+        self.seen |= dict.fromkeys(range(first, len(tokens)), self.pinned)
+        return self._forward(tokens)
 
-    @property
-    def _most(self) -> int:
-        return max(self.budget // PAGE, self._pinned + 1)
+    def step(self, tokens: list[int]) -> Array:
+        """Logits after the last one of the tokens, which is decoded."""
+        length, newest = len(tokens), (len(tokens) - 1) // PAGE
+        if newest not in self.pinned:
+            self.stamps[newest] = length
+        self.seen[length - 1] = sorted({*self.pinned, *self.stamps})
+        self.decodes = True
+        logits = self._forward(tokens)
+        self.decodes = False
+        most = max(self.budget // PAGE, len(self.pinned) + 1)
+        if length % PAGE == 0 and len(self.seen[length - 1]) >= most and self.stamps:
+            oldest = min(self.stamps, key=lambda page: (self.stamps[page], page))
+            del self.stamps[oldest]
+            self.evicted.append(oldest)
+        return logits
 
     @torch.no_grad()
     def _forward(self, tokens: list[int]) -> Array:
+        self.network.set_attn_implementation("raas")
         ids = torch.tensor([tokens])
         return float64(self.network(input_ids=ids, use_cache=False, simulation=self).logits[0, -1])
 
@@ -83,21 +93,18 @@ class Simulation:
         for row, pages in self.seen.items():
             if window is None and row < count:
                 mask[row] &= np.isin(place // PAGE, pages)
-        out = []
-        for head in range(len(query)):
-            kv = head * len(keys) // len(query)
-            logits = scale * query[head] @ keys[kv].T
-            if softcap is not None:
-                logits = softcap * np.tanh(logits / softcap)
-            weights = np.where(mask, np.exp(logits), 0.0)
-            total = weights.sum(1) + (0.0 if sinks is None else np.exp(sinks[head]))
-            weights /= total[:, None]
-            out.append(weights @ values[kv])
-            if window is None and count > self.start:
-                for page in self.stamps:
-                    if weights[-1, page * PAGE : (page + 1) * PAGE].max() > self.alpha:
-                        self.stamps[page] = count
-        return np.stack(out, 1)
+        keys, values = (x.repeat(len(query) // len(x), axis=0) for x in (keys, values))
+        logits = scale * query @ keys.transpose(0, 2, 1)  # [Hq, T, T]
+        if softcap is not None:
+            logits = softcap * np.tanh(logits / softcap)
+        weights = np.where(mask, np.exp(logits), 0.0)
+        extra = 0.0 if sinks is None else np.exp(sinks)[:, None]
+        weights /= (weights.sum(2) + extra)[..., None]
+        if window is None and self.decodes:
+            for page in self.stamps:
+                if weights[:, -1, page * PAGE : (page + 1) * PAGE].max() > self.alpha:
+                    self.stamps[page] = count
+        return (weights @ values).transpose(1, 0, 2)
 
 
 def _attention(
@@ -121,40 +128,40 @@ def _attention(
 
 AttentionInterface.register("raas", _attention)
 
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
+    ("kind", "fields", "alpha"),
     [
-        ("llama_group3", {}),
-        ("llama_group4", {}),
-        ("llama_group7", {}),
-        ("llama_mha", {}),
-        ("llama_mqa", {}),
-        ("gemma2", SLIDING),
-        ("gpt_oss", SLIDING),
-        ("gemma3", SLIDING),
-        ("deepseek_v3", {}),
+        ("llama_group3", {}, 0.2),
+        ("llama_group4", {}, 0.5),
+        ("llama_group7", {}, 0.4),
+        ("llama_mha", {}, 0.25),
+        ("llama_mqa", {}, 0.25),
+        ("gemma2", SLIDING, 0.25),
+        ("gpt_oss", SLIDING, 0.2),
+        ("gemma3", SLIDING, 0.15),
+        ("deepseek_v3", {}, 0.25),
     ],
 )
 def test_a_whole_model_evicts_as_the_simulation(
-    tmp_path: Path, kind: str, fields: dict[str, Any]
+    tmp_path: Path, kind: str, fields: dict[str, Any], alpha: float
 ) -> None:
-    """Ragged prompts at once, one of them as long as the budget; a weight of 0.3 is seldom."""
-    model, network = twins(kind, tmp_path, num_hidden_layers=4, **fields)
-    budget, alpha = 6 * PAGE, 0.3
+    """Ragged prompts at once, one of them as long as the budget; weights above alpha are seldom."""
+    model, network = twins(kind, tmp_path, num_hidden_layers=2, **fields)
+    budget = 6 * PAGE
     recording = Recording(inner=RaaS(token_budget=budget, alpha=alpha))
     engine = make_engine(model, recording, prefill_chunk=16)
-    params = dataclasses.replace(GREEDY, max_tokens=40)
+    params = dataclasses.replace(GREEDY, max_tokens=34)
     requests = [engine.add(prompt(n), params, keep_logits=True) for n in (3, 10, 24)]
     for _ in steps(engine):
         pass
     orders = []
     for request in requests:
         start = len(request.prompt)
-        simulation = Simulation(network, budget, alpha, start)
-        wanted = simulation.logits(request.tokens[:-1])
+        simulation = Simulation(network, budget, alpha)
+        wanted = simulation.logits(request.tokens[:-1], start)
         assert wanted.argmax(1).tolist() == request.generated
         found = torch.stack(request.logits).numpy()
         assert np.abs(found - wanted).max() <= 1e-4 * max(1.0, np.abs(wanted).max())
@@ -167,10 +174,10 @@ def test_a_whole_model_evicts_as_the_simulation(
             )
             if first == pinned
         ]
-        assert {length - 1 for length, _ in rows} == simulation.seen.keys()
+        assert {length for length, _ in rows} == {*range(start + 1, start + 34)}
         assert all(simulation.seen[length - 1] == left for length, left in rows)
         orders.append(simulation.evicted)
-    assert min(map(len, orders)) >= 5
+    assert min(map(len, orders)) >= 3
     # Where there is a choice, it is not always the first one's turn.
     assert any(order != sorted(order) for order in orders)
 
@@ -195,6 +202,97 @@ def test_memory_of_a_long_generation_stays_bounded(tmp_path: Path) -> None:
     assert engine.prefix is not None
     engine.prefix.clear()
     assert engine.cache.available == engine.max_pages == 20
+
+
+def test_a_sequence_that_gives_way_evicts_again_what_it_had_evicted(tmp_path: Path) -> None:
+    """Its replay never has more pages than it had, though its tokens would fill the cache twice."""
+    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
+    policy = RaaS(token_budget=6 * PAGE, alpha=0.3)
+    page_bytes = make_engine(model, policy).cache.page_bytes
+    params = dataclasses.replace(GREEDY, max_tokens=90)
+    alone = make_engine(model, policy)
+    first = alone.add(prompt(9), params, keep_logits=True)
+    for _ in steps(alone):
+        pass
+    engine = make_engine(model, policy, memory=11 * page_bytes)
+    older = engine.add(prompt(17), dataclasses.replace(params, max_tokens=70))
+    younger = engine.add(prompt(9), params, keep_logits=True)
+    waited = 0
+    for _ in steps(engine):
+        waited = max(waited, len(younger.generated) if engine.scheduler.waiting else 0)
+    assert 0 < waited < 90
+    assert len(older.generated) == 70
+    assert younger.tokens == first.tokens
+    assert (torch.stack(younger.logits) - torch.stack(first.logits)).abs().max() < 1e-4
+    assert younger.stats().evicted_pages == first.stats().evicted_pages == 25 - 6
+
+
+def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again(tmp_path: Path) -> None:
+    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
+    engine = make_engine(model, RaaS(token_budget=4 * PAGE))
+    assert engine.prefix is not None
+    params = dataclasses.replace(GREEDY, max_tokens=30)
+    first, page = engine.add(prompt(6), params), -1
+    for _ in steps(engine):
+        if first.num_computed == 12:  # somebody else takes its third page, the first to go
+            page = first.pages[2]
+            engine.prefix.insert(first.tokens[:12], first.pages[:3], 6)
+    assert first.stats().evicted_pages == 9 - 4
+    assert engine.cache.references(page) == 1
+    # The fourth page was evicted later, and those after it are not known either.
+    again = engine.add(first.tokens, params, reuse_approximate=True)
+    engine.step()
+    assert again.stats().cached_prompt_tokens == 12
+    assert again.pages[2] == page
+    for _ in steps(engine):
+        pass
+    engine.prefix.clear()
+    assert engine.cache.available == engine.max_pages
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("llama_group3", {}), ("gemma3", SLIDING)])
+def test_a_conversation_goes_on_with_what_is_left(
+    tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    """Under `keyhole.sparse`: what is read next, and a copy, take it for their prompt."""
+    _, network = twins(kind, tmp_path, num_hidden_layers=2, **fields)
+    # A prompt, its answer, another turn, and after 18 tokens a copy that goes on.
+    sizes = [9, *[1] * 27, 7, *[1] * 18, *[1] * 19]
+    ends, copied = np.cumsum(sizes).tolist(), 1 + 27 + 1 + 18
+    tokens = prompt(ends[-1])
+    simulation = Simulation(network, 6 * PAGE, 0.3)
+    wanted = []
+    for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        if i == copied:
+            simulation.pinned, simulation.stamps = simulation.seen[end - 2], {}
+        first = end - size
+        row = simulation.step(tokens[:end]) if size == 1 else simulation.read(tokens[:end], first)
+        wanted.append(row)
+    assert len(simulation.evicted) > 8
+    network.set_attn_implementation("eager")
+    found, past = [], None
+    policy = RaaS(token_budget=6 * PAGE, alpha=0.3)
+    with sparse(network, policy, page_size=PAGE, memory="1MiB"), torch.no_grad():
+        for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            past = copy.deepcopy(past) if i == copied else past
+            ids = torch.tensor([tokens[end - size : end]])
+            out = network(input_ids=ids, past_key_values=past)
+            past = out.past_key_values
+            found.append(float64(out.logits[0, -1]))
+        cache = past.pages
+        used = cache.max_pages - cache.available
+        del past, out
+        assert cache.available == cache.max_pages
+    assert np.abs(np.stack(found) - np.stack(wanted)).max() <= 1e-4
+    window = 4 if fields else 0  # pages that only the sliding layers see
+    left = len(simulation.pinned) + len(simulation.stamps)
+    assert left <= used <= left + window
+
+
+def test_offloading_is_refused(tmp_path: Path) -> None:
+    model, _ = twins("llama", tmp_path, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="'raas' reads all keys of every layer"):
+        make_engine(model, RaaS(), offload=tmp_path)
 
 
 @pytest.mark.parametrize(
