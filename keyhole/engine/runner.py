@@ -96,9 +96,10 @@ class Runner:
             self._lookahead.after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
         self._traffic = self._prefetcher.end() if loading and self._prefetcher else []
-        left = None if batch.step is None else batch.step.remaining
-        if batch.step is not None and left is not None and left.due.any():
-            self._victims = self._policy.victims(batch.step), left.due
+        if batch.step is not None:
+            victims, left = self._policy.after_step(batch.step), batch.step.remaining
+            if victims is not None and left is not None:
+                self._victims = victims, left.due
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:

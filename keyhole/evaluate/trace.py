@@ -149,9 +149,9 @@ class Traced(Policy):
         self.trace.record(layer, selection, step)
         return selection
 
-    def victims(self, step: Step) -> Tensor:
+    def after_step(self, step: Step) -> Tensor | None:
         """As the policy inside."""
-        return self.inner.victims(step)
+        return self.inner.after_step(step)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """As the policy inside."""

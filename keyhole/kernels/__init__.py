@@ -23,7 +23,7 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     trim             as much of a choice as a share of the scores asks for
     recent_indices   the first and the last positions
     keep, kept       store a choice; give it again, with the tokens since
-    stamp_newest, renew_stamps  note when pages were last of use
+    renew_stamps     note that pages were of use in this step
     drop_oldest      the page that has not been of use for longest
     exchange         selected tokens or pages into a buffer that keeps those it has
     linear           a linear layer for the few tokens of a decode step
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
         recent_indices,
         renew_stamps,
         representative_keys,
-        stamp_newest,
         top_indices,
         trim,
     )
@@ -93,7 +92,6 @@ __all__ = [
     "recent_indices",
     "renew_stamps",
     "representative_keys",
-    "stamp_newest",
     "top_indices",
     "trim",
 ]

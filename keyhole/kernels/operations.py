@@ -173,8 +173,7 @@ representative_keys = blocks.representative_keys
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
 keep, kept = keeping.keep, keeping.kept
 trim = trimming.trim
-stamp_newest, renew_stamps = stamps.stamp_newest, stamps.renew_stamps
-drop_oldest = stamps.drop_oldest
+renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
 
 
 def backend(device: torch.device) -> str:

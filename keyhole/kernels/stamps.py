@@ -2,7 +2,7 @@
 
 Stamps int32 [slots, n] belong to the last pages of a sequence, those after its first `pinned` ones.
 rows int64 [B]: whose stamps; pages int32 [B], pinned int64 [B]: pages of each sequence, and those
-without a stamp; now int32 [B]: what to write. Plain PyTorch on every device.
+without a stamp. Plain PyTorch on every device.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ import torch
 from torch import Tensor
 
 
-def stamp_newest(stamps: Tensor, rows: Tensor, pinned: Tensor, pages: Tensor, now: Tensor) -> None:
-    """Stamps the last page of each sequence, in place, unless it is pinned."""
-    place = pages - pinned - 1
-    column = place.clamp(min=0)
-    stamps[rows, column] = torch.where(place >= 0, now, stamps[rows, column])
-
-
 def renew_stamps(
     stamps: Tensor,
     rows: Tensor,
     pinned: Tensor,
     pages: Tensor,
     now: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     alpha: float,
 ) -> None:
-    """Stamps the pages of more weight than alpha, in place; weights float32 [B, M]."""
-    entries = pinned[:, None] + torch.arange(stamps.shape[1], device=stamps.device)
-    there = entries < pages[:, None]
-    most = weights.gather(1, entries.clamp(max=weights.shape[1] - 1))
-    old = stamps[rows]
-    stamps[rows] = torch.where(there & (most > alpha), now[:, None], old)
+    """Stamps the last page, and those of more weight than alpha, in place.
+
+    now int32 [B]: what to write. weights float32 [B, M], of all pages of each sequence; None: none
+    has any.
+    """
+    place = torch.arange(stamps.shape[1], device=stamps.device)
+    newest = (pages - pinned - 1)[:, None]
+    renewed = place == newest
+    if weights is not None:
+        entries = (pinned[:, None] + place).clamp(max=weights.shape[1] - 1)
+        renewed |= (place < newest) & (weights.gather(1, entries) > alpha)
+    stamps[rows] = torch.where(renewed, now[:, None], stamps[rows])
 
 
 def drop_oldest(

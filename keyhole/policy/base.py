@@ -34,6 +34,7 @@ class Step:
     page_table: int32 [B, M]; row b lists the physical pages of sequence b, the rest is 0.
     page_data: per layer, the side data that the policy declared, [P, ...] each.
     carry: what `before_step`, or a layer of this step, left for the layers after it.
+    weights: what layers left for `after_step`, scores as they came.
     host_lengths: int64 [B], `lengths` without asking the device. fresh: bool [B], sequences in
         their first decode step since they began to run.
     slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
@@ -57,6 +58,7 @@ class Step:
     slots: Tensor
     state: Mapping[str, Tensor]
     carry: Selection | None = None
+    weights: Tensor | None = None
     thinned: Rows | None = None
     remaining: Remaining | None = None
     head_weights: Callable[[], Tensor] | None = None
@@ -92,7 +94,7 @@ class Policy:
         """Most pages that sequences may keep, those of their prompts too; None: all, for good.
 
         prompt_pages: int64 [n], at least 1 each; at least one more must be allowed. Whoever bounds
-        them evicts, and says which pages go (`victims`); prompts never do.
+        them evicts, and says which pages go (`after_step`); prompts never do.
         """
         return None
 
@@ -135,13 +137,14 @@ class Policy:
         """
         raise AssertionError(f"{type(self).__name__} must define select")
 
-    def victims(self, step: Step) -> Tensor:
-        """Which page goes, int64 [B], counted after the pinned ones of `step.remaining`.
+    def after_step(self, step: Step) -> Tensor | None:
+        """Called after the last layer of every decode step.
 
-        Called after the last layer, if sequences are due to give up a page before their next token
-        (`Remaining.due`); only theirs go.
+        Where sequences are due to give up a page before their next token (`Remaining.due`), a
+        policy that evicts returns which one goes, int64 [B], counted after the pinned ones; only
+        those of sequences that are due do.
         """
-        raise AssertionError(f"{type(self).__name__} must define victims")
+        return None
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """Bytes read in this step besides keys and values, per sequence [B]; None is nothing."""

@@ -65,10 +65,6 @@ class RaaS(Policy):
         """Stamps of the generated pages that are left: the length at which each was renewed."""
         return {"stamp": (max(2, self.token_budget // geometry.page_size),)}
 
-    def before_step(self, step: Step) -> None:
-        """Stamps the page that the new token is written to, if it is not the prompt's."""
-        kernels.stamp_newest(*_stamps(step))
-
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """The largest weight of every token, in all layers.
 
@@ -80,23 +76,19 @@ class RaaS(Policy):
         return (ScoreRequest("max", 1),)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Renews the stamps of pages with a token above alpha."""
-        weights = scores[0][:, 0].unflatten(1, (-1, step.page_size)).amax(2)
-        kernels.renew_stamps(*_stamps(step), weights, self.alpha)
+        """Gathers the largest weights of all layers."""
+        step.weights = scores[0] if step.weights is None else step.weights.maximum(scores[0])
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """All that is left."""
         return None
 
-    def victims(self, step: Step) -> Tensor:
-        """The generated pages of the oldest stamp."""
-        assert step.remaining is not None
-        stamps, rows, pinned, pages, _ = _stamps(step)
-        return kernels.drop_oldest(stamps, rows, pinned, pages, step.remaining.due)
-
-
-def _stamps(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The stamps, whose they are, which pages have one, and that of the present."""
-    left = step.remaining
-    assert left is not None
-    return step.state["stamp"], step.slots, left.pinned, left.pages, step.lengths
+    def after_step(self, step: Step) -> Tensor | None:
+        """Renews stamps, of the newest page too; the page of the oldest one goes."""
+        left, weights = step.remaining, step.weights
+        assert left is not None
+        if weights is not None:
+            weights = weights[:, 0].unflatten(1, (-1, step.page_size)).amax(2)
+        stamps = (step.state["stamp"], step.slots, left.pinned, left.pages)
+        kernels.renew_stamps(*stamps, step.lengths, weights, self.alpha)
+        return kernels.drop_oldest(*stamps, left.due) if left.due.any() else None

@@ -74,8 +74,8 @@ class Recording(Policy):
     def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
         return self.inner.most_pages(prompt_pages, page_size)
 
-    def victims(self, step: Step) -> Tensor:
-        return self.inner.victims(step)
+    def after_step(self, step: Step) -> Tensor | None:
+        return self.inner.after_step(step)
 
     def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
         return self.inner.page_data(layout)
