@@ -22,14 +22,14 @@ def trim(
 
     The `first` and `last` entries of a sequence stay and count; `least` entries are left at least.
     A choice that does not reach the share stays whole. chosen [B, H, k], of `top_indices` with the
-    same scores float32 [B, H, n], not negative, and valid int32 [B]. No host sync.
+    same scores float32 [B, H, n], which count as 0 below 0, and valid int32 [B]. No host sync.
     """
     entry = torch.arange(scores.shape[-1], device=scores.device)
     count = valid.long()[:, None, None]
-    wanted = share * scores.masked_fill(entry >= count, 0).sum(-1, keepdim=True)
+    wanted = share * scores.clamp(min=0).masked_fill(entry >= count, 0).sum(-1, keepdim=True)
     indices = chosen.indices.long()
     real = indices >= 0
-    own = scores.gather(-1, indices.clamp(min=0)).masked_fill(~real, 0)
+    own = scores.gather(-1, indices.clamp(min=0)).clamp(min=0).masked_fill(~real, 0)
     forced = real & ((indices < first) | (indices >= count - last))
     # Padding goes last, behind entries whose score is 0.
     rank = own.masked_fill(~real, -1).masked_fill(forced, float("inf"))
