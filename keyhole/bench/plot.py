@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.bench.settings import OUTSIDE, PEERS
-from keyhole.drawing import FAINT, INK, STYLE, matplotlib
+from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, STYLE, matplotlib
 
-#: Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
-_COLORS = {"full": INK, "delta": "#e08e4f", "quest": "#0b6e75", "streaming_llm": "#7a5ea8"}
+# Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
 _MARKS = "osD^v"
 _OTHERS = (*PEERS, *OUTSIDE)
-_MORE_COLORS = ("#b03a48", "#4c8c4a", "#2f6fb0")
 
 
 def step_times(line: dict[str, Any], path: Path) -> None:
@@ -58,6 +56,6 @@ def _look(name: str, found: dict[str, Any]) -> dict[str, Any]:
     if name in _OTHERS:
         mark = _MARKS[_OTHERS.index(name) % len(_MARKS)]
         return {"color": FAINT, "linestyle": (0, (4, 2)), "marker": mark, "markersize": 4}
-    others = [other for other in found if other not in _OTHERS and other not in _COLORS]
-    color = _COLORS.get(name) or _MORE_COLORS[others.index(name) % len(_MORE_COLORS)]
+    others = [other for other in found if other not in _OTHERS and other not in POLICY_COLORS]
+    color = POLICY_COLORS.get(name) or SPARE_COLORS[others.index(name) % len(SPARE_COLORS)]
     return {"color": color, "marker": "o", "markersize": 4}

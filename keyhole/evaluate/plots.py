@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.drawing import DPI, FAINT, INK, PALE, STYLE, matplotlib
-from keyhole.errors import ConfigError
+from keyhole.drawing import DPI, FAINT, INK, PALE, STYLE, matplotlib, save
 from keyhole.evaluate.calibrate import Measurement
 from keyhole.evaluate.trace import Trace
 from keyhole.policy.calibration import Calibration
@@ -97,7 +96,7 @@ def page_map(
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel("decode step", fontsize=9)
         figure.supylabel(f"page of {size} tokens", fontsize=9)
-        _save(figure, path)
+        save(figure, path)
         pyplot.close(figure)
 
 
@@ -149,7 +148,7 @@ def recall_chart(found: Measurement, placed: Calibration, path: str | Path) -> N
             fontsize=11,
             fontweight="bold",
         )
-        _save(figure, path)
+        save(figure, path)
         pyplot.close(figure)
 
 
@@ -193,10 +192,3 @@ def _kind(layer: int, shares: np.ndarray, delta_layers: tuple[int, ...]) -> str:
     if layer in delta_layers:
         return "selects"
     return "full" if np.nanmin(shares) == 1 else "sparse"
-
-
-def _save(figure: Any, path: str | Path) -> None:
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error

@@ -1,0 +1,204 @@
+"""What `keyhole eval` stored, as its report and pictures read it: a Cell for each JSON line.
+
+Any field of a line may be null, not a number, or missing; it is None here, and pictures and tables
+leave it out. Of two lines that measure the same, the last one counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keyhole.errors import ConfigError
+from keyhole.models.tiny.table import interval
+
+Line = dict[str, Any]
+UNNAMED = "unnamed"
+#: Settings that say the budget, which stands in a column of its own.
+_BUDGETS = ("token_budget",)
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """What was asked: cells of one place are compared with each other."""
+
+    model: str
+    task: str
+    setup: str
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One method with one budget at one place.
+
+    name: the policy, with the settings that tell it from others of the same policy and budget.
+    budget: tokens, None for full attention. scores, depths: one for each sample.
+    """
+
+    place: Place
+    policy: str
+    name: str
+    settings: dict[str, Any]
+    budget: int | None
+    samples: int | None
+    score: float | None
+    scores: tuple[float | None, ...] = ()
+    depths: tuple[float | None, ...] = ()
+    tokens_prompt: float | None = None
+    tokens_generated: float | None = None
+    read_share: float | None = None
+    bytes_per_step: float | None = None
+    step_ms: float | None = None
+    peak_bytes: float | None = None
+    recall_per_layer: tuple[float | None, ...] = ()
+    selection_maps: tuple[Line, ...] = ()
+    line: Line = field(repr=False, default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The method and its budget: "delta, 256 tokens"."""
+        return self.name if self.budget is None else f"{self.name}, {self.budget:,} tokens"
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Wilson's 95 % interval of the score; None unless every sample is right or wrong."""
+        if not self.scores or any(score not in (0, 1) for score in self.scores):
+            return None
+        return interval(sum(score == 1 for score in self.scores), len(self.scores))
+
+
+def read_lines(path: str | Path) -> list[Line]:
+    """The lines of a file; ConfigError if it cannot be read, or says something else."""
+    try:
+        texts = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the results {str(path)!r}: {error}") from error
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+        if not isinstance(line, dict):
+            raise ConfigError(f"{path}, line {number} is no JSON object: {text[:60]!r}")
+        lines.append(line)
+    return lines
+
+
+def cells(lines: Iterable[Line]) -> list[Cell]:
+    """A cell for each line, in their order; later ones replace those that measure the same."""
+    found = [_cell(line) for line in lines]
+    telling = _telling_settings(found)
+    named = [_named(cell, telling.get(cell.policy, ())) for cell in found]
+    return list({(cell.place, cell.name, cell.budget): cell for cell in named}.values())
+
+
+def places(found: Iterable[Cell]) -> dict[Place, list[Cell]]:
+    """Cells by what was asked: tasks in the order of the lines, short texts before long ones."""
+    by_place: dict[Place, list[Cell]] = {}
+    for cell in found:
+        by_place.setdefault(cell.place, []).append(cell)
+    tasks = list(dict.fromkeys((at.model, at.task, at.setup) for at in by_place))
+    order = sorted(by_place, key=lambda at: (tasks.index((at.model, at.task, at.setup)), at.length))
+    return {at: by_place[at] for at in order}
+
+
+def place_name(at: Place, among: Iterable[Place]) -> str:
+    """What tells a place from the others: "tiny_needle, 2,048 tokens"."""
+    others = list(among)
+    parts = [at.task, *([f"{at.length:,} tokens"] if at.length else [])]
+    if len({other.setup for other in others}) > 1:
+        parts.append(SETUPS.get(at.setup, (at.setup,))[0])
+    if len({other.model for other in others}) > 1:
+        parts.append(at.model)
+    return ", ".join(parts)
+
+
+#: Name and meaning of what is read densely before a sparse step.
+SETUPS = {
+    "prompt": ("question dense", "the whole prompt is read densely, only generation is sparse"),
+    "question": (
+        "question sparse",
+        "the context is read densely, the question and what is generated sparsely",
+    ),
+}
+
+
+def number(value: object) -> float | None:
+    """The value if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _numbers(values: object) -> tuple[float | None, ...]:
+    return tuple(map(number, values)) if isinstance(values, list | tuple) else ()
+
+
+def _cell(line: Line) -> Cell:
+    scores = _numbers(line.get("scores"))
+    known = [score for score in scores if score is not None]
+    score = number(line.get("score"))
+    if score is None and known:
+        score = sum(known) / len(known)
+    policy = str(line.get("policy") or UNNAMED)
+    settings, maps = line.get("settings"), line.get("selection_maps")
+    samples, budget = number(line.get("samples")), number(line.get("budget"))
+    return Cell(
+        place=Place(
+            model=str(line.get("model") or UNNAMED),
+            task=str(line.get("task") or UNNAMED),
+            setup=str(line.get("setup") or ""),
+            length=int(number(line.get("length")) or 0),
+        ),
+        policy=policy,
+        name=policy,
+        settings=settings if isinstance(settings, dict) else {},
+        budget=None if budget is None else int(budget),
+        samples=(len(scores) or None) if samples is None else int(samples),
+        score=score,
+        scores=scores,
+        depths=_numbers(line.get("depths")),
+        recall_per_layer=_numbers(line.get("recall_per_layer")),
+        selection_maps=tuple(maps) if isinstance(maps, list) else (),
+        line=line,
+        **{name: number(line.get(name)) for name in _COSTS},
+    )
+
+
+_COSTS = (
+    "tokens_prompt",
+    "tokens_generated",
+    "read_share",
+    "bytes_per_step",
+    "step_ms",
+    "peak_bytes",
+)
+
+
+def _telling_settings(found: Sequence[Cell]) -> dict[str, list[str]]:
+    """Per policy the settings in which cells of the same place and budget differ."""
+    groups: dict[object, list[Cell]] = {}
+    for cell in found:
+        groups.setdefault((cell.place, cell.policy, cell.budget), []).append(cell)
+    telling: dict[str, list[str]] = {}
+    for group in groups.values():
+        for key in dict.fromkeys(key for cell in group for key in cell.settings):
+            differ = len({json.dumps(cell.settings.get(key), default=str) for cell in group}) > 1
+            known = telling.setdefault(group[0].policy, [])
+            if differ and key not in (*known, *_BUDGETS):
+                known.append(key)
+    return telling
+
+
+def _named(cell: Cell, telling: Sequence[str]) -> Cell:
+    told = [f"{key} {cell.settings[key]}" for key in telling if cell.settings.get(key) is not None]
+    return dataclasses.replace(cell, name=", ".join([cell.policy, *told]))

@@ -1,0 +1,335 @@
+"""The tables of the report: cells as text, the best of each column, and where a number comes from.
+
+Nothing here knows HTML; `report_page.html` writes what stands here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyhole.evaluate.cells import SETUPS, Cell, Place, place_name, places
+from keyhole.evaluate.looks import Look, size_scale
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A number of a cell. best: `max`, `min`, or None where neither end is better.
+
+    text: how a number is written. is_size: bytes, which get one unit for the whole column.
+    """
+
+    key: str
+    head: str
+    unit: str
+    meaning: str
+    text: Callable[[float], str] = str
+    is_size: bool = False
+    best: Callable[[Iterable[float]], float] | None = None
+
+
+COLUMNS = (
+    Column(
+        key="score",
+        head="Score",
+        unit="%",
+        meaning="Mean over the samples of how right the answer is. Where every sample is simply "
+        "right or wrong, the bar and the small numbers are the 95 % Wilson interval: what a larger "
+        "number of samples may well have given. Where two intervals overlap, the difference may be "
+        "chance.",
+        text=lambda value: f"{100 * value:.1f}",
+        best=max,
+    ),
+    Column(
+        key="tokens_generated",
+        head="Generated",
+        unit="tokens",
+        meaning="Mean number of tokens that the model wrote. A method that loses the thread often "
+        "writes more, which costs time even where each step is cheap.",
+        text=lambda value: f"{value:,.1f}",
+    ),
+    Column(
+        key="read_share",
+        head="Keys read",
+        unit="%",
+        meaning="Of all keys there are, the share that a decode step attends to; mean over layers "
+        "and steps, layers that read everything among them.",
+        text=lambda value: f"{100 * value:.1f}",
+        best=min,
+    ),
+    Column(
+        key="bytes_per_step",
+        head="Read per step",
+        unit="",
+        meaning="Bytes of keys and values, and of the summaries and scores that choose among them, "
+        "that one decode step reads.",
+        is_size=True,
+        best=min,
+    ),
+    Column(
+        key="step_ms",
+        head="Step",
+        unit="ms",
+        meaning="Time of a decode step on the machine named below. Times of runs on different "
+        "machines, or under different load, cannot be compared.",
+        text=lambda value: f"{value:,.2f}",
+        best=min,
+    ),
+    Column(
+        key="peak_bytes",
+        head="Peak memory",
+        unit="",
+        meaning="The most memory that the process, or the device, held while it answered.",
+        is_size=True,
+        best=min,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A cell of a table: its text, the number it is sorted by, and whether it is the best."""
+
+    text: str
+    sort: float | None
+    best: bool = False
+    low_high: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A method with a budget; run: the number of the run that measured it."""
+
+    name: str
+    look: Look
+    budget: Value
+    samples: int | None
+    values: tuple[Value, ...]
+    run: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What was measured at one place."""
+
+    title: str
+    about: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass(eq=False)
+class Run:
+    """Lines that one command gave on one machine with the same versions."""
+
+    number: int
+    command: str
+    commit: str
+    note: str
+    machine: dict[str, Any]
+    versions: dict[str, Any]
+    dates: list[str] = field(default_factory=list)
+    lines: int = 0
+
+    @property
+    def when(self) -> str:
+        """The first and the last date, to the minute, as they stand in the lines."""
+        known = sorted(date[:16].replace("T", " ") for date in self.dates)
+        if not known:
+            return NOTHING
+        first, last = known[0], known[-1]
+        if first == last:
+            return first
+        return f"{first} to {last[11:] if first[:10] == last[:10] else last}"
+
+    @property
+    def where(self) -> str:
+        """The machine in words; what `measure.machine` does not say comes last, by its name."""
+        told = {key: value for key, value in self.machine.items() if value is not None}
+        if told.get("device") == "cpu" and "cpu" in told:
+            del told["device"]
+        parts = [words.format(told.pop(key)) for key, words in _MACHINE.items() if key in told] + [
+            f"{key} {value}" for key, value in told.items()
+        ]
+        return ", ".join(parts) or NOTHING
+
+
+_MACHINE = {
+    "device": "{}",
+    "cpu": "{}",
+    "cores": "cores: {}",
+    "threads": "torch threads: {}",
+    "memory_gib": "{} GiB of memory",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """Scores of each method and budget (row) at each place (column), and their mean.
+
+    columns: what stands in a head, part by part.
+    """
+
+    columns: tuple[list[str], ...]
+    rows: tuple[Row, ...]
+
+
+def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Run]) -> list[Table]:
+    """A table for each place; run_of: the run of each cell."""
+    numbers = {id(cell): run.number for cell, run in zip(cells, run_of, strict=True)}
+    by_place = places(cells)
+    found = []
+    for at, own in by_place.items():
+        columns = _columns(own)
+        by_column = [_values([_of(cell, c) for cell in own], c, own) for c in columns]
+        rows = tuple(
+            Row(
+                name=cell.name,
+                look=style[cell.name],
+                budget=_budget(cell),
+                samples=cell.samples,
+                values=tuple(values[index] for values in by_column),
+                run=numbers[id(cell)],
+            )
+            for index, cell in enumerate(own)
+        )
+        found.append(
+            Table(title=place_name(at, by_place), about=_about(at, own), columns=columns, rows=rows)
+        )
+    return found
+
+
+def overview(cells: Sequence[Cell], style: Mapping[str, Look]) -> Overview:
+    """All scores; the mean stands where a row has every score and there is more than one."""
+    by_place = places(cells)
+    rows = list(dict.fromkeys((cell.name, cell.budget) for cell in cells))
+    scores = {(cell.place, cell.name, cell.budget): cell for cell in cells}
+    score = COLUMNS[0]
+    by_column: list[list[Value]] = []
+    for at in by_place:
+        own = [scores.get((at, *row)) for row in rows]
+        values = [None if cell is None else cell.score for cell in own]
+        by_column.append(_values(values, score, own))
+    heads = [place_name(at, by_place).split(", ") for at in by_place]
+    if len(by_place) > 1:
+        means = [_mean([values[index].sort for values in by_column]) for index in range(len(rows))]
+        by_column.append(_values(means, score))
+        heads.append(["mean"])
+    return Overview(
+        columns=tuple(heads),
+        rows=tuple(
+            Row(
+                name=name,
+                look=style[name],
+                budget=_budget(next(c for c in cells if (c.name, c.budget) == (name, budget))),
+                samples=None,
+                values=tuple(values[index] for values in by_column),
+                run=0,
+            )
+            for index, (name, budget) in enumerate(rows)
+        ),
+    )
+
+
+def runs(cells: Sequence[Cell]) -> tuple[list[Run], list[Run]]:
+    """The runs, and the run of each cell. Load on the machine does not tell runs apart."""
+    found: dict[str, Run] = {}
+    of_cells = []
+    for cell in cells:
+        line = cell.line
+        machine, versions = (_dictionary(line.get(key)) for key in ("machine", "versions"))
+        machine.pop("load_average", None)
+        command, commit, note = (str(line.get(key) or "") for key in ("command", "commit", "note"))
+        new = Run(len(found) + 1, command, commit, note, machine, versions)
+        said = [command, commit, note, machine, versions]
+        run = found.setdefault(json.dumps(said, sort_keys=True, default=str), new)
+        run.lines += 1
+        if line.get("date"):
+            run.dates.append(str(line["date"]))
+        of_cells.append(run)
+    return list(found.values()), of_cells
+
+
+def settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """By name the settings that its cells had: "sink_size 4", or "full_layers (0,) or (0, 1)"."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell in cells:
+        own = found.setdefault(cell.name, {})
+        for key, value in cell.settings.items():
+            texts = own.setdefault(key, [])
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            if text not in texts:
+                texts.append(text)
+    return {
+        name: [f"{key} {' or '.join(texts)}" for key, texts in own.items()]
+        for name, own in found.items()
+    }
+
+
+def _columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
+    """Those of which there is a number, sizes in a unit that suits all of them."""
+    found = []
+    for column in COLUMNS:
+        known = [value for cell in cells if (value := _of(cell, column)) is not None]
+        if known and column.is_size:
+            unit, text = size_scale(known)
+            column = dataclasses.replace(column, unit=unit, text=text)
+        if known:
+            found.append(column)
+    return tuple(found)
+
+
+def _of(cell: Cell, column: Column) -> float | None:
+    value: float | None = getattr(cell, column.key)
+    return value
+
+
+def _values(
+    numbers: Sequence[float | None], column: Column, cells: Sequence[Cell | None] = ()
+) -> list[Value]:
+    """The best of a column is marked, unless more than half of it is as good as it is written."""
+    texts = [NOTHING if value is None else column.text(value) for value in numbers]
+    known = [value for value in numbers if value is not None]
+    best = column.text(column.best(known)) if known and column.best else None
+    if 2 * texts.count(str(best)) > len(known):
+        best = None
+    intervals = [cell.interval if cell and column.key == "score" else None for cell in cells]
+    return [
+        Value(text=text, sort=value, best=text == best, low_high=interval)
+        for text, value, interval in zip(
+            texts, numbers, intervals or [None] * len(texts), strict=True
+        )
+    ]
+
+
+def _budget(cell: Cell) -> Value:
+    """Tokens; "all" for a method without a budget, which sorts as the largest."""
+    if cell.budget is None:
+        return Value(text="all", sort=float(2**62))
+    return Value(text=f"{cell.budget:,}", sort=float(cell.budget))
+
+
+def _about(at: Place, cells: Sequence[Cell]) -> str:
+    """How many samples of which length there were, and what was sparse."""
+    samples = sorted({cell.samples for cell in cells if cell.samples})
+    prompts = [cell.tokens_prompt for cell in cells if cell.tokens_prompt is not None]
+    parts = [f"{' or '.join(map(str, samples))} samples"] if samples else []
+    if prompts:
+        parts.append(f"prompts of {sum(prompts) / len(prompts):,.0f} tokens in the mean")
+    if at.setup:
+        parts.append(SETUPS.get(at.setup, ("", f"setup {at.setup}"))[1])
+    return "; ".join(parts)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _dictionary(value: object) -> dict[str, Any]:
+    return dict(value) if isinstance(value, dict) else {}
