@@ -124,10 +124,10 @@ def place_name(at: Place, among: Iterable[Place]) -> str:
 
 #: Name and meaning of what is read densely before a sparse step.
 SETUPS = {
-    "prompt": ("question dense", "the whole prompt is read densely, only generation is sparse"),
+    "prompt": ("question dense", "the whole prompt is read densely; only generation is sparse"),
     "question": (
         "question sparse",
-        "the context is read densely, the question and what is generated sparsely",
+        "the context is read densely; the question and what is generated are sparse",
     ),
 }
 
@@ -137,6 +137,11 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def words(value: object) -> str:
+    """The value if it is a text, else none."""
+    return value if isinstance(value, str) else ""
 
 
 def _numbers(values: object) -> tuple[float | None, ...]:
@@ -149,14 +154,14 @@ def _cell(line: Line) -> Cell:
     score = number(line.get("score"))
     if score is None and known:
         score = sum(known) / len(known)
-    policy = str(line.get("policy") or UNNAMED)
+    policy = words(line.get("policy")) or UNNAMED
     settings, maps = line.get("settings"), line.get("selection_maps")
     samples, budget = number(line.get("samples")), number(line.get("budget"))
     return Cell(
         place=Place(
-            model=str(line.get("model") or UNNAMED),
-            task=str(line.get("task") or UNNAMED),
-            setup=str(line.get("setup") or ""),
+            model=words(line.get("model")) or UNNAMED,
+            task=words(line.get("task")) or UNNAMED,
+            setup=words(line.get("setup")),
             length=int(number(line.get("length")) or 0),
         ),
         policy=policy,

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from keyhole.drawing import FAINT, matplotlib
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.evaluate import heat_maps, pareto, report_tables, selection_map
-from keyhole.evaluate.cells import Cell, Line, cells, place_name, places, read_lines
+from keyhole.evaluate.cells import SETUPS, Cell, Line, cells, place_name, places, read_lines
 from keyhole.evaluate.inline_svg import SVG_STYLE, inline_svg
 from keyhole.evaluate.looks import THEME, Look, looks
 from keyhole.evaluate.selection_map import SelectionMap
@@ -34,16 +34,23 @@ _HERE = Path(__file__).parent
 _MOST_OPEN = 6
 #: Inches from which on a picture has a row of its own.
 _WIDE = 5.3
+#: Inches of the pictures whose size does not depend on what they show.
+_PARETO, _MAP = (3.7, 2.7), (2.9, 1.75)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An SVG and the words above it; wide ones scroll on a phone."""
+    """An SVG and the words above it; wide ones scroll on a phone. inches: its width."""
 
     title: str
     svg: Markup
+    inches: float
     look: Look | None = None
-    wide: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a row of its own."""
+        return self.inches > _WIDE
 
 
 @dataclass(eq=False)
@@ -56,11 +63,14 @@ class _Studio:
 
     def picture(
         self,
+        title: str,
         size: tuple[float, float],
         label: str,
         draw: Callable[[Any], dict[str, str] | None],
+        *,
+        look: Look | None = None,
         image_color: str = "",
-    ) -> Markup:
+    ) -> Picture:
         """An SVG of one axis; size in inches; `draw` gives texts by SVG id."""
         pyplot = self.tools[0]
         self.count += 1
@@ -72,7 +82,8 @@ class _Studio:
                 svg = inline_svg(figure, identity, label, titles=titles, image_color=image_color)
             finally:
                 pyplot.close(figure)
-        return Markup(svg)  # matplotlib escapes text, and inline_svg what it adds
+        # matplotlib escapes text, and inline_svg what it adds.
+        return Picture(title=title, svg=Markup(svg), inches=size[0], look=look)
 
 
 def write_report(lines: list[Line], path: str | Path) -> None:
@@ -121,6 +132,7 @@ def render(lines: Sequence[Line]) -> str:
         recalls=_recalls(found, studio),
         maps=_maps(found, studio),
         columns=[column for column in report_tables.COLUMNS if column.key in used],
+        setups={at: SETUPS[at] for at in SETUPS if any(cell.place.setup == at for cell in found)},
         settings=report_tables.settings(found),
         runs=runs,
     )
@@ -135,47 +147,38 @@ def _pareto(found: Sequence[Cell], studio: _Studio) -> list[Picture]:
             continue
         title = place_name(at, by_place)
         said = "; ".join(point.text for points in by_name.values() for point in points)
-        pictures.append(
-            Picture(
-                title=title,
-                svg=studio.picture(
-                    (3.7, 2.7),
-                    f"Score against bytes read per decode step, {title}. {said}.",
-                    functools.partial(pareto.draw, cells=own, style=studio.style),
-                ),
-            )
-        )
+        label = f"Score against bytes read per decode step, {title}. {said}."
+        draw = functools.partial(pareto.draw, cells=own, style=studio.style)
+        pictures.append(studio.picture(title, _PARETO, label, draw))
     return pictures
 
 
-def _needles(found: Sequence[Cell], studio: _Studio) -> dict[str, list[list[Picture]]]:
-    """By task (and setup and model) a picture for each method, in a row for each budget."""
-    groups: dict[tuple[str, str, str], dict[str, list[Cell]]] = {}
-    for cell in found:
-        at = cell.place
-        asked = groups.setdefault((at.model, at.task, at.setup), {})
-        asked.setdefault(cell.label, []).append(cell)
+def _needles(found: Sequence[Cell], studio: _Studio) -> dict[str, dict[str, list[Picture]]]:
+    """By task (and setup and model) and budget a picture for each method."""
     by_place = places(found)
-    pictures: dict[str, dict[int, list[Picture]]] = {}
-    for asked in groups.values():
-        for label, own in sorted(asked.items(), key=lambda item: item[1][0].budget or 0):
-            grid = heat_maps.needle_grid(own)
-            if grid is None:
-                continue
-            title = place_name(dataclasses.replace(own[0].place, length=0), by_place)
+    groups: dict[tuple[str, str, int], list[Cell]] = {}
+    for cell in found:
+        task = place_name(dataclasses.replace(cell.place, length=0), by_place)
+        groups.setdefault((task, cell.name, cell.budget or 0), []).append(cell)
+    pictures: dict[str, dict[str, list[Picture]]] = {}
+    for (task, name, budget), own in sorted(groups.items(), key=lambda group: group[0][2]):
+        grid = heat_maps.needle_grid(own)
+        if grid is None:
+            continue
 
-            def draw(axis: Any, grid: heat_maps.Grid = grid) -> None:
-                heat_maps.draw(axis, grid, studio.tools[2])
-                axis.set_xlabel("tokens of the text")
-                axis.set_ylabel("depth", color=FAINT)
+        def draw(axis: Any, grid: heat_maps.Grid = grid) -> None:
+            heat_maps.draw(axis, grid, studio.tools[2])
+            axis.set_xlabel("tokens of the text")
+            axis.set_ylabel("depth", color=FAINT)
 
-            said = f"Score by depth of the fact and length of the text, {title}, {label}"
-            svg = studio.picture(heat_maps.needle_size(grid), f"{said}: {_said(grid)}.", draw)
-            look = studio.style[own[0].name]
-            rows = pictures.setdefault(title, {})
-            row = rows.setdefault(own[0].budget or 0, [])
-            row.append(Picture(title=label, svg=svg, look=look))
-    return {title: list(rows.values()) for title, rows in pictures.items()}
+        said = (
+            f"Score in percent by depth (rows) and length, {task}, {own[0].label}: {_said(grid)}."
+        )
+        size, look = heat_maps.needle_size(grid), studio.style[name]
+        row = f"Budget of {budget:,} tokens" if budget else "Without a budget"
+        of_task = pictures.setdefault(task, {})
+        of_task.setdefault(row, []).append(studio.picture(name, size, said, draw, look=look))
+    return pictures
 
 
 def _recalls(found: Sequence[Cell], studio: _Studio) -> list[Picture]:
@@ -192,38 +195,33 @@ def _recalls(found: Sequence[Cell], studio: _Studio) -> list[Picture]:
 
         title = place_name(at, by_place)
         label = f"Attention kept by each layer in percent, {title}: {_said(grid)}."
-        svg = studio.picture(heat_maps.recall_size(grid), label, draw)
-        wide = heat_maps.recall_size(grid)[0] > _WIDE
-        pictures.append(Picture(title=title, svg=svg, wide=wide))
+        pictures.append(studio.picture(title, heat_maps.recall_size(grid), label, draw))
     return pictures
 
 
 def _maps(found: Sequence[Cell], studio: _Studio) -> dict[str, list[Picture]]:
     """By place and method the maps that its line stores; what is no map is left out."""
     by_place = places(found)
-    colors = studio.tools[1]
     pictures: dict[str, list[Picture]] = {}
     for at, own in by_place.items():
         for cell in own:
-            look = studio.style[cell.name]
+            title, look = f"{place_name(at, by_place)}: {cell.label}", studio.style[cell.name]
             for stored in cell.selection_maps:
                 try:
                     kept = SelectionMap.from_json(stored)
                 except ConfigError:
                     continue
 
-                def draw(axis: Any, kept: SelectionMap = kept, look: Look = look) -> None:
-                    selection_map.draw(axis, kept, color=look.color, colors=colors)
+                def draw(axis: Any, kept: SelectionMap = kept, color: str = look.color) -> None:
+                    selection_map.draw(axis, kept, color=color, colors=studio.tools[1])
                     axis.set_title("")
-                    axis.set_xlabel("position in the text")
-                    axis.xaxis.label.set_color(FAINT)
-                    axis.yaxis.label.set_color(FAINT)
-                    axis.set_ylabel("decode step")
+                    axis.set_xlabel("position in the text", color=FAINT)
+                    axis.set_ylabel("decode step", color=FAINT)
 
-                title = f"{place_name(at, by_place)}: {cell.label}"
                 label = f"Tokens read in {kept.steps} decode steps, {title}, {kept.subject}"
-                svg = studio.picture((2.9, 1.75), label, draw, image_color=look.color)
-                picture = Picture(title=kept.subject, svg=svg, look=look)
+                picture = studio.picture(
+                    kept.subject, _MAP, label, draw, look=look, image_color=look.color
+                )
                 pictures.setdefault(title, []).append(picture)
     return pictures
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyhole.evaluate.cells import SETUPS, Cell, Place, place_name, places
+from keyhole.evaluate.cells import SETUPS, Cell, Place, place_name, places, words
 from keyhole.evaluate.looks import Look, size_scale
 
 NOTHING = "–"
@@ -150,10 +150,10 @@ class Run:
     @property
     def where(self) -> str:
         """The machine in words; what `measure.machine` does not say comes last, by its name."""
-        told = {key: value for key, value in self.machine.items() if value is not None}
+        told = dict(self.machine)
         if told.get("device") == "cpu" and "cpu" in told:
             del told["device"]
-        parts = [words.format(told.pop(key)) for key, words in _MACHINE.items() if key in told] + [
+        parts = [text.format(told.pop(key)) for key, text in _MACHINE.items() if key in told] + [
             f"{key} {value}" for key, value in told.items()
         ]
         return ", ".join(parts) or NOTHING
@@ -244,13 +244,13 @@ def runs(cells: Sequence[Cell]) -> tuple[list[Run], list[Run]]:
         line = cell.line
         machine, versions = (_dictionary(line.get(key)) for key in ("machine", "versions"))
         machine.pop("load_average", None)
-        command, commit, note = (str(line.get(key) or "") for key in ("command", "commit", "note"))
+        command, commit, note = (words(line.get(key)) for key in ("command", "commit", "note"))
         new = Run(len(found) + 1, command, commit, note, machine, versions)
         said = [command, commit, note, machine, versions]
         run = found.setdefault(json.dumps(said, sort_keys=True, default=str), new)
         run.lines += 1
-        if line.get("date"):
-            run.dates.append(str(line["date"]))
+        if date := words(line.get("date")):
+            run.dates.append(date)
         of_cells.append(run)
     return list(found.values()), of_cells
 
@@ -320,9 +320,9 @@ def _about(at: Place, cells: Sequence[Cell]) -> str:
     prompts = [cell.tokens_prompt for cell in cells if cell.tokens_prompt is not None]
     parts = [f"{' or '.join(map(str, samples))} samples"] if samples else []
     if prompts:
-        parts.append(f"prompts of {sum(prompts) / len(prompts):,.0f} tokens in the mean")
+        parts.append(f"mean prompt {sum(prompts) / len(prompts):,.0f} tokens")
     if at.setup:
-        parts.append(SETUPS.get(at.setup, ("", f"setup {at.setup}"))[1])
+        parts.append(SETUPS.get(at.setup, (f"setup {at.setup}",))[0])
     return "; ".join(parts)
 
 
@@ -332,4 +332,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _dictionary(value: object) -> dict[str, Any]:
-    return dict(value) if isinstance(value, dict) else {}
+    """What a dictionary says; nothing of what is none."""
+    found = value.items() if isinstance(value, dict) else ()
+    return {key: said for key, said in found if said is not None}
