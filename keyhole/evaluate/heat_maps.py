@@ -23,7 +23,7 @@ _MOST_DEPTHS, _BINS = 11, 10
 #: Cells more than these across have no room for numbers.
 _MOST_NUMBERS = 16
 #: From these shares on, a cell is half dark, or so dark that what stands in it is white.
-_HALF, _DARK = 0.5, 0.78
+_HALF, _DARK = 0.58, 0.78
 _COLUMNS = 5
 
 

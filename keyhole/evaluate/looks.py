@@ -14,6 +14,8 @@ from keyhole.drawing import FAINT, INK, PALE, POLICY_COLORS, SPARE_COLORS
 #: What heat-maps are filled with, and numbers in cells that are full and in cells half full. They
 #: differ from other colours a little, so that a page can change each by itself.
 FILL, PAPER, HALF = "#0b6e76", "#ffffff", "#22303d"
+#: Stands where there is no number.
+NOTHING = "–"
 SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LEAST_SHOWN = 0.1
 

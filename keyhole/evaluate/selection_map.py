@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.config import SamplingParams
+from keyhole.config import EngineConfig, SamplingParams
 from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
 from keyhole.engine.llm import LLM
 from keyhole.engine.text import Prompt
@@ -114,14 +114,20 @@ class SelectionMap:
 
 
 def record(
-    model: Model, policy: Policy, prompt: Prompt, *, max_tokens: int = MOST_ROWS + 1, **engine: Any
+    model: Model,
+    policy: Policy,
+    prompt: Prompt,
+    *,
+    max_tokens: int = MOST_ROWS + 1,
+    page_size: int = EngineConfig.page_size,
 ) -> Recorded:
-    """Answers a prompt greedily and records what every layer read; engine: arguments of `LLM`.
+    """Answers a prompt greedily and records what every layer read.
 
-    The first token comes from the prefill, so there is one step less than tokens.
+    The first token comes from the prefill, so there is one step less than tokens; ConfigError if
+    that leaves none.
     """
     traced = Traced(policy)
-    llm = LLM(model, policy=traced, **engine)
+    llm = LLM(model, policy=traced, page_size=page_size)
     result = llm.generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
     if not traced.trace.steps:
         raise ConfigError("the answer has one token only, which no decode step wrote")
