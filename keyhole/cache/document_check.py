@@ -48,7 +48,10 @@ def _faults(
     record = record_file(source.digest, model_of(fingerprint))
     try:
         with closing(place.reader(f"records/{record}")) as reader:
-            document_file.check_all(reader, header_of(reader, source.digest, fingerprint))
+            header = header_of(reader, source.digest, fingerprint)
+            document_file.check_all(reader, header)
+            if not header.extremes:
+                yield RecordError("missing", "its record has no extreme keys", "a record with them")
     except FileNotFoundError:
         fault = absent(catalogue, source.digest, fingerprint)
         if fault.kind != "missing":

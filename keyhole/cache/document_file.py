@@ -7,6 +7,7 @@
                tokens is one run of bytes
     heads      per retrieval head that ran beside the model: its keys, row by row, and the features
                of the last token; often none
+    extremes   extreme keys of all layers, side by side; records of older versions have none
 
 Every program that reads safetensors reads these files. The header is sealed, and holds a SHA-256 of
 each tensor. Opening checks the seal, the file's size, and the statistics, which it reads anyway;
@@ -80,6 +81,12 @@ class Header:
         """How many tokens the document has."""
         return self.spans["token_ids"].shape[0]
 
+    @property
+    def extremes(self) -> list[Span]:
+        """Where each layer's extreme keys are, side by side; none in records of older versions."""
+        names = [f"layers.{layer}.extreme_keys" for layer in range(self.num_layers)]
+        return [self.spans[name] for name in names if name in self.spans]
+
 
 def serialise(
     record: DocumentRecord, *, name: str, digest: str, created: float, fingerprint: Fingerprint
@@ -120,15 +127,19 @@ def serialise(
 def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:
     """Statistics before rows, and wide numbers before narrow ones: so all are aligned."""
     small = [("token_ids", record.token_ids)]
-    rows = []
+    rows, extremes = [], []
     for number, layer in enumerate(record.layers):
         small += [(f"layers.{number}.{name}", getattr(layer, name)) for name in STATISTICS]
         rows += [(f"layers.{number}.keys", layer.keys)]
         rows += [(f"layers.{number}.values", x) for x in [layer.values] if x is not None]
+        extremes += [
+            (f"layers.{number}.extreme_keys", x) for x in [layer.extreme_keys] if x is not None
+        ]
     for name, head in record.heads.items():
         rows += [(f"heads.{name}.keys", head.keys), (f"heads.{name}.last", head.last)]
     yield from sorted(small, key=lambda entry: -entry[1].itemsize)
     yield from rows
+    yield from extremes
 
 
 def parse(reader: Reader) -> Header:

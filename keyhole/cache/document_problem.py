@@ -11,8 +11,8 @@ from keyhole.errors import RequestError
 __all__ = ["Kind", "Problem", "RecordError", "foreign"]
 
 #: damaged: not what was written. foreign: another model's. missing: there is no record, it made
-#: room for others or was taken away. source: the text itself is damaged, so that nothing can be
-#: encoded again.
+#: room for others or was taken away; or it is of an older version, and has not all that newer ones
+#: have. source: the text itself is damaged, so that nothing can be encoded again.
 Kind = Literal["damaged", "foreign", "missing", "source"]
 
 

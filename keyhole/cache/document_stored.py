@@ -42,6 +42,7 @@ class StoredDocument:
         self.block_size = header.block_size
         self.num_layers = header.num_layers
         self._spans = header.spans
+        self._extremes = header.extremes
         self._reader = reader
         self._release = weakref.finalize(self, _release, reader, lease)
         self.token_ids = small["token_ids"]
@@ -113,15 +114,33 @@ class StoredDocument:
             document_file.check(name, self._spans[name], x.view(-1).view(torch.uint8))
         return HeadRecord(keys, last)
 
+    @property
+    def has_extremes(self) -> bool:
+        """Whether extreme keys are stored; records of older versions have none."""
+        return bool(self._extremes)
+
+    def extreme_keys(self) -> list[Tensor]:
+        """Per layer the extreme keys of all blocks, [N, k, Hkv, D]; one read, not checked.
+
+        Raises ConfigError if there are none, RecordError if they cannot be read any more.
+        """
+        self._require(self.has_extremes, "extreme keys", "stored before they are read")
+        spans, begin = self._extremes, self._extremes[0].start
+        data = self._bytes([(begin, spans[-1].stop)])[0]
+        return [span.tensor(data[span.start - begin : span.stop - begin]) for span in spans]
+
     def _read(self, parts: Sequence[Span]) -> list[Tensor]:
+        found = self._bytes([(part.start, part.stop) for part in parts])
+        return [part.tensor(data) for part, data in zip(parts, found, strict=True)]
+
+    def _bytes(self, ranges: list[tuple[int, int]]) -> list[Tensor]:
         self._require(not self.closed, "closed", "open while rows are read")
         try:
-            found = self._reader.read([(part.start, part.stop) for part in parts])
+            return self._reader.read(ranges)
         except OSError as error:
             raise RecordError(
                 "damaged", f"its record cannot be read: {error}", "there", self.info.name
             ) from error
-        return [part.tensor(data) for part, data in zip(parts, found, strict=True)]
 
     def _require(self, good: bool, what: str, right: str) -> None:
         if not good:

@@ -68,12 +68,12 @@ class Writer:
         except FileNotFoundError:
             return False
         try:
-            header_of(reader, digest, self._fingerprint)
+            header = header_of(reader, digest, self._fingerprint)
         except RecordError:
             return False
         finally:
             reader.close()
-        return True
+        return bool(header.extremes)  # one of an older version is written anew
 
     def add(
         self, name: str, origin: Source, record: DocumentRecord, *, overwrite: bool, pinned: bool

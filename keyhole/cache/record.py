@@ -63,6 +63,8 @@ class LayerRecord:
 
     keys: the cache's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head,
     [latent | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys hold them.
+    extreme_keys: same dtype [N, k, Hkv, D], the keys of each block and head that lie farthest from
+    their mean; None in records of older versions. Only what asks for them reads them.
     """
 
     keys: Tensor
@@ -73,6 +75,7 @@ class LayerRecord:
     representative_keys: Tensor
     alpha: Tensor
     received: Tensor
+    extreme_keys: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +145,9 @@ def _validate_layer(
     _expect(f"{where}block_queries", layer.block_queries, [N, query_heads, dim], torch.float32)
     _expect(f"{where}representatives", layer.representatives, [N], torch.int64)
     _expect(f"{where}representative_keys", layer.representative_keys, [N, heads, dim], dtype)
+    if layer.extreme_keys is not None:
+        shape = [N, layer.extreme_keys.shape[1:2].numel(), heads, dim]
+        _expect(f"{where}extreme_keys", layer.extreme_keys, shape, dtype)
     for name in ("alpha", "received"):
         _expect(f"{where}{name}", getattr(layer, name), [N], torch.float32)
     tokens = layer.representatives.cpu()
@@ -152,7 +158,7 @@ def _validate_layer(
         raise ConfigError(
             f"{where}representatives of block {block}: token {tokens[block]} must be {right}"
         )
-    for name in ("keys", "values", *STATISTICS):
+    for name in ("keys", "values", "extreme_keys", *STATISTICS):
         tensor: Tensor | None = getattr(layer, name)
         if tensor is not None and tensor.is_floating_point():
             _require_numbers(f"{where}{name}", tensor, may_be_infinite=name in _MAY_BE_INFINITE)

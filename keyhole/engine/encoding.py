@@ -23,6 +23,7 @@ from keyhole.errors import CapacityError
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.loading import Model
 from keyhole.policy.full import Full
+from keyhole.reuse.extremes import extreme_keys
 from keyhole.reuse.statistics import BlockMeans, ReceivedAttention, block_means
 
 # A document is encoded with a progress bar from here on: below, it takes a moment.
@@ -140,4 +141,5 @@ class _Watch:
             representative_keys=keys[found.representatives].cpu(),
             alpha=found.alpha.cpu(),
             received=found.received.cpu(),
+            extreme_keys=extreme_keys(keys, self._block_size).cpu(),
         )

@@ -40,6 +40,7 @@ def make_record(
     heads: int = 2,
     dims: tuple[int, int] = (8, 6),
     values: bool = True,
+    extremes: bool = True,
 ) -> DocumentRecord:
     random = torch.Generator().manual_seed(seed)
 
@@ -58,6 +59,7 @@ def make_record(
             representative_keys=normal(N, heads, dims[0]).to(dtype),
             alpha=normal(N),
             received=normal(N).abs(),
+            extreme_keys=normal(N, 3, heads, dims[0]).to(dtype) if extremes else None,
         )
         for _ in range(num_layers)
     ]
@@ -74,6 +76,9 @@ def same(stored: StoredDocument, record: DocumentRecord) -> bool:
         assert (values is None) == (layer.values is None)
         small = stored.statistics(number)
         pairs += [(getattr(small, name), getattr(layer, name)) for name in STATISTICS]
+    extremes = [x for x in (layer.extreme_keys for layer in record.layers) if x is not None]
+    assert stored.has_extremes == bool(extremes)
+    pairs += zip(stored.extreme_keys(), extremes, strict=True) if extremes else []
     sizes = (stored.block_size, stored.num_layers) == (record.block_size, len(record.layers))
     return sizes and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
@@ -173,11 +178,30 @@ def test_any_program_that_reads_safetensors_reads_a_record(tmp_path: Path) -> No
     with safe_open(file, framework="pt") as tensors:
         assert tensors.metadata()["name"] == "x"
         assert torch.equal(tensors.get_tensor("token_ids"), record.token_ids)
-        assert len(tensors.keys()) == 1 + 8 * len(record.layers)
+        assert len(tensors.keys()) == 1 + 9 * len(record.layers)
         for number, layer in enumerate(record.layers):
             for field in dataclasses.fields(layer):
                 found = tensors.get_tensor(f"layers.{number}.{field.name}")
                 assert torch.equal(found, getattr(layer, field.name))
+
+
+def test_a_record_of_an_older_version_opens_and_is_written_anew_when_added_again(
+    store: DocumentStore,
+) -> None:
+    old = make_record(extremes=False)
+    store.add("x", "text", old)
+    with store.open("x") as stored:
+        assert same(stored, old)
+        with pytest.raises(ConfigError, match="extreme keys of document 'x' must be stored"):
+            stored.extreme_keys()
+    [problem] = store.verify()
+    assert (problem.kind, problem.what) == ("missing", "its record has no extreme keys")
+    assert store.stored("x", "text") is None
+    new = make_record()
+    store.add("x", "text", new)
+    with store.open("x") as stored:
+        assert same(stored, new)
+    assert store.verify() == []
 
 
 def test_a_text_is_readable_without_a_program(tmp_path: Path) -> None:
@@ -198,6 +222,9 @@ def test_only_the_rows_asked_for_are_read(store: DocumentStore) -> None:
         stored.rows(0, 7, 7)
         assert stored.bytes_read == opened
         stored.rows(1, 64, 128)
+        assert stored.bytes_read == opened + 64 * 4 * (64 + 32) * 2
+        stored.extreme_keys()
+        opened += 3 * 32 * 3 * 4 * 64 * 2  # 3 keys of each of 32 blocks, in 3 layers
         assert stored.bytes_read == opened + 64 * 4 * (64 + 32) * 2
         stored.rows(2, 0, 2000)
         assert stored.bytes_read == opened + (64 + 2000) * 4 * (64 + 32) * 2
@@ -450,6 +477,9 @@ def test_sources_that_cannot_be(store: DocumentStore, source: str, error: str) -
         ("block_keys", (2, 2, 8)),
         ("block_queries", (3, 4, 7)),
         ("representative_keys", (3, 2, 7)),
+        ("extreme_keys", (3, 3, 2, 7)),
+        ("extreme_keys", (2, 3, 2, 8)),
+        ("extreme_keys", (3,)),
         ("alpha", (3, 1)),
         ("received", (4,)),
     ],

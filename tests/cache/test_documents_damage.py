@@ -116,6 +116,7 @@ def test_no_byte_of_a_record_can_change_unseen() -> None:
         ("layers.2.received", True),
         ("layers.0.keys", False),
         ("layers.1.values", False),
+        ("layers.1.extreme_keys", False),
     ],
 )
 def test_a_changed_byte_is_named_by_its_tensor(

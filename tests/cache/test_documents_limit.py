@@ -206,7 +206,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "steps"),
     [
-        ("write", (1, 9, 26, 27, 28, 29)),  # header and 25 tensors; first line and text
+        ("write", (1, 9, 29, 30, 31, 32)),  # header and 28 tensors; first line and text
         ("fsync", (1, 2, 3, 4, 5)),  # record, its folder; text, its folder
         ("replace", (1, 2, 3)),
     ],

@@ -256,7 +256,7 @@ def test_a_damaged_record_is_named(url: str) -> None:
     data[-1] ^= 1
     system.pipe_file(file, bytes(data))
     [problem] = store.verify()
-    assert problem.what.startswith("layers.2.values of its record has changed")
+    assert problem.what.startswith("layers.2.extreme_keys of its record has changed")
     system.pipe_file(file, bytes(data[:-5]))
     with pytest.raises(RecordError, match=f"has {len(data) - 5} bytes; .* be {len(data)} bytes"):
         store.open("x")
