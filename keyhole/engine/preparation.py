@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole.cache.document_problem import RecordError
 from keyhole.cache.pages import PageCache
 from keyhole.engine.context import Context, Reused
 from keyhole.engine.head_keys import PlacedHead
@@ -50,7 +51,10 @@ class Preparation:
         self._turns = Turns.of(model)
 
     def check(self, context: Context) -> None:
-        """ConfigError if the documents do not go with the method."""
+        """Whether the method goes with the documents.
+
+        ConfigError if not; RecordError for a document that has to be encoded again for it.
+        """
         wanted = getattr(context.reuse, "block_size", None)
         for document in context.documents:
             if wanted is not None and document.block_size != wanted:
@@ -58,6 +62,9 @@ class Preparation:
                     f"block_size {wanted} of reuse method {context.reuse.name!r} must be "
                     f"{document.block_size}, as document {document.info.name!r} was encoded with"
                 )
+            if context.reuse.extremes and not document.has_extremes:
+                what, right = "its record has no extreme keys", "a record with them"
+                raise RecordError("missing", what, right, document.info.name)
 
     def run(self, request: Request) -> bool:
         """Fills pages of a request up to its question; False (nothing changed): pages are out.
@@ -232,7 +239,7 @@ class _Prompt:
                 self._head.take(part, batch)
 
     def _first_reading(self, glance: Tensor) -> list[Tensor] | None:
-        """The question's mean query per layer over what `glance` names; None: pages are out."""
+        """The question's queries per layer over what `glance` names; None: pages are out."""
         first = glance.cpu()
         question = np.arange(self._context.end, len(self._tokens))
         places = np.concatenate([self._documents[first.numpy()], question])
@@ -244,9 +251,13 @@ class _Prompt:
         nothing = np.zeros(0, np.int64)
         self._pass(self._apart, self._seen(everywhere, nothing))
         queries: dict[int, Tensor] = {}
+
+        def note(layer: int, query: Tensor) -> None:
+            queries[layer] = query.float() if self._reuse.extremes else query.float().mean(0)
+
         seen = self._seen(everywhere, question)
         # One piece, as the mean is over all of its tokens.
-        self._pass(question, seen, queries=queries, whole=True)
+        self._pass(question, seen, queries=note, whole=True)
         return [queries[layer] for layer in range(layers)]
 
     def _deviation(self, plan: Plan, layer: int) -> Tensor | None:
@@ -294,7 +305,7 @@ class _Prompt:
         *,
         written: Tensor | None = None,
         update: Callable[[Tensor, Tensor], Tensor] | None = None,
-        queries: dict[int, Tensor] | None = None,
+        queries: Callable[[int, Tensor], None] | None = None,
         deviations: dict[int, list[Tensor]] | None = None,
         last_layer: int | None = None,
         whole: bool = False,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from keyhole.engine.context import Context
 from keyhole.engine.prompt_pages import PromptPages
 from keyhole.models.positions import Turns
 from keyhole.reuse.base import LayerFacts, PlacedDocument
+
+_T = TypeVar("_T")
 
 
 class Loader:
@@ -35,6 +39,7 @@ class Loader:
         # How far each token's key is turned: from its place in the document to the one here.
         self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
         self._known: dict[int, list[LayerFacts]] = {}
+        self._extremes: dict[int, list[Tensor]] = {}
         self.num_layers = len(cache.keys)
         self.present = torch.zeros(self.num_layers, int(self._starts[-1]), dtype=torch.bool)
 
@@ -52,7 +57,8 @@ class Loader:
                 length=document.length,
                 offset=offset,
                 block_size=document.block_size,
-                layers=_Lazy(i, self._facts, self.num_layers),
+                layers=_Lazy(partial(self._facts_of, i), self.num_layers),
+                extremes=_Lazy(partial(self._extremes_of, i), self.num_layers),
             )
             for i, (document, offset) in enumerate(
                 zip(self._context.documents, self._context.offsets, strict=True)
@@ -119,21 +125,31 @@ class Loader:
             ]
         return self._known[layer]
 
+    def _facts_of(self, index: int, layer: int) -> LayerFacts:
+        return self._facts(layer)[index]
 
-class _Lazy(Sequence[LayerFacts]):
-    """A document's facts by layer, read when they are asked for."""
+    def _extremes_of(self, index: int, layer: int) -> Tensor:
+        """Extreme keys of a document in a layer, turned; what is stored is read at once."""
+        if index not in self._extremes:
+            self._extremes[index] = self._context.documents[index].extreme_keys()
+        # Turned ones are not kept: they are used once, and those of all layers would be many.
+        stored = self._extremes[index][layer].float()
+        if not self._context.reuse.turns:
+            return stored
+        return self._turns.turn(layer, stored, self._context.offsets[index])
 
-    def __init__(
-        self, index: int, facts: Callable[[int], list[LayerFacts]], num_layers: int
-    ) -> None:
-        self._index = index
-        self._facts = facts
+
+class _Lazy(Sequence[_T]):
+    """What a document has by layer, read when it is asked for."""
+
+    def __init__(self, read: Callable[[int], _T], num_layers: int) -> None:
+        self._read = read
         self._num_layers = num_layers
 
     def __len__(self) -> int:
         return self._num_layers
 
-    def __getitem__(self, layer: int) -> LayerFacts:  # type: ignore[override]
+    def __getitem__(self, layer: int) -> _T:  # type: ignore[override]
         if not -self._num_layers <= layer < self._num_layers:
             raise IndexError(layer)
-        return self._facts(layer % self._num_layers)[self._index]
+        return self._read(layer % self._num_layers)

@@ -36,7 +36,7 @@ class ScatteredChunk:
     with `positions` among them; later tokens are not seen. written: bool [L, T], where the new keys
     and values are kept, combined by `update(new, old)` with what was there; elsewhere what was
     there stays and is read; None: everywhere, as they are.
-    queries: filled with the mean query of each layer, float32 [Hq, D], if it is a dict.
+    queries: called by every layer with its number and its rotated queries [T, Hq, D].
     start, known: as in `Chunk`, of tokens that follow each other, as the runner's do.
     deviations: for the layers that are its keys, gets |new - old|^2 of keys and values, summed over
         heads and numbers, float32 [T].
@@ -49,7 +49,7 @@ class ScatteredChunk:
     written: Tensor | None = None
     stored: Tensor | None = None
     update: Callable[[Tensor, Tensor], Tensor] | None = None
-    queries: dict[int, Tensor] | None = None
+    queries: Callable[[int, Tensor], None] | None = None
     deviations: dict[int, list[Tensor]] | None = None
     start: int = 0
     known: int = 0

@@ -46,7 +46,7 @@ def attend(
 ) -> Tensor:
     """Attention of the chunk's queries [T, Hq, D] over what the layer has, [T, Hq, Dv]."""
     if chunk.queries is not None:
-        chunk.queries[layer] = query.float().mean(0)
+        chunk.queries(layer, query)
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     return kernels.prefill_chosen(
         query,

@@ -50,7 +50,9 @@ class PlacedDocument:
     """A stored document at its place in a prompt.
 
     length: tokens. offset: position of its first token in the prompt. block_size: tokens per block;
-    the last block may be shorter.
+    the last block may be shorter. extremes: per layer float32 [N, k, Hkv, D], of each block and
+    head the keys that lie farthest from their mean; turned anew whenever they are asked for, which
+    only methods do that say so (`Reuse.extremes`).
     """
 
     name: str
@@ -58,6 +60,7 @@ class PlacedDocument:
     offset: int
     block_size: int
     layers: Sequence[LayerFacts]
+    extremes: Sequence[Tensor] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -99,6 +102,14 @@ class Reuse:
         """Layer up to which everything is computed before `revise` chooses; None: no such layer."""
         return None
 
+    @property
+    def extremes(self) -> bool:
+        """Whether `plan` compares documents' extremes with the query of each token of the question.
+
+        Then documents must be stored with them, and it is given these queries, not their mean.
+        """
+        return False
+
     def resolve(self, geometry: Geometry) -> Self:
         """This method with every "auto" value settled for a model.
 
@@ -114,7 +125,8 @@ class Reuse:
         """What to keep and what to compute again.
 
         query: per layer float32 [Hq, D], mean over the question's tokens of its rotated queries
-        when it was read over `glance`; None if there was no glance.
+        when it was read over `glance`, or with `extremes` [t, Hq, D], of each of its tokens; None
+        if there was no glance.
         """
         raise AssertionError(f"{type(self).__name__} must define plan")
 

@@ -25,13 +25,17 @@ middle blocks of a document and layer, not only those chosen. "Total block count
 number of contexts" is that of the blocks that the documents offer (`pooled`): only so do its 15 %
 come out. A mean or deviation leaves out blocks without an alpha. Standard deviations divide by n.
 Equal scores go to the earlier document and block.
+
+Beyond the paper, where a mean hides what is looked for: with score="extremes" step 4 compares the
+queries of all of the question's tokens with single keys of a block (`keyhole.reuse.extremes`), and
+`share` stands for P in step 3.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -44,6 +48,7 @@ from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
 from keyhole.reuse.blocks import Blocks, gather
 from keyhole.reuse.choice import choose
+from keyhole.reuse.extremes import extreme_scores
 from keyhole.reuse.fusion import fused
 from keyhole.reuse.outliers import outliers
 from keyhole.reuse.scoring import key_scores, personal_queries, share
@@ -52,7 +57,11 @@ from keyhole.reuse.stability import Stability, last_layers
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: The score of each block of a document in a layer for a query.
+_Score = Callable[["Tensor", PlacedDocument, int], "Tensor"]
+
 UPDATES = ("overwrite", "fusion")
+SCORES = ("mean", "extremes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,8 @@ class SamKV(Reuse):
     name: ClassVar[str] = "sam_kv"
     update: str = setting("overwrite", "overwrite stored keys and values, or fusion with them")
     select: bool = setting(True, "keep middle blocks; False: initial and local ones only")
+    score: str = setting("mean", "score blocks by their mean key, or by extremes: single keys")
+    share: float | None = setting(None, "share of its middle a document offers; None: P (eq. 2)")
     bias: bool = setting(True, "let the other documents add to a document's query")
     recompute: bool = setting(True, "compute tokens again that missed the other documents")
     block_size: int = setting(64, "tokens in a block")
@@ -78,6 +89,10 @@ class SamKV(Reuse):
         """Settles the stable layers: as given, else measured for this model, else the last 4."""
         if self.update not in UPDATES:
             raise UnknownNameError("update", str(self.update), UPDATES)
+        if self.score not in SCORES:
+            raise UnknownNameError("score", str(self.score), SCORES)
+        good = self.share is None or (is_number(self.share) and 0 < self.share <= 1)
+        require(good, "share", self.share, "above 0 and at most 1")
         for name in ("select", "bias", "recompute", "pooled"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
@@ -117,6 +132,11 @@ class SamKV(Reuse):
         """With fusion."""
         return self.update == "fusion"
 
+    @property
+    def extremes(self) -> bool:
+        """With that score, where anything is chosen."""
+        return self.select and self.score == "extremes"
+
     def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
         """The initial and local blocks; None if there is no middle to choose from."""
         blocks = self._blocks(documents)
@@ -132,8 +152,9 @@ class SamKV(Reuse):
         shares = (0.0,) * len(documents) if self.select else None
         if self.select and not ends.all():
             assert query is not None, "the question is read over the glance first"
-            scores = self._scores(documents, query)
-            shares = self._shares(documents, blocks, scores, alpha)
+            means = self._scores(documents, query, _by_mean)
+            scores = self._scores(documents, query, _by_extremes) if self.extremes else means
+            shares = self._shares(documents, blocks, means, alpha)
             kept[:, ~ends] = torch.cat(self._chosen(blocks, scores, shares), 1)
         tokens = blocks.tokens(kept)
         if not self.recompute:
@@ -156,17 +177,19 @@ class SamKV(Reuse):
     def _ends(self, blocks: Blocks) -> Tensor:
         return blocks.ends(self.num_initial_blocks, self.num_local_blocks)
 
-    def _scores(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor]) -> Tensor:
-        """Steps 2 and 4: <query of its document, mean key> of every block, float32 [L, M]."""
+    def _scores(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor], score: _Score
+    ) -> Tensor:
+        """Steps 2 and 4: the score of every block for its document's query, float32 [L, M]."""
         scores = []
         for layer, generic in enumerate(query):
-            facts = [document.layers[layer] for document in documents]
-            queries = generic.cpu().expand(len(facts), -1, -1)
+            queries = generic.cpu().expand(len(documents), *generic.shape)
             if self.bias:
+                facts = [document.layers[layer] for document in documents]
                 local = [own.block_queries[-self.num_local_blocks :].mean(0) for own in facts]
                 queries = personal_queries(queries[0], torch.stack(local))
-            pairs = zip(queries, facts, strict=True)
-            scores.append(torch.cat([key_scores(asked, own.block_keys) for asked, own in pairs]))
+            pairs = zip(queries, documents, strict=True)
+            scores.append(torch.cat([score(asked, own, layer) for asked, own in pairs]))
         return torch.stack(scores)
 
     def _shares(
@@ -176,11 +199,13 @@ class SamKV(Reuse):
         scores: Tensor,
         alpha: Tensor,
     ) -> tuple[float, ...]:
-        """Step 3: what each document wants of its middle, 0 if it has none."""
+        """Step 3: what each document wants of its middle, 0 if it has none; by mean keys."""
+        ends = self._ends(blocks)
+        if self.share is not None:
+            return tuple(0.0 if ends[own].all() else self.share for own in blocks.slices)
         assert self.stable_layers is not None, "resolve() settles the stable layers"
         stable = list(self.stable_layers)
         received = torch.stack(gather(documents, lambda facts: facts.received))
-        ends = self._ends(blocks)
         return tuple(
             share(scores[stable, own], alpha[stable, own], received[stable, own], ends[own])
             .mean()
@@ -213,3 +238,14 @@ class SamKV(Reuse):
         token += torch.tensor(starts(documents)[:-1])[blocks.documents]
         written[layer, token[layer, block]] = True
         return written
+
+
+def _by_mean(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:
+    """<mean query, mean key> of each block, float32 [N]; query [Hq, D] or [t, Hq, D]."""
+    mean = query if query.ndim == 2 else query.mean(0)
+    return key_scores(mean, document.layers[layer].block_keys)
+
+
+def _by_extremes(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:
+    """How well single keys of each block answer any token's query, float32 [N]."""
+    return extreme_scores(query, document.extremes[layer])

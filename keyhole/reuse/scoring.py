@@ -16,15 +16,18 @@ def personal_queries(query: Tensor, local: Tensor) -> Tensor:
     query float32 [Hq, D]; local float32 [n, Hq, D], mean query of each document's local blocks.
     Returns [n, Hq, D]: query + 1 / (n - 1) * sum over j != i of |cos(query, local_j)| local_j, with
     cos over all heads flattened. One document: the question's alone.
+    Several queries [t, Hq, D] give [n, t, Hq, D]: to each the same is added, by their mean's cos.
     """
     number = len(local)
     if number == 1:
         return query[None].clone()
-    weight = cosine_similarity(query.flatten()[None], local.flatten(1)).abs()
+    mean = query if query.ndim == local.ndim - 1 else query.mean(0)
+    weight = cosine_similarity(mean.flatten()[None], local.flatten(1)).abs()
     weighted = weight[:, None, None] * local
     # In float64: what is taken out of the sum again leaves nothing behind.
     total = weighted.sum(0, dtype=torch.float64)
-    return query + ((total - weighted) / (number - 1)).float()
+    added = ((total - weighted) / (number - 1)).float()
+    return query + (added if mean is query else added[:, None])
 
 
 def key_scores(query: Tensor, keys: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def tokens(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 250, length).tolist()
 
 
-LENGTHS = {"a": 91, "b": 20, "c": 130, "tiny": 1, "short": 5}
+# No block of two tokens: of these, only rounding says which is farther from their mean.
+LENGTHS = {"a": 91, "b": 20, "c": 131, "tiny": 1, "short": 5}
 TEXTS = {name: tokens(length, seed) for seed, (name, length) in enumerate(LENGTHS.items())}
 
 
@@ -122,6 +123,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fusion": ("sam_kv", {"update": "fusion"}, {"update": "fusion"}),
     "no bias": ("sam_kv", {"bias": False}, {"bias": False}),
     "no selection": ("sam_kv", {"select": False}, {"selection": False}),
+    "extremes": (
+        "sam_kv",
+        {"score": "extremes", "share": 0.4, "bias": False},
+        {"extremes": True, "share": 0.4, "bias": False},
+    ),
+    "extremes as much as P": ("sam_kv", {"score": "extremes"}, {"extremes": True}),
     "no recomputation": ("sam_kv", {"recompute": False}, {"recompute": False}),
 }
 

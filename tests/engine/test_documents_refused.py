@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keyhole import LLM, SamplingParams
+import keyhole
+from keyhole import LLM, SamKV, SamplingParams
+from keyhole.cache.record import DocumentRecord
 from keyhole.engine.asking import assemble
+from keyhole.engine.encoding import encode
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -103,6 +108,39 @@ def test_wrong_questions_and_documents(llm: LLM) -> None:
 def test_blocks_must_be_those_of_the_record(llm: LLM) -> None:
     with pytest.raises(ConfigError, match=r"block_size 32 .* must be 64, as document 'faq'"):
         llm.ask("which?", ["faq"], reuse=make_reuse("sam_kv", {"block_size": 32}), params=FEW)
+
+
+def test_a_record_of_an_older_version_is_named_and_encoded_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no extreme keys: whoever does not ask for them can read it all the same."""
+
+    def old(*arguments: Any, **settings: Any) -> DocumentRecord:
+        record = encode(*arguments, **settings)
+        layers = [dataclasses.replace(layer, extreme_keys=None) for layer in record.layers]
+        return dataclasses.replace(record, layers=layers)
+
+    texts = {name: f"the {name} lamp is off, the other is on " * 5 for name in ("red", "blue")}
+    with monkeypatch.context() as patched:
+        patched.setattr("keyhole.engine.documents.encode", old)
+        for name, text in texts.items():
+            llm.documents.add(name, text, block_size=8)
+    by_mean = SamKV(block_size=8)
+    by_extremes = SamKV(block_size=8, score="extremes", share=0.5)
+    before = llm.ask("which?", ["red", "blue"], reuse=by_mean, params=FEW)
+    for name in ("red", "blue"):
+        with pytest.raises(RequestError, match=f"'{name}': its record has no extreme keys.*repair"):
+            llm.ask("which?", [name], reuse=by_extremes, params=FEW)
+    assert [problem.name for problem in llm.documents.verify()] == ["blue", "red"]
+
+    llm.documents.add("red", texts["red"], block_size=8)
+    assert [problem.name for problem in llm.documents.verify(repair=True)] == ["blue"]
+    assert llm.documents.verify() == []
+    found = llm.ask("which?", ["red", "blue"], reuse=by_extremes, params=FEW)
+    assert found.reused is not None
+    assert found.reused.shares == (0.5, 0.5)
+    after = llm.ask("which?", ["red", "blue"], reuse=by_mean, params=FEW)
+    assert after.token_ids == before.token_ids
 
 
 def test_positions_are_the_limit_and_so_is_memory(checkpoint: str, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ class Settings:
     stable_layers: Sequence[int] | None = None  # None: the last four
     outlier_sigmas: float = 3.0
     pooled: bool = True
+    extremes: bool = False  # beyond the paper: one key in eight of a block, and a fixed share
+    share: float | None = None
     # cacheblend
     check_layer: int = 1
     recompute_ratio: float = 0.15
@@ -246,7 +248,11 @@ class Prompt:
         return range(self.offsets[document] + start, self.offsets[document] + end)
 
     def query(self, glance: Tensor) -> list[Tensor]:
-        """Mean query of the question per layer [Hq, D] when only `glance` of the documents is read.
+        """Mean query of the question per layer [Hq, D]; see `queries`."""
+        return [q.mean(0) for q in self.queries(glance)]
+
+    def queries(self, glance: Tensor) -> list[Tensor]:
+        """Queries of the question per layer [t, Hq, D] when only `glance` of the documents is read.
 
         Leaves no trace.
         """
@@ -256,7 +262,7 @@ class Prompt:
         _, queries = self.run(who, exists, self.everywhere(who))
         self.keys, self.values = kept
         asked = self.question[who]
-        return [q[asked].mean(0) for q in queries]
+        return [q[asked] for q in queries]
 
     def run(
         self,
@@ -400,7 +406,8 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
     glance = among(
         len(prompt.ids), [p for d in documents for b in edges[d] for p in prompt.block(d, b, size)]
     )
-    generic = prompt.query(glance)
+    asked = prompt.queries(glance)
+    generic = [q.mean(0) for q in asked]
     stable = settings.stable_layers
     if stable is None:
         stable = range(max(0, network.layers - 4), network.layers)
@@ -438,13 +445,37 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
             means = anchor, mean_key(layer, d, most), mean_key(layer, d, least)
             anc, top, low = (in_product(personal[layer][d], k) for k in means)
             found.append((top - anc) / (top - low) if low < anc <= top else 0.0)
-        shares.append(sum(found) / len(found) if found else 0.0)
+        share = sum(found) / len(found) if found else 0.0
+        shares.append(settings.share if settings.share and middle[d] else share)
+
+    def best_answers(layer: int, d: int) -> list[float]:
+        """Per block the best that any extreme key scores; each token and head has its own scale."""
+        extremes = []
+        for b in range(blocks[d]):
+            keys = prompt.keys[layer, list(prompt.block(d, b, size))]
+            far = (keys - keys.mean(0)).pow(2).sum(-1)
+            order = far.argsort(dim=0, descending=True)[: math.ceil(size / 8)]
+            extremes.append([keys[order[:, h], h] for h in range(keys.shape[1])])
+        best = [-math.inf] * blocks[d]
+        for q in asked[layer] + personal[layer][d] - generic[layer]:
+            for h in range(network.heads):
+                g = h // (network.heads // network.kv_heads)
+                # A short block's farthest key stands there again.
+                rows = [(keys[g] @ q[h]).tolist() for keys in extremes]
+                rows = [row + [row[0]] * (math.ceil(size / 8) - len(row)) for row in rows]
+                mean, deviation = spread([x for row in rows for x in row])
+                found = [(max(row) - mean) / (deviation or 1.0) for row in rows]
+                best = [max(pair) for pair in zip(best, found, strict=True)]
+        return best
 
     kept, written, chosen = prompt.everywhere(glance), nothing(prompt), []
     for layer in range(network.layers):
         pool = []
         for d in documents if settings.selection else ():
             scores = [in_product(personal[layer][d], mean_key(layer, d, b)) for b in middle[d]]
+            if settings.extremes and scores:
+                every = best_answers(layer, d)
+                scores = [every[b] for b in middle[d]]
             mean, deviation = spread(scores)
             best = sorted(range(len(scores)), key=lambda i: -scores[i])
             wanted = best[: math.ceil(shares[d] * len(scores))]

@@ -23,6 +23,7 @@ def make_documents(
 ) -> list[PlacedDocument]:
     """Documents of these lengths, one after the other, the first at position `first`."""
     rng = torch.Generator().manual_seed(seed)
+    others = torch.Generator().manual_seed(seed + 1)
     documents: list[PlacedDocument] = []
     for name, length in enumerate(lengths):
         starts = torch.arange(0, length, block_size)
@@ -41,7 +42,10 @@ def make_documents(
                     received=torch.rand(number, generator=rng),
                 )
             )
-        documents.append(PlacedDocument(str(name), length, first, block_size, facts))
+        extremes = torch.randn(layers, number, 2, kv_heads, size, generator=others)
+        documents.append(
+            PlacedDocument(str(name), length, first, block_size, facts, tuple(extremes))
+        )
         first += length
     return documents
 
@@ -52,6 +56,12 @@ def make_query(
     """The question's mean query in each layer."""
     rng = torch.Generator().manual_seed(seed)
     return [torch.randn(heads, size, generator=rng) for _ in range(layers)]
+
+
+def make_queries(tokens: int, layers: int = 3, seed: int = 100) -> list[torch.Tensor]:
+    """The queries of all of the question's tokens in each layer."""
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, 4, 8, generator=rng) for _ in range(layers)]
 
 
 def with_fact(document: PlacedDocument, layer: int, **facts: torch.Tensor) -> PlacedDocument:

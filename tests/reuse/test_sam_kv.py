@@ -18,7 +18,7 @@ from keyhole.reuse.base import PlacedDocument, Plan
 from keyhole.reuse.fusion import fused
 from keyhole.reuse.sam_kv import SamKV
 from keyhole.reuse.stability import Stability
-from tests.reuse.placed import make_documents, make_query, with_fact
+from tests.reuse.placed import make_documents, make_queries, make_query, with_fact
 
 LENGTHS = (75, 9, 61, 52, 1)
 """19, 3, 16, 13 and 1 blocks of 4 tokens: the second and last have no middle."""
@@ -41,6 +41,20 @@ def flat_cosine(x: Tensor, y: Tensor) -> float:
     return float(x @ y / x.norm() / y.norm())
 
 
+def best_answers(queries: Tensor, extremes: Tensor) -> list[float]:
+    """Of each block the best over tokens and heads, in deviations of the token's and head's."""
+    group = queries.shape[1] // extremes.shape[2]
+    best = [-math.inf] * len(extremes)
+    for token in queries:
+        for head in range(len(token)):
+            rows = [[float(token[head] @ key[head // group]) for key in b] for b in extremes]
+            every = [score for row in rows for score in row]
+            mean = sum(every) / len(every)
+            spread = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every))
+            best = [max(x, (max(row) - mean) / spread) for x, row in zip(best, rows, strict=True)]
+    return best
+
+
 def plain_plan(
     documents: Sequence[PlacedDocument],
     query: Sequence[Tensor],
@@ -50,9 +64,14 @@ def plain_plan(
     pooled: bool = True,
     first: int = 1,
     last: int = 2,
+    share: float | None = None,
 ) -> Plan:
-    """Steps 2 to 6 one by one, token by token; algorithms of SamKV, sections 3.1 to 3.3."""
+    """Steps 2 to 6 one by one, token by token; algorithms of SamKV, sections 3.1 to 3.3.
+
+    Queries [t, Hq, D]: blocks are scored by their extreme keys and the queries of all tokens.
+    """
     count, depth = len(documents), len(query)
+    generic = [q.double() if q.ndim == 2 else q.double().mean(0) for q in query]
     ends, middle = [], []
     for document in documents:
         n = document.num_blocks
@@ -64,10 +83,10 @@ def plain_plan(
         local = [d.layers[layer].block_queries[-last:].double().mean(0) for d in documents]
         row = []
         for i in range(count):
-            own = query[layer].double().clone()
+            own = generic[layer].clone()
             for j in range(count):
                 if bias and j != i:
-                    own += abs(flat_cosine(query[layer], local[j])) * local[j] / (count - 1)
+                    own += abs(flat_cosine(generic[layer], local[j])) * local[j] / (count - 1)
             row.append(own)
         personal.append(row)
 
@@ -82,6 +101,8 @@ def plain_plan(
             high, low = dot(asked, facts.block_keys[most]), dot(asked, facts.block_keys[least])
             found.append((high - anchor) / (high - low) if low < anchor <= high else 0.0)
         shares.append(sum(found) / len(found) if found else 0.0)
+        if share is not None and middle[i]:
+            shares[i] = share
 
     total = sum(document.length for document in documents)
     kept = torch.zeros(depth, total, dtype=torch.bool)
@@ -91,6 +112,10 @@ def plain_plan(
         for i, document in enumerate(documents):
             facts = document.layers[layer]
             scores = {b: dot(personal[layer][i], facts.block_keys[b]) for b in middle[i]}
+            if query[layer].ndim == 3:
+                asked = query[layer].double() + personal[layer][i] - generic[layer]
+                by_extremes = best_answers(asked, document.extremes[layer].double())
+                scores = {b: by_extremes[b] for b in middle[i]}
             mean = sum(scores.values()) / max(1, len(scores))
             spread = math.sqrt(sum((s - mean) ** 2 for s in scores.values()) / max(1, len(scores)))
             wanted = math.ceil(shares[i] * len(scores))
@@ -185,6 +210,32 @@ def test_settings_change_the_step_that_they_name(settings: dict[str, Any], seed:
         last=settings.get("num_local_blocks", 2),
     )
     check(method(**settings).plan(documents, query), wanted)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("share", [None, 0.3, 1.0])
+def test_blocks_scored_by_extreme_keys(share: float | None, bias: bool, kv_heads: int) -> None:
+    documents = with_outliers(make_documents(LENGTHS, kv_heads=kv_heads, seed=8))
+    queries = make_queries(5, seed=9)
+    found = method(score="extremes", share=share, bias=bias).plan(documents, queries)
+    check(found, plain_plan(documents, queries, share=share, bias=bias))
+    by_mean = method(share=share, bias=bias).plan(documents, [q.mean(0) for q in queries])
+    assert found.shares == pytest.approx(by_mean.shares)
+    assert torch.equal(found.kept, by_mean.kept) == (found.shares == (0.0,) * 5)
+
+
+def test_a_share_stands_for_that_of_the_paper() -> None:
+    documents, query = make_documents(LENGTHS), make_query()
+    found = method(share=0.5).plan(documents, query)
+    assert found.shares == (0.5, 0.0, 0.5, 0.5, 0.0)
+    check(found, plain_plan(documents, query, share=0.5))
+
+
+def test_extremes_are_asked_for_only_where_blocks_are_chosen_by_them() -> None:
+    assert SamKV(score="extremes").extremes
+    assert not SamKV(score="extremes", select=False).extremes
+    assert not SamKV().extremes
 
 
 def test_the_glance_is_the_ends_of_every_document() -> None:
@@ -359,6 +410,11 @@ def test_stable_layers_come_from_a_file(tmp_path: Path) -> None:
     [
         ({"update": "fusoin"}, r"'fusoin'.*did you mean 'fusion'"),
         ({"update": None}, "'None'.*overwrite"),
+        ({"score": "extreme"}, r"'extreme'.*did you mean 'extremes'"),
+        ({"share": 0.0}, "share 0.0 must be above 0 and at most 1"),
+        ({"share": 1.5}, "share 1.5"),
+        ({"share": "P"}, "share 'P'"),
+        ({"share": math.nan}, "share nan"),
         ({"select": "yes"}, "select 'yes' must be True or False"),
         ({"bias": 1}, "bias 1 must be True or False"),
         ({"recompute": None}, "recompute None"),
