@@ -7,8 +7,9 @@ The bundled model answers the same questions under every method, in turns, each 
 encoded once and read from a store on disk; nothing is known of earlier prompts. A cell is a kind of
 question and a shape, documents x words; each adds a line to benchmarks/results/samkv.jsonl when it
 is done, so that a run that was stopped goes on with the next cell under the same command
-(`--again` measures cells that are there already). `--render` writes docs/samkv.md and its pictures
-from the last line of each cell. Seeds count from 0.
+(`--again` measures cells that are there already). Where a cell lacks some methods only these are
+measured, on the same questions and beside `recompute`; their line is added to the cell. `--render`
+writes docs/samkv.md and its pictures. Seeds count from 0.
 """
 
 from __future__ import annotations
@@ -75,17 +76,21 @@ def _cell(
     llm: LLM, kind: str, shape: str, variants: dict[str, Variant], arguments: argparse.Namespace
 ) -> None:
     """One line, unless it is there."""
+    block_size, items = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64), arguments.items
     known = document_page.stored(arguments.output).get((kind, shape))
-    if known is not None and not arguments.again:
+    if known is not None and not arguments.again and known["items"] >= items:
         there = {result["method"] for result in known["results"]}
-        if known["items"] >= arguments.items and set(variants) <= there:
+        missing = {name: variant for name, variant in variants.items() if name not in there}
+        if not missing:
             print(f"{kind} {shape}: there already", file=sys.stderr)
             return
+        if known["block_size"] == block_size:
+            # The same questions, and what times are compared with.
+            variants, items = {"recompute": variants["recompute"]} | missing, known["items"]
     line = measure.header("samkv", torch.device("cpu"), arguments.note, keyhole.__version__)
     line["command"] = shlex.join(["python", "-m", "benchmarks.samkv", *sys.argv[1:]])
-    block_size = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64)
-    line |= {"kind": kind, "shape": shape, "items": arguments.items, "block_size": block_size}
-    line["results"] = count(llm, kind, shape, variants, arguments.items, block_size)
+    line |= {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
+    line["results"] = count(llm, kind, shape, variants, items, block_size)
     measure.append(arguments.output, line)
     print(document_page.cell(line), flush=True)
 

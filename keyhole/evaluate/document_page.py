@@ -34,9 +34,34 @@ _SAM_KV, _OTHER = "#b03a48", "#e08e4f"
 
 
 def stored(path: Path) -> Lines:
-    """The last line of each cell."""
+    """Each cell as one line: the last that was measured whole, with what was added to it since.
+
+    A line adds its methods to those before it, of the same questions in the same blocks, and takes
+    the place of methods that were there. Each result gets `reference_ms`, the time to first token
+    of `recompute` in its own line; the line gets `added`, the lines that added to it.
+    """
     texts = path.read_text().splitlines() if path.is_file() else []
-    return {(line["kind"], line["shape"]): line for line in map(json.loads, texts)}
+    found: Lines = {}
+    for line in map(json.loads, texts):
+        key = line["kind"], line["shape"]
+        found[key] = _joined(found.get(key), line)
+    return found
+
+
+def _joined(before: Line | None, line: Line) -> Line:
+    (reference,) = (r["ttft_ms"] for r in line["results"] if r["method"] == "recompute")
+    results = [r | {"reference_ms": reference} for r in line["results"]]
+    line = line | {"results": results, "added": []}
+    if before is None or any(before[name] != line[name] for name in ("items", "block_size")):
+        return line
+    names = {r["method"] for r in results}
+    if names >= {r["method"] for r in before["results"]}:
+        return line
+    # That of `recompute` stays what it was: it is there as the reference.
+    names.discard("recompute")
+    kept = [r for r in before["results"] if r["method"] not in names]
+    new = [r for r in results if r["method"] in names]
+    return before | {"results": kept + new, "added": [*before["added"], line]}
 
 
 def cell(line: Line) -> str:
@@ -98,18 +123,21 @@ def _table(found: dict[str, Line], names: Sequence[str]) -> str:
 def _costs(by_kind: dict[str, dict[str, Line]], kinds: list[str], name: str) -> list[str]:
     there = [kind for kind in kinds if name in by_kind[kind]]
     own = [by_kind[kind][name] for kind in there]
-    peer = [by_kind[kind]["recompute"] for kind in there]
 
     def mean(field: str) -> float:
         return float(sum(r[field] for r in own) / len(own))
 
-    times = sum(r["ttft_ms"] for r in own) / sum(r["ttft_ms"] for r in peer)
     return [
         f"{mean('sequence_ratio'):.0%}",
         f"{mean('recompute_ratio'):.0%}",
-        f"{times:.2f}",
+        f"{_times(own):.2f}",
         f"{mean('bytes_read') / 1e6:.1f} MB",
     ]
+
+
+def _times(results: list[Line]) -> float:
+    """Time to first token / that of `recompute` in the same lines."""
+    return float(sum(r["ttft_ms"] for r in results) / sum(r["reference_ms"] for r in results))
 
 
 def picture(lines: Lines, path: Path) -> None:
@@ -138,16 +166,14 @@ def picture(lines: Lines, path: Path) -> None:
 def _panel(axis: Any, lines: list[Line]) -> None:
     for name in METHODS:
         own = [r for line in lines for r in line["results"] if r["method"] == name]
-        peer = [r for line in lines for r in line["results"] if r["method"] == "recompute"]
         if not own:
             continue
-        x = sum(r["ttft_ms"] for r in own) / sum(r["ttft_ms"] for r in peer)
         y = 100 * sum(r["exact"] for r in own) / len(own)
         color = _SAM_KV if name.startswith("sam_kv") else _COLORS.get(name, _OTHER)
         hollow = name in ("sam_kv fusion", "reuse, not turned", "cacheblend, layer 2")
         axis.plot(
-            x, y, "o", label=name, color=color, markerfacecolor="white" if hollow else color,
-            markersize=6, clip_on=False,
+            _times(own), y, "D" if name == "sam_kv extremes" else "o", label=name, color=color,
+            markerfacecolor="white" if hollow else color, markersize=6, clip_on=False,
         )  # fmt: skip
     axis.axvline(0.5, color=FAINT, linestyle=(0, (4, 2)), linewidth=1)
     axis.set_ylim(0, 102)
@@ -173,4 +199,11 @@ def _about(lines: list[Line]) -> str:
         f"torch {versions['torch']}, transformers {versions['transformers']}; {line['date'][:10]}, "
         f"commit {line['commit']}; `{line['command']}`."
         + (f" Note: {line['note']}." if line["note"] else "")
+        + "".join(dict.fromkeys(_added(added) for line in lines for added in line["added"]))
     )
+
+
+def _added(line: Line) -> str:
+    """What was measured later, each with `recompute` beside it."""
+    names = ", ".join(r["method"] for r in line["results"] if r["method"] != "recompute")
+    return f"\n{names}: {line['date'][:10]}, commit {line['commit']}; `{line['command']}`."

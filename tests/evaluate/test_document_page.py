@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,70 @@ def test_tables_say_what_the_lines_say(results: list[dict[str, Any]], tmp_path: 
     row = next(line for line in text.splitlines() if line.startswith("| reuse |"))
     assert row.split(" | ")[1:4] == ["0", "0", "100%"]
     assert (docs / "images" / document_page.PICTURE).stat().st_size > 5000
+
+
+def _cell(methods: dict[str, float], **others: Any) -> str:
+    results = [{"method": name, "ttft_ms": ms} for name, ms in methods.items()]
+    return json.dumps(_line(results, "one/ends", "2x384") | others) + "\n"
+
+
+def _times(path: Path) -> dict[str, tuple[float, float]]:
+    line = document_page.stored(path)["one/ends", "2x384"]
+    return {r["method"]: (r["ttft_ms"], r["reference_ms"]) for r in line["results"]}
+
+
+def test_a_later_line_adds_its_methods_each_beside_its_own_reference(tmp_path: Path) -> None:
+    path = tmp_path / "samkv.jsonl"
+    path.write_text(
+        _cell({"recompute": 10, "reuse": 4, "epic": 5}) + _cell({"recompute": 20, "new": 8})
+    )
+    before = {"recompute": (10, 10), "reuse": (4, 10), "epic": (5, 10)}
+    assert _times(path) == before | {"new": (8, 20)}
+    with path.open("a") as file:
+        file.write(_cell({"recompute": 30, "new": 9, "epic": 6}, commit="def"))
+    assert _times(path) == before | {"new": (9, 30), "epic": (6, 30)}
+    line = document_page.stored(path)["one/ends", "2x384"]
+    assert (line["commit"], [added["commit"] for added in line["added"]]) == ("abc", ["abc", "def"])
+    whole = {"recompute": 7.0, "reuse": 1.0, "new": 2.0, "epic": 3.0}
+    with path.open("a") as file:
+        file.write(_cell(whole))
+    assert _times(path) == {name: (ms, 7.0) for name, ms in whole.items()}
+    assert document_page.stored(path)["one/ends", "2x384"]["added"] == []
+
+
+@pytest.mark.parametrize("other", [{"items": 3}, {"block_size": 64}])
+def test_a_line_of_other_questions_or_blocks_stands_alone(
+    tmp_path: Path, other: dict[str, int]
+) -> None:
+    path = tmp_path / "samkv.jsonl"
+    path.write_text(_cell({"recompute": 10, "reuse": 4}) + _cell({"recompute": 20}, **other))
+    assert _times(path) == {"recompute": (20, 20)}
+
+
+def test_only_what_a_cell_lacks_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "samkv.jsonl", []
+
+    def count(_: Any, kind: str, shape: str, variants: Any, items: int, size: int) -> Any:
+        asked.append((kind, shape, list(variants), items, size))
+        zero = dict.fromkeys(("exact", "f1", "sequence_ratio", "recompute_ratio", "bytes_read"), 0)
+        return [{"method": name, "ttft_ms": 1.0, **zero} for name in variants]
+
+    monkeypatch.setattr(samkv, "count", count)
+    arguments = argparse.Namespace(output=path, items=2, again=False, note="")
+    first = {name: METHODS[name] for name in ("recompute", "reuse")}
+    every = first | {"sam_kv extremes": METHODS["sam_kv extremes"]}
+    where = ("one/ends", "4x512")
+    for variants, items in ((first, 5), (first, 3), (every, 3), (every, 5), (every, 6)):
+        arguments.items = items
+        samkv._cell(None, *where, variants, arguments)  # type: ignore[arg-type]
+    assert asked == [
+        (*where, ["recompute", "reuse"], 5, 32),
+        (*where, ["recompute", "sam_kv extremes"], 5, 32),
+        (*where, ["recompute", "reuse", "sam_kv extremes"], 6, 32),
+    ]
+    assert len(path.read_text().splitlines()) == 3
 
 
 def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
