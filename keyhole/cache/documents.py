@@ -77,8 +77,9 @@ class DocumentStore:
     ) -> DocumentInfo | None:
         """What is stored of exactly this by this model; None if it has to be encoded and added.
 
-        A text or a record that is damaged, as far as that is seen without reading all of it, has to
-        be added again. Raises ConfigError for a name or source that `add` would refuse.
+        A text or a record that is damaged, as far as that is seen without reading all of it, or a
+        record of an older version, has to be added again. Raises ConfigError for a name or source
+        that `add` would refuse.
         """
         check_name(name)
         with self._told("read"):

@@ -53,14 +53,15 @@ def extreme_scores(query: Tensor, keys: Tensor) -> Tensor:
     group of query heads. The score of a token, head and key is <q, k>, less its mean over the N * k
     keys, by the standard deviation (divided by N * k; 0 counts as 1).
     """
-    number, _, heads, _ = keys.shape
-    columns = keys.permute(2, 3, 0, 1).flatten(2)
+    number, each, heads, _ = keys.shape
+    # A block's keys far apart: a maximum over neighbours takes longer, as does torch's deviation.
+    columns = keys.permute(2, 3, 1, 0).flatten(2)
     found = torch.full((number,), -torch.inf)
     for part in query.split(max(1, _PIECE // (query.shape[1] * columns.shape[-1]))):
         grouped = part.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
         scores = (grouped @ columns).flatten(0, 1)
-        spread, mean = torch.std_mean(scores, dim=1, correction=0, keepdim=True)
-        highest = scores.unflatten(1, (number, -1)).amax(2)
-        standard = (highest - mean) / torch.where(spread > 0, spread, 1.0)
-        found = torch.maximum(found, standard.amax(0))
+        scores -= scores.mean(1, keepdim=True)
+        spread = torch.linalg.vector_norm(scores, dim=1, keepdim=True) / math.sqrt(scores.shape[1])
+        highest = scores.unflatten(1, (each, number)).amax(1)
+        found = torch.maximum(found, (highest / torch.where(spread > 0, spread, 1.0)).amax(0))
     return found
