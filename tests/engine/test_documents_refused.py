@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import keyhole
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.cache.record import DocumentRecord
 from keyhole.engine.asking import assemble
