@@ -5,9 +5,9 @@
     statistics token ids and the small tensors of all layers, side by side: one read gets them
     rows       keys and values, layer by layer; a row of either is one token, so that any run of
                tokens is one run of bytes
+    extremes   extreme keys of all layers, side by side; records of older versions have none
     heads      per retrieval head that ran beside the model: its keys, row by row, and the features
                of the last token; often none
-    extremes   extreme keys of all layers, side by side; records of older versions have none
 
 Every program that reads safetensors reads these files. The header is sealed, and holds a SHA-256 of
 each tensor. Opening checks the seal, the file's size, and the statistics, which it reads anyway;
@@ -127,7 +127,7 @@ def serialise(
 def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:
     """Statistics before rows, and wide numbers before narrow ones: so all are aligned."""
     small = [("token_ids", record.token_ids)]
-    rows, extremes = [], []
+    rows, extremes, heads = [], [], []
     for number, layer in enumerate(record.layers):
         small += [(f"layers.{number}.{name}", getattr(layer, name)) for name in STATISTICS]
         rows += [(f"layers.{number}.keys", layer.keys)]
@@ -136,10 +136,11 @@ def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:
             (f"layers.{number}.extreme_keys", x) for x in [layer.extreme_keys] if x is not None
         ]
     for name, head in record.heads.items():
-        rows += [(f"heads.{name}.keys", head.keys), (f"heads.{name}.last", head.last)]
+        heads += [(f"heads.{name}.keys", head.keys), (f"heads.{name}.last", head.last)]
     yield from sorted(small, key=lambda entry: -entry[1].itemsize)
     yield from rows
     yield from extremes
+    yield from heads
 
 
 def parse(reader: Reader) -> Header:
