@@ -104,7 +104,7 @@ def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.Dat
 
 
 @given(paged(windows=False), st.data())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_head_scores_are_over_the_chosen_tokens_alone(case: Paged, data: st.DataObject) -> None:
     """Softmax over these, the largest of each group; below every weight where nothing is."""
     rows = [_subset(data, int(length)) for length in case.lengths]
