@@ -4,8 +4,9 @@ The method is asked three times at most: over what the question is read first (`
 keep and to compute again (`plan`), and, after a layer that is computed for all, once more
 (`revise`). Everything else of SamKV (arXiv 2508.11661, section 3) is done here: stored keys are
 read block by block, turned to their places and written into pages; the prefix, what separates the
-documents and what the plan names are computed at their true positions. The question itself is left
-to the engine, which reads it over the result like any other prompt.
+documents and what the plan names are computed at their true positions; a retrieval head's keys of
+all that some layer has come last. The question itself is left to the engine, which reads it over
+the result like any other prompt.
 """
 
 from __future__ import annotations
