@@ -192,7 +192,7 @@ class Engine:
         if ready:
             self._advance([wanted[i] for i in ready], logits[ready])
         self._count(plan, reads, time.perf_counter() - begin)
-        self._runner.evict(plan)
+        self._runner.evict()
         return [wanted[i] for i in ready]
 
     def abort(self, sequence: Sequence) -> None:

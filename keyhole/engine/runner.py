@@ -50,8 +50,8 @@ class Runner:
         self._traffic: list[Traffic] = []
         evicts = policy.most_pages(np.ones(1, np.int64), cache.page_size) is not None
         self._eviction = Eviction(policy, cache, max_batch) if evicts else None
-        # Of the last step: which pages go, of the sequences that are due.
-        self._victims: tuple[Tensor, np.ndarray] | None = None
+        # Of the last step: which page each sequence gives up, who is due, and who they are.
+        self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
     @property
     def traffic(self) -> list[Traffic]:
@@ -82,6 +82,7 @@ class Runner:
 
         token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
         """
+        self.evict()  # if whoever ran the last step was interrupted before
         batch = self._batch(plan)
         if batch.step is not None:
             if self._lookahead is not None:
@@ -99,27 +100,26 @@ class Runner:
         if batch.step is not None:
             victims, left = self._policy.after_step(batch.step), batch.step.remaining
             if victims is not None and left is not None:
-                self._victims = victims, left.due
+                self._victims = victims, left.due, plan.decodes
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
         return self._reads(batch)
 
-    def evict(self, plan: Plan) -> None:
+    def evict(self) -> None:
         """Frees the pages that the policy gives up, once the host has waited for the step anyway.
 
-        A sequence that ended meanwhile has none. `run` has to be through, the next not begun.
+        A sequence that ended meanwhile has none.
         """
-        victims, self._victims = self._victims, None
-        if victims is None or self._eviction is None:
+        if self._victims is None or self._eviction is None:
             return
-        rows = [i for i in np.flatnonzero(victims[1]) if plan.decodes[i].slot >= 0]
-        if not rows:
-            return
-        sequences = [plan.decodes[i] for i in rows]
-        for sequence, entry in self._eviction.evict(sequences, victims[0].cpu().numpy()[rows]):
-            self._table.forget(sequence, entry)
+        (victims, due, decodes), self._victims = self._victims, None
+        rows = [i for i in np.flatnonzero(due) if decodes[i].slot >= 0]
+        if rows:
+            some = victims.cpu().numpy()[rows]
+            for sequence, entry in self._eviction.evict([decodes[i] for i in rows], some):
+                self._table.forget(sequence, entry)
 
     def kept(self, sequence: Sequence) -> Tensor | None:
         """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""

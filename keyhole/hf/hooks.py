@@ -286,7 +286,7 @@ class Hooks:
         run.prompt_tokens += sum(count for _, count in call.plan.chunks)
         for fraction, kv_bytes, other_bytes in reads.tolist():
             run.counters += Counters(fraction, kv_bytes, other_bytes, 1)
-        cache.runner.evict(call.plan)
+        cache.runner.evict()
         if call.plan.decodes:
             run.step_ms.append(1e3 * (time.perf_counter() - call.begin))
         values = dict(output) | {"logits": spread(output.logits[0], call.wanted)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,30 @@ def test_a_sequence_that_gives_way_evicts_again_what_it_had_evicted(tmp_path: Pa
     assert tokens[0] == tokens[1]
     assert (logits[0] - logits[1]).abs().max() < 1e-4
     assert evicted == [22 - 6] * 2
+
+
+def test_an_interrupted_step_loses_no_eviction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The books would fall behind the stamps, and the sequence keep a page too many."""
+    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
+    params = dataclasses.replace(GREEDY, max_tokens=40)
+    requests = []
+    for interrupted in (False, True):
+        engine = make_engine(model, RaaS(token_budget=6 * PAGE, alpha=0.2))
+        request = engine.add(prompt(9), params)
+        while engine.has_work:
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                if interrupted and request.num_computed == 27:
+                    patch.setattr(engine, "_count", _interrupt)
+                engine.step()
+        requests.append(request)
+    assert requests[0].tokens == requests[1].tokens
+    assert requests[0].stats().evicted_pages == requests[1].stats().evicted_pages == 12 - 6
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again(tmp_path: Path) -> None:
