@@ -31,6 +31,7 @@ class PageCache:
         values (MLA) `values` is a view into `keys`.
     data: per layer, the policy's side data by name, [capacity, ...].
     common: side data that belongs to no layer, in the same form.
+    peak_pages: the most pages that were in use at once.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PageCache:
         self.geometry = geometry
         self.page_size = geometry.page_size
         self.max_pages = max_pages
+        self.peak_pages = 0
         self._shapes = page_data or [{} for _ in geometry.layers]
         self._common_shapes = common or {}
         self._refs: list[int] = []
@@ -119,6 +121,7 @@ class PageCache:
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
+        self.peak_pages = max(self.peak_pages, self.capacity - len(self._free))
         return pages
 
     def share(self, pages: Iterable[int]) -> None:

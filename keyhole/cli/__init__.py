@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "which layers fit into memory at which length",
     "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",
     "train-head": "train the head that chooses what SpeContext reads",
+    "eval": "ask a model tasks under several policies and budgets",
     "verify": "compare the engine with transformers on a model",
     "bench": "measure kernels, decode steps or offloading on this machine",
 }

@@ -34,12 +34,19 @@ _BY_TYPE: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: text == "True",
     "tuple[int, ...]": lambda text: tuple(int(part) for part in text.split(",") if part.strip()),
     "Names": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
+    "Budgets": lambda text: tuple(part.strip() for part in text.split(",")),
 }
 #: Fields whose text says more than their type.
 _READERS: dict[str, Callable[[str], Any]] = {"memory": parse_bytes}
 #: Before the name of a setting that is for the reuse method alone.
 _REUSE = "reuse_"
-_METAVARS = {"int": "N", "float": "X", "tuple[int, ...]": "N,N", "Names": "NAME,NAME"}
+_METAVARS = {
+    "int": "N",
+    "float": "X",
+    "tuple[int, ...]": "N,N",
+    "Names": "NAME,NAME",
+    "Budgets": "N,1/N",
+}
 _RIGHT = {"int": "a whole number", "float": "a number"}
 
 
@@ -69,7 +76,7 @@ def settings_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {name: getattr(arguments, name, None) for name in fields}
     return {
-        name: _read(fields[name], text, _flag(name))
+        name: read(fields[name], text, _flag(name))
         for name, text in given.items()
         if text is not None
     }
@@ -184,7 +191,7 @@ def _given(
         if value is None or (alone is None and name in theirs and name not in own):
             continue
         flag = _flag(name if alone is None else called)
-        settings[name] = _read(own[name], value, flag) if name in own else value
+        settings[name] = read(own[name], value, flag) if name in own else value
     return settings
 
 
@@ -250,7 +257,7 @@ def _kind(field: dataclasses.Field[Any]) -> str:
     return str(field.type).removesuffix(" | None")
 
 
-def _read(field: dataclasses.Field[Any], text: Any, flag: str) -> Any:
+def read(field: dataclasses.Field[Any], text: Any, flag: str) -> Any:
     """The value of a field from the text of its flag."""
     kind = _kind(field)
     if not isinstance(text, str):  # repeated texts

@@ -198,6 +198,11 @@ def _attend_and_score(*operands: Any) -> tuple[Tensor, list[Tensor]]:
     return out, list(scores)
 
 
+def _attend_and_score_on_cpu(*operands: Any) -> tuple[Tensor, list[Tensor]]:
+    reduces = operands[5]
+    return (_attend_and_score if "none" in reduces else cpu.attend_and_score)(*operands)
+
+
 def _head_scores(*operands: Any) -> Tensor:
     *paged, scale = operands
     return reference.head_scores(*paged, scale=scale)
@@ -261,7 +266,7 @@ _register(
     "attend_and_score",
     f"{_PAGED}, str[] reduces, int[] units, float scale, {_REST} -> (Tensor, Tensor[])",
     _attend_and_score,
-    cpu.attend_and_score,
+    _attend_and_score_on_cpu,
 )
 _register(
     "head_scores",

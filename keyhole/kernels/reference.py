@@ -117,7 +117,8 @@ def attend_and_score(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`attend` over everything, and for each request the reduced weights, float32 [B, H, n].
 
-    H = Hkv for "group_max", else 1; n = M * page_size / unit; entries past the sequence are 0.
+    H = Hkv for "group_max", Hq for "none", else 1; n = M * page_size / unit; entries past the
+    sequence are 0.
     """
     paged = (query, key_pages, value_pages, page_table, lengths)
     out, weights = attend_weights(*paged, scale=scale, softcap=softcap, sinks=sinks)
@@ -129,10 +130,12 @@ def attend_and_score(
 
 
 def over_heads(weights: Tensor, reduce: str) -> Tensor:
-    """Weights [B, Hkv, G, n] reduced over query heads, [B, Hkv or 1, n]."""
+    """Weights [B, Hkv, G, n] reduced over query heads, [B, Hkv, Hq or 1, n]."""
     if reduce == "group_max":
         return weights.amax(2)
     weights = weights.flatten(1, 2)
+    if reduce == "none":
+        return weights
     return weights.amax(1, keepdim=True) if reduce == "max" else weights.sum(1, keepdim=True)
 
 

@@ -29,9 +29,10 @@ class ScoreRequest:
     """Attention weights wanted from a full-attention decode step, reduced over query heads.
 
     reduce: "max" or "sum" over all query heads, for each token; "group_max": the largest of each
-        group, so one score per KV head.
+        group, so one score per KV head; "none": each query head's own, which is for measuring and
+        computed by the reference.
     unit: 1 for a score per token, the page size for their sum over each page.
     """
 
-    reduce: Literal["max", "sum", "group_max"]
+    reduce: Literal["max", "sum", "group_max", "none"]
     unit: int

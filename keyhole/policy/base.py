@@ -127,7 +127,7 @@ class Policy:
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         """Takes the scores asked for, float32 [B, H, n] each; may leave `step.carry`.
 
-        H is the number of KV heads for a request of "group_max", else 1.
+        H is the number of KV heads for a request of "group_max", of query heads for "none", else 1.
         """
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:

@@ -74,6 +74,20 @@ def test_nothing_is_allocated_before_it_is_needed() -> None:
     assert cache.available == 10**6 - 1
 
 
+def test_the_most_pages_in_use_at_once_are_remembered() -> None:
+    cache = make_cache(most=8)
+    assert cache.peak_pages == 0
+    first = cache.allocate(3)
+    assert first is not None
+    cache.release(first[:2])
+    cache.allocate(4)
+    assert cache.peak_pages == 5
+    cache.release(first[2:])
+    cache.allocate(1)
+    assert cache.allocate(4) is None
+    assert cache.peak_pages == 5
+
+
 def test_too_many_pages_change_nothing() -> None:
     cache = make_cache(most=3)
     assert cache.allocate(4) is None

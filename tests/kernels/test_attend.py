@@ -143,3 +143,31 @@ def test_scores_are_reduced_weights_and_the_output_is_the_same(
                 reduced = per_page(token_scores(heads, reduce), request.unit)
                 wanted[row, place, : len(reduced)] = reduced
         assert_close(found, wanted, torch.float32)
+
+
+@given(paged(windows=False))
+@settings(max_examples=20)
+def test_scores_that_are_not_reduced_are_those_of_each_query_head(case: Paged) -> None:
+    out, (scores, summed) = kernels.attend_and_score(
+        case.query,
+        case.keys,
+        case.values,
+        case.table,
+        case.lengths,
+        requests=(ScoreRequest("none", 1), ScoreRequest("sum", 1)),
+        scale=case.scale,
+        softcap=case.softcap,
+        sinks=case.sinks,
+    )
+    lengths = case.lengths.tolist()
+    everything = [[visible(n)] * case.num_kv_heads for n in lengths]
+    assert_close(out, _wanted(case, everything), case.query.dtype)
+    wanted = np.zeros((*case.query.shape[:2], case.table.shape[1] * case.page_size))
+    for row, length in enumerate(lengths):
+        keys, values = case.tokens(row)
+        read = [visible(length)] * case.num_kv_heads
+        options = {"scale": case.scale, "softcap": case.softcap, "sinks": case.sinks64()}
+        _, weights = attention(float64(case.query[row]), keys, values, read, **options)
+        wanted[row, :, :length] = weights
+    assert_close(scores, wanted, torch.float32)
+    assert_close(summed, wanted.sum(1, keepdims=True), torch.float32)

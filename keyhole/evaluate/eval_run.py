@@ -1,0 +1,183 @@
+"""Runs an evaluation cell by cell: what is stored is not measured again, what is refused is told.
+
+Full attention comes first in every group of cells that share task, length and setup: the others are
+read beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from keyhole.config import EngineConfig
+from keyhole.engine.core import Engine
+from keyhole.engine.fingerprint import fingerprint
+from keyhole.errors import ConfigError, KeyholeError
+from keyhole.evaluate.eval_methods import FULL, TOKEN_BUDGET, Method
+from keyhole.evaluate.line_file import Line, LineFile
+from keyhole.evaluate.workload import Workload
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """All combinations of these are cells; `methods` as `eval_methods.methods` gives them."""
+
+    workloads: Sequence[Workload]
+    lengths: Sequence[int]
+    setups: Sequence[str]
+    methods: Sequence[Method]
+    samples: int
+    config: EngineConfig
+
+    def groups(self) -> Iterator[Group]:
+        """Cells that differ in the policy alone; where there is no question, setups are one."""
+        for workload in self.workloads:
+            for length in self.lengths:
+                samples = workload.available(length, self.samples)
+                for setup in self.setups if workload.has_question else ("prompt",):
+                    yield Group(workload=workload, length=length, setup=setup, samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What full attention is measured on once, and the policies beside it."""
+
+    workload: Workload
+    length: int
+    setup: str
+    samples: int
+
+    def fields(self) -> dict[str, Any]:
+        """As a line has them."""
+        return {
+            "task": self.workload.name,
+            "task_settings": self.workload.settings,
+            "length": self.length,
+            "setup": self.setup,
+        }
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of all cells, in their order.
+
+    lines: measured now or before; stored: how many of them before. refused: cells that this model
+    cannot have, with the same fields as far as they are known, and `error`.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    stored: int = 0
+    refused: list[Line] = field(default_factory=list)
+
+
+class Evaluation:
+    """A grid over a model, and the file that its lines go to.
+
+    header: how, where and when, for a line. ConfigError, before anything runs, for a length that
+    the model or a task cannot have.
+    """
+
+    def __init__(
+        self, model: Model, grid: Grid, file: LineFile, header: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._model, self._grid, self._file, self._header = model, grid, file, header
+        for length in grid.lengths:
+            if length > model.max_length:
+                raise ConfigError(
+                    f"length {length} is more than the {model.max_length} tokens that "
+                    f"{model.name} takes ({model.length_reason})"
+                )
+        list(grid.groups())  # asks every task
+        self._fingerprint = model_digest(model)
+        self._geometry = model.geometry(grid.config.page_size)
+
+    def run(self) -> Outcome:
+        """Measures the cells that the file lacks and adds each to it as soon as it is done."""
+        outcome, groups = Outcome(), list(self._grid.groups())
+        bar = tqdm(total=len(groups) * len(self._grid.methods), unit="cell", disable=None)
+        gc.freeze()  # what is there now stays, so that `_release` need not look at it each time
+        try:
+            with bar:
+                for group in groups:
+                    full: Line | None = None
+                    for method in self._grid.methods:
+                        bar.set_description(f"{group.workload.name} {group.length} {method.label}")
+                        line = self._cell(group, method, full, outcome)
+                        full = line if method is FULL else full
+                        bar.update()
+        finally:
+            gc.unfreeze()
+        return outcome
+
+    def _cell(
+        self, group: Group, method: Method, full: Line | None, outcome: Outcome
+    ) -> Line | None:
+        """One cell: from the file, measured, or refused (None); full: that of full attention."""
+        try:
+            policy = method.policy(group.length, self._grid.config.page_size)
+            fields = self._fields(group, policy)
+            stored = self._file.find(fields, group.samples)
+            line = stored or self._measured(group, method, policy, full) | fields
+        except KeyholeError as error:
+            budget = method.tokens(group.length, self._grid.config.page_size)
+            known = {"policy": method.name, "method": method.label, "budget": budget}
+            found = {"samples": group.samples, "error": str(error)}
+            outcome.refused.append(group.fields() | known | found)
+            return None
+        finally:
+            self._release()
+        if stored is None:
+            self._file.add(line)
+        if line not in outcome.lines:  # two budgets may be one
+            outcome.lines.append(line)
+            outcome.stored += stored is not None
+        return line
+
+    def _measured(self, group: Group, method: Method, policy: Policy, full: Line | None) -> Line:
+        """A line but for what the cell is known by."""
+        found = group.workload.measure(
+            self._engine, policy, group.length, group.setup, group.samples
+        )
+        beside = {} if full is None else group.workload.beside(found, full)
+        about = {"model": self._model.name, "method": method.label, "samples": group.samples}
+        return self._header() | about | found | beside
+
+    def _release(self) -> None:
+        """The next engine takes what memory is free when it is made."""
+        self._model.unwatch()  # what a retrieval head wanted to see
+        gc.collect()  # engine and scheduler know each other
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _engine(self, policy: Policy) -> Engine:
+        return Engine(self._model, policy, self._grid.config)
+
+    def _fields(self, group: Group, policy: Policy) -> dict[str, Any]:
+        """What a cell is known by: lines that agree in all of it are the same measurement."""
+        settings = dataclasses.asdict(policy.resolve(self._geometry))
+        config = self._grid.config
+        fields = {
+            **group.fields(),
+            "fingerprint": self._fingerprint,
+            "policy": policy.name,
+            "settings": settings,
+            "budget": settings.get(TOKEN_BUDGET),
+            "engine": {"max_batch": config.max_batch, "page_size": config.page_size},
+        }
+        return dict(json.loads(json.dumps(fields)))  # as it is read again: lists for tuples
+
+
+def model_digest(model: Model) -> str:
+    """One word for the model's weights, tokenizer, dtype and shape."""
+    found = json.dumps(fingerprint(model), sort_keys=True)
+    return hashlib.sha256(found.encode()).hexdigest()[:16]

@@ -1,0 +1,56 @@
+"""What an evaluation is told. No torch here, as the flags of `keyhole eval` derive from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keyhole.config import EngineConfig, is_count, require, setting
+from keyhole.errors import UnknownNameError
+
+SETUPS = ("prompt", "question")
+"""What is read densely before decoding: the whole prompt (A), or the context without the question,
+which then goes through the policy token by token as the answer does (B)."""
+
+FORCED = ("perplexity", "attention_recall")
+"""Tasks that force a text through decode steps."""
+
+TASKS = "passkey,qa_2,derive"
+"""Asked unless others are: one place, two places, and what the model itself has written."""
+
+
+#: Names that one flag gives: a,b,c.
+Names = tuple[str, ...]
+#: The same for budgets, which may be numbers or shares.
+Budgets = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """The cells of an evaluation and how they run. tasks, policies: names with their settings."""
+
+    tasks: str = setting(TASKS, "what is asked")
+    text: str | None = setting(
+        None, f"the text of {' and '.join(FORCED)}; None: derivations of the bundled model"
+    )
+    lengths: tuple[int, ...] = setting((2048,), "tokens of a sample, its answer included")
+    limit: int = setting(16, "samples in a cell; of a text, as many as there are")
+    setup: Names = setting(  # noqa: RUF009
+        ("prompt",),
+        "what is read densely before decoding: the whole prompt, or all but the question, which "
+        "then goes through the policy as the answer does; prompt,question: each",
+    )
+    policies: str = setting("delta,quest,streaming_llm", "what they are answered under")
+    budgets: Budgets = setting(  # noqa: RUF009
+        ("1/8",), "tokens that a step may read, or shares of the length in whole pages"
+    )
+    batch: int = setting(EngineConfig.max_batch, "samples decoded at once")
+
+    def __post_init__(self) -> None:
+        good = bool(self.lengths) and all(map(is_count, self.lengths))
+        require(good, "lengths", self.lengths, "numbers of tokens such as 2048,8192")
+        for name in ("limit", "batch"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require(bool(self.setup), "setup", self.setup, f"one of {SETUPS}, or both")
+        for one in self.setup:
+            if one not in SETUPS:
+                raise UnknownNameError("setup", one, SETUPS)

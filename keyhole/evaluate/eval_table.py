@@ -1,0 +1,86 @@
+"""The cells of an evaluation as a table for people: task x method x budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.evaluate.eval_settings import FORCED
+from keyhole.evaluate.line_file import Line
+
+Text = Callable[[Line], str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Heads and rows, the first `left` columns being names; `common` is what all rows share."""
+
+    common: str
+    heads: list[str]
+    rows: list[list[str]]
+    left: int
+
+
+def table(
+    measured: Sequence[Line], refused: Sequence[Line], bytes_text: Callable[[float], str]
+) -> Table:
+    """A row for each line, the refused ones last in their group of task, length and setup.
+
+    A value that a cell does not have is "-".
+    """
+    groups: dict[str, list[Line]] = {}
+    for line in (*measured, *refused):
+        name = f"{line['task']} {line['task_settings']} {line['length']} {line['setup']}"
+        groups.setdefault(name, []).append(line)
+    lines = [line for group in groups.values() for line in group]
+    cells: dict[str, Text] = {
+        "task": _task,
+        "length": _of("length", "{:,} tokens".format),
+        "setup": _of("setup", str),
+        "samples": _of("samples", str),
+        "policy": _of("method", str),
+    }
+    shared = []
+    for name in ("length", "setup", "samples"):
+        found = {cells[name](line) for line in lines}
+        if len(found) == 1:
+            shared.append(f"{name} {found.pop()}")
+            del cells[name]
+    left = len(cells)
+    cells |= {
+        "budget": _of("budget", "{:,}".format),
+        "score": _score,
+        "written": _of("tokens_generated", "{:.1f}".format),
+        "keys read": _of("read_share", "{:.1%}".format),
+        "read per step": _of("bytes_per_step", bytes_text),
+        "step": _of("step_ms", "{:.1f} ms".format),
+        "peak cache": _of("peak_bytes", bytes_text),
+    }
+    rows = [[text(line) for text in cells.values()] for line in lines]
+    return Table(", ".join(shared), list(cells), rows, left)
+
+
+def _of(name: str, text: Callable[[Any], str]) -> Text:
+    def cell(line: Line) -> str:
+        value = line.get(name)
+        return "-" if value is None else text(value)
+
+    return cell
+
+
+def _task(line: Line) -> str:
+    """The name, and what was set of it: passkey:depth=0.5."""
+    if line["task"] in FORCED:
+        return str(line["task"])
+    settings = {k: v for k, v in line["task_settings"].items() if v is not None}
+    return ":".join([line["task"], *(f"{name}={value}" for name, value in settings.items())])
+
+
+def _score(line: Line) -> str:
+    """Per cent; a perplexity as it is, less being better."""
+    if "error" in line:
+        return "refused"
+    if line["task"] == "perplexity":
+        return f"ppl {line['perplexity']:.3f}"
+    return f"{line['score']:.1%}"

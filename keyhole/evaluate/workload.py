@@ -1,0 +1,116 @@
+"""What an evaluation gives a model to do, in the form that a cell is measured in."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from keyhole.engine.core import Engine
+from keyhole.errors import ConfigError
+from keyhole.evaluate.requests import Request, serve
+from keyhole.evaluate.tasks import Sample, Task, token_counter
+from keyhole.models.loading import Model
+from keyhole.policy.base import Policy
+
+#: An engine with nothing in it that runs under a policy.
+MakeEngine = Callable[[Policy], Engine]
+
+
+class Workload(ABC):
+    """Samples with a score each. `settings`: what besides the name says which samples they are."""
+
+    name: str
+    settings: dict[str, Any]
+    has_question: bool = True
+    """Whether the setups differ; without a question they are the same."""
+
+    @abstractmethod
+    def available(self, length: int, limit: int) -> int:
+        """How many samples of so many tokens there are, `limit` at most.
+
+        ConfigError if not even one fits.
+        """
+
+    @abstractmethod
+    def measure(
+        self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
+    ) -> dict[str, Any]:
+        """Runs the first `samples` samples; the measured fields of a line."""
+
+    def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+        """More fields, from what was measured under full attention, too."""
+        return {}
+
+
+class Answered(Workload):
+    """A task of the table: the model answers by itself."""
+
+    def __init__(self, task: Task, model: Model) -> None:
+        if model.tokenizer is None:
+            raise ConfigError(f"task {task.name} is text, and {model.name} has no tokenizer")
+        self.name = task.name
+        fields = [f.name for f in dataclasses.fields(task) if "help" in f.metadata]
+        self.settings = {name: getattr(task, name) for name in fields}
+        self._task, self._tokenizer = task, model.tokenizer
+        self._made: dict[int, list[Sample]] = {}  # of the length that was asked for last
+
+    def samples(self, length: int, number: int) -> list[Sample]:
+        """The first samples of a length; kept, as all policies are asked the same."""
+        made = self._made.get(length, [])
+        count = token_counter(self._tokenizer)
+        made += [self._task.make(length, seed, count) for seed in range(len(made), number)]
+        self._made = {length: made}
+        return made[:number]
+
+    def available(self, length: int, limit: int) -> int:
+        """As many as one likes."""
+        self.samples(length, 1)
+        return limit
+
+    def measure(
+        self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
+    ) -> dict[str, Any]:
+        """Answers, scored by the task."""
+        asked = self.samples(length, samples)
+        requests = [request(self._tokenizer, sample, setup) for sample in asked]
+        served = serve(make_engine(policy), requests)
+        answers = [sequence.detokenizer.text for sequence in served.sequences]
+        scores = [
+            self._task.score(sample, answer) for sample, answer in zip(asked, answers, strict=True)
+        ]
+        one_each = all(len(sample.depths) == 1 for sample in asked)
+        return {
+            "score": statistics.fmean(scores),
+            "scores": scores,
+            "depths": [sample.depths[0] for sample in asked] if one_each else None,
+            **served.costs(),
+            "tokens_prompt": statistics.fmean(len(r.prompt) + len(r.given) for r in requests),
+            "recall_per_layer": None,
+            "selection_maps": None,
+        }
+
+
+def request(tokenizer: Any, sample: Sample, setup: str) -> Request:
+    """The same tokens in both setups; what differs is where the dense prompt ends.
+
+    A token that holds letters of the context and of the question belongs to the question.
+    """
+    tokens = _ids(tokenizer, sample.prompt)
+    end = len(tokens)
+    if setup == "question":
+        context = _ids(tokenizer, sample.context)
+        # What a tokenizer puts behind a whole text is no part of the context.
+        same = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(tokens, context, strict=False)
+        )
+        end = max(1, sum(1 for _ in same))
+    return Request(prompt=tokens[:end], given=tokens[end:], max_tokens=sample.max_new_tokens)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    # Without the warning about length: the engine has its own.
+    return [int(token) for token in tokenizer(text, verbose=False).input_ids]

@@ -1,0 +1,211 @@
+"""`keyhole eval` measures cells, stores them, goes on after an interruption, and shows a table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keyhole.evaluate.forced import Perplexity
+from tests.cli.conftest import Run
+
+FIELDS = (
+    "benchmark date command commit machine versions model task length setup policy settings budget "
+    "samples score scores depths tokens_prompt tokens_generated read_share bytes_per_step step_ms "
+    "peak_bytes recall_per_layer selection_maps"
+).split()
+PASSKEY = ("--tasks", "passkey", "--lengths", "448", "--limit", "2", "--device", "cpu")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n * n % 97} apples, {n} pears; " for n in range(40)))
+    return str(path)
+
+
+def forced(text: str, output: Path, *more: str, tasks: str = "perplexity") -> tuple[str, ...]:
+    given = ("--tasks", tasks, "--text", text, "--lengths", "64", "--limit", "3")
+    return (*given, "--device", "cpu", "--output", str(output), *more)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_cells_are_shown_and_stored(path: str, run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "eval.jsonl"
+    policies = ("--policies", "quest:full_layers=0,1,full,streaming_llm", "--budgets", "32,1/8")
+    setups = ("--setup", "prompt,question", "--output", str(output))
+    ran = run("eval", path, *PASSKEY, *policies, *setups)
+    assert ran.status == 0, ran.err
+    common, _, heads, _, *rows = ran.out.splitlines()[:14]
+    assert common == "llama-0: length 448 tokens, samples 2"
+    assert heads.split()[:5] == "task setup policy budget score".split()
+    shown = [row.split()[:4] for row in rows]
+    methods = [("full", "-"), *[("quest:full_layers=0,1", b) for b in ("32", "48")]]
+    methods += [("streaming_llm", b) for b in ("32", "48")]
+    assert shown == [
+        ["passkey", setup, *method] for setup in ("prompt", "question") for method in methods
+    ]
+    assert ran.out.endswith(f"10 cells measured, 0 there already: {output}\n")
+    found = lines(output)
+    assert len(found) == 10
+    for line in found:
+        assert set(FIELDS) <= set(line)
+        assert line["benchmark"] == "eval"
+        assert line["model"] == "llama-0"
+        assert len(line["scores"]) == len(line["depths"]) == line["samples"] == 2
+        assert line["score"] == sum(line["scores"]) / 2
+        assert line["bytes_per_step"] > 0
+    assert [line["budget"] for line in found[:5]] == [None, 32, 48, 32, 48]
+    assert found[1]["settings"] == {"token_budget": 32, "full_layers": [0, 1]}
+    assert [line["read_share"] for line in found if line["policy"] == "full"] == [1, 1]
+    assert all(line["read_share"] < 0.6 for line in found if line["policy"] != "full")
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    path: str, run: Run, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, measure, done = tmp_path / "eval.jsonl", Perplexity.measure, []
+
+    def interrupted(self: Perplexity, *given: Any) -> dict[str, Any]:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(given[1].name)
+        return measure(self, *given)
+
+    command = forced(text, output, "--policies", "quest,streaming_llm,delta", "--budgets", "16")
+    monkeypatch.setattr(Perplexity, "measure", interrupted)
+    assert run("eval", path, *command).status == 130
+    assert [line["policy"] for line in lines(output)] == ["full", "quest"]
+    with output.open("a") as file:
+        file.write('{"benchmark": "eval", "task": "perpl')
+    monkeypatch.setattr(
+        Perplexity, "measure", lambda *given: done.append(given[2].name) or measure(*given)
+    )
+    ran = run("eval", path, *command)
+    assert ran.status == 0, ran.err
+    assert done == ["full", "quest", "streaming_llm", "delta"]
+    assert "2 cells measured, 2 there already" in ran.out
+    stored = lines(output)
+    assert [line["policy"] for line in stored] == ["full", "quest", "streaming_llm", "delta"]
+    # Fewer samples are there as well, more are not; nor is anything of another text.
+    assert "0 cells measured, 4 there" in run("eval", path, *command, "--limit", "2").out
+    assert "4 cells measured, 0 there" in run("eval", path, *command, "--limit", "4").out
+    Path(text).write_text("another text, " * 40)
+    assert "4 cells measured, 0 there" in run("eval", path, *command).out
+
+
+def test_a_policy_that_this_model_cannot_have_is_told_and_the_others_run(
+    path: str, run: Run, text: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "eval.jsonl"
+    policies = ("--policies", "spe_context,delta,streaming_llm", "--budgets", "8", "--json")
+    ran = run("eval", path, *forced(text, output, *policies))
+    assert ran.status == 1
+    found = json.loads(ran.out)
+    assert [line["policy"] for line in found["lines"]] == ["full", "streaming_llm"]
+    assert found["lines"] == lines(output)
+    assert {one["method"] for one in found["refused"]} == {"spe_context", "delta"}
+    assert "token_budget 8 must be at least one page of 16" in found["refused"][1]["error"]
+    assert found["stored"] == 0
+    ran = run("eval", path, *forced(text, output, *policies[:-1]))
+    assert ran.status == 1
+    rows = [row.split()[:4] for row in ran.out.splitlines()[4:8]]
+    assert [row[1] for row in rows] == ["full", "streaming_llm", "spe_context", "delta"]
+    assert rows[3] == ["perplexity", "delta", "8", "refused"]
+    assert "\nrefused: delta: token_budget 8 must be at least one page" in ran.out
+
+
+def test_text_is_forced(path: str, run: Run, text: str, tmp_path: Path) -> None:
+    output = tmp_path / "eval.jsonl"
+    setups = ("--setup", "question,prompt", "--policies", "sliding_window", "--budgets", "12")
+    ran = run("eval", path, *forced(text, output, *setups, tasks="perplexity,attention_recall"))
+    assert ran.status == 0, ran.err
+    assert ran.out.count("ppl ") == 2
+    full, window, all_of_it, part = lines(output)  # without a question the setups are one
+    assert full["nll"] == pytest.approx(all_of_it["nll"])
+    assert window["nll_over_full"] == pytest.approx(window["nll"] - full["nll"])
+    assert all_of_it["recall_per_layer"] == [1, 1, 1, 1]
+    assert max(part["recall_per_layer"]) < 1
+    assert part["score"] == pytest.approx(sum(part["recall_per_layer"]) / 4)
+    assert part["step_ms"] is None
+
+
+def test_the_page_gets_the_lines_of_this_command(
+    path: str, run: Run, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    page = SimpleNamespace(write_report=lambda *given: written.extend(given))
+    monkeypatch.setitem(sys.modules, "keyhole.evaluate.report_page", page)
+    output, html = tmp_path / "eval.jsonl", tmp_path / "page.html"
+    assert run("eval", path, *forced(text, output, "--policies", "quest")).status == 0
+    command = forced(text, output, "--policies", "sliding_window", "--html", str(html))
+    assert run("eval", path, *command).status == 0
+    full, _, window = lines(output)
+    assert written == [[full, window], html]
+
+
+def test_plain_tasks_stand_for_their_forms_in_the_bundled_model(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "eval.jsonl"
+    given = ("--lengths", "128", "--limit", "1", "--policies", "full", "--output", str(output))
+    ran = run("eval", "--tasks", "passkey:depth=0.25,niah_single_1:depth=0.25,qa_1", *given)
+    assert ran.status == 0, ran.err
+    found = lines(output)
+    assert [line["task"] for line in found] == ["tiny_passkey", "tiny_docs1"]
+    assert found[0]["task_settings"] == {"depth": 0.25}
+    assert "tiny_passkey:depth=0.25" in ran.out
+
+
+def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: Path) -> None:
+    """It knows what comes next, but only from what it is made of; and no text of others."""
+    output = tmp_path / "eval.jsonl"
+    given = ("--tasks", "perplexity", "--lengths", "256", "--limit", "2", "--output", str(output))
+    ran = run("eval", *given, "--policies", "streaming_llm", "--budgets", "1/8")
+    assert ran.status == 0, ran.err
+    full, little = lines(output)
+    assert full["perplexity"] < 1.1
+    assert little["perplexity"] > 2
+    ran = run("eval", *given, "--text", text)
+    assert ran.status == 2
+    assert "% of --text" in ran.err
+    assert "is unknown to the tokenizer of keyhole-tiny" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--tasks", "paskey"), "unknown task 'paskey'; did you mean 'passkey'?"),
+        (("--tasks", "rulr"), "did you mean 'ruler'?"),
+        (("--tasks", ","), "tasks ',' must be at least one"),
+        (("--tasks", "passkey:dept=1"), "unknown setting of task passkey 'dept'; did you mean 'd"),
+        (("--tasks", "passkey:depth=deep"), "passkey:depth 'deep' must be a number"),
+        (("--tasks", "passkey:depth=2"), "depth 2.0 must be"),
+        (("--tasks", "passkey:depth"), "'passkey:depth' must be a name or name:setting=value"),
+        (("--tasks", "perplexity"), "task perplexity needs a text of your own: --text FILE"),
+        (("--policies", "qest"), "unknown policy 'qest'; did you mean 'quest'?"),
+        (("--policies", "quest:budget=1"), "unknown setting of policy quest 'budget'"),
+        (("--budgets", "0"), "budget '0' must be a number of tokens, at least 1, or a share"),
+        (("--budgets", "9/8"), "budget '9/8' must be"),
+        (("--limit", "0"), "limit 0 must be at least 1"),
+        (("--batch", "0"), "batch 0 must be at least 1"),
+        (("--lengths", "0"), "lengths (0,) must be numbers of tokens such as 2048,8192"),
+        (("--lengths", "448,4096"), "length 4096 is more than the 512 tokens that llama-0 takes"),
+        (("--lengths", "100"), "length 100 is too short for passkey: it needs at least"),
+        (("--setup", ","), "setup () must be one of ('prompt', 'question'), or both"),
+        (("--setup", "promt"), "unknown setup 'promt'; did you mean 'prompt'?"),
+        (("--output", "/proc"), "'/proc' cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    path: str, run: Run, arguments: tuple[str, ...], error: str
+) -> None:
+    ran = run("eval", path, *PASSKEY, *arguments)
+    assert ran.status == 2
+    assert error in ran.err
+    assert len(ran.err.splitlines()) == 1
