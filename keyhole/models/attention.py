@@ -30,8 +30,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
     dropout: float = 0.0,
+    *,
+    scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -41,6 +42,7 @@ def attention(
     """Attention of one layer for a packed row: write, then read what the policy selects.
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, Dv] as transformers wants.
+    Arguments stand in the order of transformers' own functions: who wraps them relies on it.
     """
     if keyhole is None:
         raise ConfigError(
