@@ -3,6 +3,7 @@ PYTHON ?= python3
 READY := .venv/.ready
 PEERS_READY := .venv-peers/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
+KVPRESS_READY := .venv-kvpress/.ready
 
 # Spinning OpenMP threads starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -10,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-lm-eval lint docs gpu bench-peers sanitize tiny-model tiny-head clean
+.PHONY: demo test test-lm-eval test-kvpress lint docs gpu bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -22,6 +23,10 @@ test: lint
 # The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
 test-lm-eval: $(LM_EVAL_READY)
 	@.venv-lm-eval/bin/python -m pytest tests/integrations/test_lm_eval.py
+
+# kvpress's compressors on our tasks, in an environment of their own too.
+test-kvpress: $(KVPRESS_READY)
+	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress.py
 
 lint: $(READY)
 	@.venv/bin/python -m ruff check --quiet .
@@ -78,6 +83,14 @@ $(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt 
 	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt \
 	  --requirement tests/integrations/lm-eval.txt pytest --editable '.[lm-eval]'
+	@touch $@
+
+$(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt $(wildcard keyhole/kernels/csrc/*)
+	@echo "setting up .venv-kvpress"
+	@$(PYTHON) -m venv .venv-kvpress
+	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt torch
+	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt \
+	  --requirement tests/integrations/kvpress.txt pytest --editable '.[kvpress]'
 	@touch $@
 
 clean:

@@ -18,9 +18,9 @@ LAYERS = (
     {"policy", "reuse"},
     {"models"},
     {"engine"},
-    {"server", "integrations", "bench", "evaluate", "hf"},
+    {"server", "bench", "evaluate", "hf"},
     {"__init__"},
-    {"cli"},  # a user of the public interface
+    {"cli", "integrations"},  # users of the public interface
     {"__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
