@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--ablation", action="store_true", help="SamKV's switches, too")
     parser.add_argument("--again", action="store_true", help="cells that are there already, too")
     parser.add_argument("--note", default="")
@@ -63,7 +64,11 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write the page")
     arguments = parser.parse_args()
     if not arguments.render:
-        variants = METHODS | ABLATION if arguments.ablation else METHODS
+        # Times are compared with those of recompute.
+        names = ("recompute", *arguments.methods)
+        variants = {name: variant for name, variant in METHODS.items() if name in names}
+        if arguments.ablation:
+            variants |= ABLATION
         with tempfile.TemporaryDirectory() as folder:
             llm = LLM(keyhole.tiny(), device="cpu", prefix_cache=False, documents=folder)
             for shape in arguments.shapes:
