@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from keyhole.hf.sparse import sparse
     from keyhole.policy import policies
     from keyhole.policy.base import Policy
+    from keyhole.policy.clusterkv import ClusterKV
     from keyhole.policy.delta import Delta
     from keyhole.policy.full import Full
     from keyhole.policy.infllm import InfLLM
     from keyhole.policy.omnikv import OmniKV
     from keyhole.policy.quest import Quest
     from keyhole.policy.raas import RaaS
+    from keyhole.policy.shadowkv import ShadowKV
     from keyhole.policy.sliding_window import SlidingWindow
     from keyhole.policy.spe_context import SpeContext
     from keyhole.policy.streaming_llm import StreamingLLM
@@ -75,6 +77,8 @@ _PLACES = {
     "OmniKV": "keyhole.policy.omnikv",
     "InfLLM": "keyhole.policy.infllm",
     "RaaS": "keyhole.policy.raas",
+    "ClusterKV": "keyhole.policy.clusterkv",
+    "ShadowKV": "keyhole.policy.shadowkv",
     "Reuse": "keyhole.reuse.base",
     "reuses": "keyhole.reuse",
     "Recompute": "keyhole.reuse.recompute",
@@ -97,6 +101,7 @@ __all__ = [
     "LLM",
     "CacheBlend",
     "CapacityError",
+    "ClusterKV",
     "ConfigError",
     "Delta",
     "Epic",
@@ -120,6 +125,7 @@ __all__ = [
     "Reused",
     "SamKV",
     "SamplingParams",
+    "ShadowKV",
     "SlidingWindow",
     "SparseRun",
     "SparseStats",

@@ -143,6 +143,8 @@ def tokens_of(pages: Sequence[int], page_size: int, length: int) -> list[int]:
 #: What one token reads in one layer: for each KV head, or once for all of them, the entries that a
 #: method chose (pages or tokens) and the tokens that they mean. None is everything.
 Choice = tuple[list[list[int]], list[list[int]]] | None
+#: keys_of(layer, keys [Hkv, N, D], choice): the keys that the newest of N tokens reads
+KeysOf = Callable[[int, Array, Choice], Array]
 #: choose(layer, query [Hq, D], keys [Hkv, N, D], options of `attention`) for the newest of N tokens
 Choose = Callable[[int, Array, Array, dict[str, Any]], Choice]
 
@@ -151,12 +153,14 @@ Choose = Callable[[int, Array, Array, dict[str, Any]], Choice]
 class SparseModel:
     """A transformers model whose tokens from `start` on read what `choose` says.
 
+    keys_of: what they find there in place of the keys; None: the keys.
     choices: (layer, length) -> what the newest of `length` tokens chose there.
     """
 
     network: Any
     choose: Choose
     start: int = 0
+    keys_of: KeysOf | None = None
     choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -182,12 +186,15 @@ class SparseModel:
         rows = []
         for t in range(query.shape[1]):
             read = [visible(t + 1, window)] * len(keys)
+            found = keys[:, : t + 1]
             if t >= self.start and window is None:
                 choice = self.choose(layer, query[:, t], keys[:, : t + 1], options)
                 self.choices[layer, t + 1] = choice
                 if choice is not None:
                     read = choice[1] * len(keys) if len(choice[1]) == 1 else choice[1]
-            rows.append(attention(query[:, t], keys, values, read, **options)[0])
+                if self.keys_of is not None:
+                    found = self.keys_of(layer, found, choice)
+            rows.append(attention(query[:, t], found, values[:, : t + 1], read, **options)[0])
         return np.stack(rows)
 
 

@@ -227,7 +227,8 @@ def test_tensors_are_what_was_predicted(kind: str, tmp_path: Path) -> None:
     model = load(make_model(kind, tmp_path), "cpu")
     geometry = model.geometry(16)
     shapes = [
-        {} if layer.window is not None else Quest().page_data(layer) for layer in geometry.layers
+        {} if layer.window is not None else Quest().page_data(layer, geometry.page_size)
+        for layer in geometry.layers
     ]
     cache = PageCache(geometry, 192, dtype=model.dtype, device=model.device, page_data=shapes)
     cache.allocate(192)

@@ -85,7 +85,7 @@ class Pages:
         geometry, data = model.geometry(PAGE_SIZE), _page_data(model, policies)
         self.cache = PageCache(
             geometry,
-            _num_pages(len(policies), batch, context, steps),
+            _num_pages(policies, batch, context, steps),
             dtype=model.dtype,
             device=model.device,
             page_data=data,
@@ -132,13 +132,14 @@ def needed_bytes(model: Model, policies: Several[str], batch: int, context: int,
     """What `Pages` takes, before it is made."""
     data = [*_page_data(model, policies), _head_data(model, policies)]
     page_bytes = bytes_per_page(model.geometry(PAGE_SIZE), data)
-    return _num_pages(len(policies), batch, context, steps) * page_bytes
+    return _num_pages(policies, batch, context, steps) * page_bytes
 
 
-def _num_pages(engines: int, batch: int, context: int, steps: int) -> int:
-    """Pages for the prompts, and for what every engine adds to them."""
+def _num_pages(policies: Several[str], batch: int, context: int, steps: int) -> int:
+    """Pages for the prompts, for what every engine adds to them, and for copies of the prompts."""
     more = -(-(steps + 1) // PAGE_SIZE) + 1
-    return batch * (context // PAGE_SIZE + engines * more)
+    copies = sum(not make_policy(name).shares_pages for name in policies)
+    return batch * ((1 + copies) * (context // PAGE_SIZE) + len(policies) * more)
 
 
 def _page_data(model: Model, policies: Several[str]) -> list[dict[str, tuple[int, ...]]]:
@@ -148,7 +149,7 @@ def _page_data(model: Model, policies: Several[str]) -> list[dict[str, tuple[int
     data: list[dict[str, tuple[int, ...]]] = [{} for _ in geometry.layers]
     for policy in resolved:
         for names, layout in zip(data, geometry.layers, strict=True):
-            own = policy.page_data(layout)
+            own = policy.page_data(layout, PAGE_SIZE)
             assert all(names.get(name, shape) == shape for name, shape in own.items())
             names |= own
     return data

@@ -157,6 +157,11 @@ class PageCache:
         self.release([page])
         return fresh[0]
 
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Gives the pages `target` the content of the pages `source`, side data included."""
+        for tensor in self._tensors():
+            tensor[list(target)] = tensor[list(source)]
+
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Asserts that each page has as many references as `holders` list it; the rest is free."""
         held = Counter(page for pages in holders for page in pages)

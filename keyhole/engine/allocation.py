@@ -36,7 +36,8 @@ def allocate(
     ConfigError if not a page fits, or if the policy has no layers that may move.
     """
     page_data = [
-        {} if layout.window is not None else policy.page_data(layout) for layout in geometry.layers
+        {} if layout.window is not None else policy.page_data(layout, config.page_size)
+        for layout in geometry.layers
     ]
     common = Lookahead.page_data(head.config, config.page_size) if head is not None else {}
     data = [*page_data, common]

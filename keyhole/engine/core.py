@@ -71,6 +71,7 @@ class Engine:
             config,
             dense=self.policy.dense,
             most_pages=functools.partial(most_pages, self.policy, self.geometry),
+            shares_pages=self.policy.shares_pages,
             max_length=self.max_length,
             prepare=self._prepare,
         )

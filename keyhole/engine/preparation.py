@@ -67,6 +67,13 @@ class Preparation:
                 what, right = "its record has no extreme keys", "a record with them"
                 raise RecordError("missing", what, right, document.info.name)
 
+        if not self._policy.shares_pages and not context.reuse.keeps_all:
+            raise ConfigError(
+                f"policy {self._policy.name!r} needs every token of a prompt, and reuse method "
+                f"{context.reuse.name!r} may drop some; use reuse='recompute', 'reuse', "
+                "'cacheblend' or 'epic', or another policy"
+            )
+
     def run(self, request: Request) -> bool:
         """Fills pages of a request up to its question; False (nothing changed): pages are out.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -21,6 +22,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.engine.state import SequenceState
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
+from keyhole.models.positions import Turns, rotates
 from keyhole.policy.base import Policy, Selection, Step
 
 
@@ -42,7 +44,8 @@ class Runner:
         self._lookahead = lookahead
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
-        self._state = SequenceState(policy.sequence_state(cache.geometry), max_batch, model.device)
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        self._state = SequenceState(policy, cache.geometry, max_batch, like)
         self._thinned = Thinned(len(cache.keys), max_batch, model.device)
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
@@ -194,8 +197,8 @@ class Runner:
         return self._thinned.rows(slots, lengths.tolist(), self._model.device)
 
     def _step(self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray) -> Step:
-        fresh = self._state.enter(decodes)
-        step = self._make_step(decodes, position, table, fresh)
+        fresh, prompts = self._state.enter(decodes)
+        step = self._make_step(decodes, position, table, fresh, prompts)
         if self._prefetcher is not None:
             for sequence, new in zip(decodes, fresh.tolist(), strict=True):
                 if new:
@@ -204,7 +207,12 @@ class Runner:
         return step
 
     def _make_step(
-        self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray, fresh: np.ndarray
+        self,
+        decodes: list[Sequence],
+        position: np.ndarray,
+        table: np.ndarray,
+        fresh: np.ndarray,
+        prompts: np.ndarray,
     ) -> Step:
         size = self._cache.page_size
         remaining = None
@@ -219,6 +227,10 @@ class Runner:
             page_data=self._cache.data,
             host_lengths=position + 1,
             fresh=fresh,
+            prompts=self._send(prompts.astype(np.int32)),
+            host_prompts=prompts,
+            keys=self._cache.keys,
+            turn=self._turn,
             slots=self._send(np.asarray([s.slot for s in decodes], np.int64)),
             state=self._state.tensors,
             thinned=self._there(decodes, position + 1),
@@ -247,6 +259,14 @@ class Runner:
             due=due,
             thinned=self._there(decodes, lengths),
         )
+
+    @functools.cached_property
+    def _turns(self) -> Turns | None:
+        """The rotations of the model; None if its positions are none."""
+        return Turns.of(self._model) if rotates(self._model) else None
+
+    def _turn(self, layer: int, x: Tensor, by: Tensor) -> Tensor:
+        return x if self._turns is None else self._turns.turn(layer, x, by)
 
     def _reads(self, batch: Batch) -> Tensor:
         step, geometry = batch.step, self._cache.geometry

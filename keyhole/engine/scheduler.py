@@ -38,6 +38,7 @@ class Scheduler:
         config: EngineConfig,
         *,
         dense: bool,
+        shares_pages: bool,
         max_length: int,
         most_pages: Callable[[int, int], int],
         prepare: Callable[[Sequence], bool],
@@ -48,6 +49,7 @@ class Scheduler:
         self._prefix = prefix
         self._config = config
         self._dense = dense
+        self._shares_pages = shares_pages
         self._max_length = max_length
         self._most_pages = most_pages
         self._prepare = prepare
@@ -126,15 +128,13 @@ class Scheduler:
             return False
         else:
             self._check_room(sequence)
-        # One page more for each that runs: whoever enters must not push another out at once.
-        spare = len(self.running)
-        # Under a policy that evicts, what is replayed never has pages all at once.
-        most = self._most(sequence, len(sequence.tokens)) * self._cache.page_size
-        length = max(sequence.prefill_end, min(len(sequence.tokens), most))
-        if not self._reserve(sequence, length, spare):
+        if not self._reserve_all(sequence):
             self._release(sequence)
             sequence.num_computed = 0
             return False
+        if sequence.context is None:
+            cached = min(sequence.num_computed, len(sequence.prompt))
+            sequence.num_cached = max(sequence.num_cached, cached)
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
         return True
@@ -160,7 +160,26 @@ class Scheduler:
                 computed -= 1
                 sequence.repeated = computed
         sequence.num_computed = computed
-        sequence.num_cached = max(sequence.num_cached, min(computed, len(sequence.prompt)))
+
+    def _reserve_all(self, sequence: Sequence) -> bool:
+        """Pages for all its tokens, known ones copied if the policy wants it."""
+        # One page more for each that runs: whoever enters must not push another out at once.
+        spare = len(self.running)
+        # Under a policy that evicts, what is replayed never has pages all at once.
+        most = self._most(sequence, len(sequence.tokens)) * self._cache.page_size
+        length = max(sequence.prefill_end, min(len(sequence.tokens), most))
+        if self._shares_pages or sequence.context is not None or not sequence.pages:
+            return self._reserve(sequence, length, spare)
+        known, sequence.pages = sequence.pages, []
+        there = self._reserve(sequence, length, spare)
+        if there:
+            self._cache.copy(known, sequence.pages[: len(known)])
+        self._cache.release(known)
+        if there:
+            return True
+        # What was known may lie in the very pages that are missing: compute it again there.
+        sequence.num_computed, sequence.repeated, sequence.exact = 0, None, True
+        return self._reserve(sequence, length, spare)
 
     def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         while not self._reserve(sequence, sequence.num_computed + count):

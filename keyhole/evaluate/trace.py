@@ -104,6 +104,7 @@ class Traced(Policy):
         object.__setattr__(self, "name", self.inner.name)
         object.__setattr__(self, "dense", self.inner.dense)
         object.__setattr__(self, "wants_head", self.inner.wants_head)
+        object.__setattr__(self, "shares_pages", self.inner.shares_pages)
         object.__setattr__(self, "head", getattr(self.inner, "head", None))
 
     def resolve(self, geometry: Geometry) -> Self:
@@ -114,13 +115,17 @@ class Traced(Policy):
         """As the policy inside."""
         return self.inner.most_pages(prompt_pages, page_size)
 
-    def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """As the policy inside."""
-        return self.inner.page_data(layout)
+        return self.inner.page_data(layout, page_size)
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """As the policy inside."""
         return self.inner.sequence_state(geometry)
+
+    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """As the policy inside."""
+        return self.inner.sequence_numbers(geometry)
 
     def before_step(self, step: Step) -> None:
         """As the policy inside."""
@@ -152,6 +157,10 @@ class Traced(Policy):
     def after_step(self, step: Step) -> Tensor | None:
         """As the policy inside."""
         return self.inner.after_step(step)
+
+    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
+        """As the policy inside."""
+        return self.inner.attended_keys(layer, selection, step)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """As the policy inside."""

@@ -23,9 +23,9 @@ from keyhole.engine.lookahead import Lookahead, load_head
 from keyhole.engine.runner import Runner
 from keyhole.engine.scheduler import Plan
 from keyhole.engine.sequence import Counters, Sequence
-from keyhole.errors import CapacityError, PromptTooLongError, RequestError
+from keyhole.errors import PromptTooLongError, RequestError
 from keyhole.hf.padding import columns, present, spread
-from keyhole.hf.paged_cache import PagedCache
+from keyhole.hf.paged_cache import PagedCache, full
 from keyhole.hf.refused import OPTIONS, unsupported
 from keyhole.hf.run import SparseRun
 from keyhole.models.attention import PassThrough
@@ -218,7 +218,7 @@ class Hooks:
                 )
             return past
         if past is None:
-            return PagedCache(self.pages, self._runner, num_rows)
+            return self._new_cache(num_rows)
         if type(past) is not DynamicCache or past.offloading:
             kind = "offloaded" if type(past) is DynamicCache else type(past).__name__
             raise unsupported(f"a cache of its own ({kind}); leave cache_implementation out")
@@ -229,7 +229,10 @@ class Hooks:
                 "(of generate with return_dict_in_generate=True), or none"
             )
         self._replaced.add(past)
-        return PagedCache(self.pages, self._runner, num_rows)
+        return self._new_cache(num_rows)
+
+    def _new_cache(self, num_rows: int) -> PagedCache:
+        return PagedCache(self.pages, self._runner, num_rows, self.run.policy.shares_pages)
 
     def _plan(self, cache: PagedCache, there: np.ndarray) -> tuple[Plan, list[int]]:
         """The step with pages for all its tokens, and its rows in the order of the packed row."""
@@ -263,21 +266,13 @@ class Hooks:
         if row.num_computed % size:
             last = pages.writable(row.pages[-1])
             if last is None:
-                raise self._full()
+                raise full(pages)
             if last != row.pages[-1]:
                 row.kept, row.pages = runner.kept(row), [*row.pages[:-1], last]
         fresh = pages.allocate(max(0, -(-length // size) - len(row.pages)))
         if fresh is None:
-            raise self._full()
+            raise full(pages)
         row.pages += fresh
-
-    def _full(self) -> CapacityError:
-        pages = self.pages
-        limit, tokens = pages.max_pages * pages.page_bytes, pages.max_pages * pages.page_size
-        return CapacityError(
-            f"the KV cache is full: its limit is {limit / 2**20:.1f} MiB, {tokens} tokens of all "
-            "rows and of all past_key_values that are held; raise memory="
-        )
 
     def _unpack(self, call: _Call, output: Any) -> Any:
         cache, run, (B, Q) = call.cache, self.run, call.shape

@@ -12,24 +12,29 @@ from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.prompt_pages import HOLE
 from keyhole.engine.runner import Runner
 from keyhole.engine.sequence import Sequence
-from keyhole.errors import ConfigError
+from keyhole.errors import CapacityError, ConfigError
 from keyhole.hf.refused import unsupported
 
 
 class PagedCache:
     """Stands where transformers expects `past_key_values`: rows of tokens in pages of ours.
 
-    Its pages are free again when nobody holds it. `copy.deepcopy` shares them, so that one prompt
-    can be continued several times.
+    Its pages are free again when nobody holds it. `copy.deepcopy` shares them (or copies them, see
+    `Policy.shares_pages`), so that one prompt can be continued several times.
     """
 
     is_compileable = False
     is_croppable = False
 
     def __init__(
-        self, pages: PageCache, make_runner: Callable[[int], Runner], num_rows: int
+        self,
+        pages: PageCache,
+        make_runner: Callable[[int], Runner],
+        num_rows: int,
+        shares_pages: bool,
     ) -> None:
         self.pages = pages
+        self._shares_pages = shares_pages
         self._make_runner = make_runner
         self._length = 0  # tokens of a row as transformers counts them, padding included
         self.runner = make_runner(num_rows)
@@ -42,13 +47,25 @@ class PagedCache:
         return self.pages.geometry.num_layers
 
     def __deepcopy__(self, _: dict[int, Any]) -> PagedCache:
-        copy = PagedCache(self.pages, self._make_runner, len(self.rows))
+        copy = PagedCache(self.pages, self._make_runner, len(self.rows), self._shares_pages)
         copy._length = self._length
         for row, own in zip(self.rows, copy.rows, strict=True):
-            self.pages.share(page for page in row.pages if page != HOLE)
-            own.pages, own.num_computed = list(row.pages), row.num_computed
+            own.pages, own.num_computed = self._another(row.pages), row.num_computed
             own.kept, own.leaving = self.runner.kept(row), list(row.leaving)
         return copy
+
+    def _another(self, pages: list[int]) -> list[int]:
+        """The same pages for one more holder, or copies of them if the policy wants it."""
+        real = [page for page in pages if page != HOLE]
+        if self._shares_pages:
+            self.pages.share(real)
+            return list(pages)
+        fresh = self.pages.allocate(len(real))
+        if fresh is None:
+            raise full(self.pages)
+        self.pages.copy(real, fresh)
+        new = iter(fresh)
+        return [page if page == HOLE else next(new) for page in pages]
 
     def get_seq_length(self, *_: Any) -> int:
         """Tokens so far, padding included."""
@@ -84,6 +101,15 @@ class PagedCache:
         raise unsupported("repeating or choosing rows of past_key_values")
 
     batch_select_indices = reset = batch_repeat_interleave
+
+
+def full(pages: PageCache) -> CapacityError:
+    """The error for a cache without a free page."""
+    limit, tokens = pages.max_pages * pages.page_bytes, pages.max_pages * pages.page_size
+    return CapacityError(
+        f"the KV cache is full: its limit is {limit / 2**20:.1f} MiB, {tokens} tokens of all "
+        "rows and of all past_key_values that are held; raise memory="
+    )
 
 
 def _release(pages: PageCache, rows: list[Sequence]) -> None:

@@ -19,12 +19,21 @@ the reference. All is loaded at the first use of an operation, so that a policy,
     representative_keys  the key of a page that is least like the others
     block_scores     a query's score on blocks of pages, by the keys that stand for these
     block_pages      the pages of selected blocks
+    form_clusters    k-means of some keys of a sequence; centroids and clusters into its pages
+    cluster_scores   a query's score on the cluster of every token
+    chunk_landmarks  the mean key of each chunk of a page, and how well it fits
+    outlier_chunks   the chunks that their means fit worst
+    chunk_scores     a query's weight on the mean of every chunk
+    decompose        the keys of a prompt, before RoPE, in low rank
+    rebuilt_keys     keys of selected tokens from that
+    gather_selected, own_pages  keys or values of selected tokens; how to attend to them
     top_indices      deterministic top-k with places that are always taken
     trim             as much of a choice as a share of the scores asks for
     recent_indices   the first and the last positions
     keep, kept       store a choice; give it again, with the tokens since
     renew_stamps     note that pages were of use in this step
     drop_oldest      the page that has not been of use for longest
+    with_newer       a choice, and the tokens since
     exchange         selected tokens or pages into a buffer that keeps those it has
     linear           a linear layer for the few tokens of a decode step
 
@@ -49,22 +58,32 @@ if TYPE_CHECKING:
         block_pages,
         block_scores,
         bound_scores,
+        chunk_landmarks,
+        chunk_scores,
+        cluster_scores,
+        decompose,
         drop_oldest,
         exchange,
+        form_clusters,
+        gather_selected,
         gather_tokens,
         head_scores,
         head_scores_chosen,
         keep,
         kept,
         linear,
+        outlier_chunks,
+        own_pages,
         page_bounds,
         prefill,
         prefill_chosen,
+        rebuilt_keys,
         recent_indices,
         renew_stamps,
         representative_keys,
         top_indices,
         trim,
+        with_newer,
     )
 
 __all__ = [
@@ -78,22 +97,32 @@ __all__ = [
     "block_pages",
     "block_scores",
     "bound_scores",
+    "chunk_landmarks",
+    "chunk_scores",
+    "cluster_scores",
+    "decompose",
     "drop_oldest",
     "exchange",
+    "form_clusters",
+    "gather_selected",
     "gather_tokens",
     "head_scores",
     "head_scores_chosen",
     "keep",
     "kept",
     "linear",
+    "outlier_chunks",
+    "own_pages",
     "page_bounds",
     "prefill",
     "prefill_chosen",
+    "rebuilt_keys",
     "recent_indices",
     "renew_stamps",
     "representative_keys",
     "top_indices",
     "trim",
+    "with_newer",
 ]
 
 

@@ -30,6 +30,15 @@ def keep(
 def kept(state: Mapping[str, Tensor], rows: Tensor, lengths: Tensor, most: int) -> Selection:
     """The stored choice and every token since, at most `most` of them: [B, H, n + most]."""
     chosen, counts, made_at = (state[name][rows] for name in ("chosen", "counts", "length"))
+    return with_newer(Selection(chosen, counts, 1), made_at, lengths, most)
+
+
+def with_newer(made: Selection, made_at: Tensor, lengths: Tensor, most: int) -> Selection:
+    """A choice of tokens and every token since, at most `most` of them: [B, H, n + most].
+
+    made_at int32 [B]: the length it was made at; lengths int32 [B]: of now.
+    """
+    chosen, counts = made.indices, made.counts
     since = torch.arange(most, device=chosen.device)
     new = made_at[:, None] + since  # [B, most]
     there = (new < lengths[:, None])[:, None].expand(-1, chosen.shape[1], -1)

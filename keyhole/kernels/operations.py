@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import blocks, chosen, cpu, keeping, reference, stamps, trimming
+from keyhole.kernels import (
+    blocks,
+    chosen,
+    chunks,
+    clusters,
+    cpu,
+    keeping,
+    low_rank,
+    reference,
+    stamps,
+    trimming,
+)
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 _library = Library("keyhole", "DEF")
@@ -170,8 +181,13 @@ recent_indices = reference.recent_indices
 attend_and_score_chosen = chosen.attend_and_score_chosen
 head_scores_chosen, gather_tokens = chosen.head_scores_chosen, chosen.gather_tokens
 representative_keys = blocks.representative_keys
+form_clusters, cluster_scores = clusters.form_clusters, clusters.cluster_scores
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
-keep, kept = keeping.keep, keeping.kept
+keep, kept, with_newer = keeping.keep, keeping.kept, keeping.with_newer
+chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
+outlier_chunks = chunks.outlier_chunks
+decompose, rebuilt_keys = low_rank.decompose, low_rank.rebuilt_keys
+gather_selected, own_pages = low_rank.gather_selected, low_rank.own_pages
 trim = trimming.trim
 renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
 

@@ -28,6 +28,11 @@ from keyhole.models.loading import Model
 _PIECE = 1 << 19
 
 
+def rotates(model: Model) -> bool:
+    """Whether the model's positions are rotations."""
+    return getattr(model.network.base_model, "rotary_emb", None) is not None
+
+
 @dataclass(frozen=True, eq=False)
 class Turns:
     """The rotation of every layer of a model.
@@ -46,13 +51,13 @@ class Turns:
     def of(cls, model: Model) -> Self:
         """The rotations of this model; ConfigError if its positions are not rotations."""
         config = model.network.config
-        rotary = getattr(model.network.base_model, "rotary_emb", None)
-        if rotary is None:
+        if not rotates(model):
             raise ConfigError(
                 f"model {model.name!r} is of the family {config.model_type!r}, which learned a "
                 "vector per position: stored documents cannot be shifted there; use a model with "
                 "RoPE"
             )
+        rotary = model.network.base_model.rotary_emb
         layouts = families.layouts(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layouts)
         by_kind = {kind: _frequencies(rotary, kind) for kind in set(kinds)}

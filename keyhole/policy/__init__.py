@@ -25,6 +25,8 @@ _POLICIES = Registry(
         "omnikv": "keyhole.policy.omnikv:OmniKV",
         "infllm": "keyhole.policy.infllm:InfLLM",
         "raas": "keyhole.policy.raas:RaaS",
+        "clusterkv": "keyhole.policy.clusterkv:ClusterKV",
+        "shadowkv": "keyhole.policy.shadowkv:ShadowKV",
         "spe_context": "keyhole.policy.spe_context:SpeContext",
     },
     default="full",

@@ -37,6 +37,11 @@ class Step:
     weights: what layers left for `after_step`, scores as they came.
     host_lengths: int64 [B], `lengths` without asking the device. fresh: bool [B], sequences in
         their first decode step since they began to run.
+    prompts: int32 [B], tokens that were there before that step; host_prompts: int64 [B], the same
+        without asking the device.
+    keys: per layer, its pages of keys [P, Hkv, page_size, D], wherever they are.
+    turn: turn(layer, x, by) gives keys x [..., D] of a layer, rotated at any positions p, as they
+        are at p + by; by int64, broadcast against x.shape[:-1]. x itself in a model without RoPE.
     slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
     thinned: what each layer has of the sequences, where layers dropped tokens of some prompts
         (stored documents); None: everything. What is not there is taken out of a selection.
@@ -55,6 +60,10 @@ class Step:
     page_data: Sequence[Mapping[str, Tensor]]
     host_lengths: np.ndarray
     fresh: np.ndarray
+    prompts: Tensor
+    host_prompts: np.ndarray
+    keys: Sequence[Tensor]
+    turn: Callable[[int, Tensor, Tensor], Tensor]
     slots: Tensor
     state: Mapping[str, Tensor]
     carry: Selection | None = None
@@ -74,6 +83,9 @@ class Policy:
     dense: ClassVar[bool] = False
     #: Whether the policy chooses by a retrieval head, which the engine then loads and runs.
     wants_head: ClassVar[bool] = False
+    #: False if what is kept of a page depends on more than its tokens and those before them: every
+    #: sequence then has pages of its own, copies where a prompt start is known.
+    shares_pages: ClassVar[bool] = True
 
     def resolve(self, geometry: Geometry) -> Self:
         """This policy with every "auto" value settled for a model; the engine uses the result.
@@ -98,7 +110,7 @@ class Policy:
         """
         return None
 
-    def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """Name and shape, per page, of what this policy keeps beside the keys of a layer."""
         return {}
 
@@ -107,6 +119,10 @@ class Policy:
 
         Old numbers stand there when a sequence begins: `Step.fresh` says when to write first.
         """
+        return {}
+
+    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """The same for numbers of the keys' dtype; the names are others."""
         return {}
 
     def before_step(self, step: Step) -> None:
@@ -143,6 +159,13 @@ class Policy:
         Where sequences are due to give up a page before their next token (`Remaining.due`), a
         policy that evicts returns which one goes, int64 [B], counted after the pinned ones; only
         those of sequences that are due do.
+        """
+        return None
+
+    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
+        """Keys to attend with in place of those selected, [B, Hkv, n, D]; None: as they are.
+
+        Asked after `select` if that chose tokens for each KV head; values stay as they are.
         """
         return None
 

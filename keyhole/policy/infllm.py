@@ -73,7 +73,7 @@ class InfLLM(Policy):
         require(budget >= least, "token_budget", budget, right)
         return settled
 
-    def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The key of the page's representative token."""
         return {"representative": (layout.num_kv_heads, layout.key_dim)}
 

@@ -46,7 +46,7 @@ class Quest(Policy):
         """All but those that read everything."""
         return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
-    def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The lowest and the highest number of each key dimension in the page."""
         shape = (layout.num_kv_heads, layout.key_dim)
         return {"low": shape, "high": shape}

@@ -91,6 +91,8 @@ class Reuse:
     name: ClassVar[str]
     #: True if the prompt is computed like any other, without what is stored.
     exact: ClassVar[bool] = False
+    #: True if every layer has all tokens of all documents afterwards.
+    keeps_all: ClassVar[bool] = False
 
     @property
     def turns(self) -> bool:

@@ -35,6 +35,7 @@ class CacheBlend(Reuse):
     """The tokens that deviate most are computed again."""
 
     name: ClassVar[str] = "cacheblend"
+    keeps_all: ClassVar[bool] = True
     check_layer: int = setting(1, "layer up to which all is computed, and where deviations count")
     recompute_ratio: float = setting(0.15, "share of the tokens that is computed in all layers")
 

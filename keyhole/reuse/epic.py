@@ -33,6 +33,7 @@ class Epic(Reuse):
     """The ends of every document are computed again."""
 
     name: ClassVar[str] = "epic"
+    keeps_all: ClassVar[bool] = True
     num_initial: int = setting(32, "first tokens of each document that are computed again")
     num_local: int = setting(0, "last tokens of each document that are computed again")
 

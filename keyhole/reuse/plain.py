@@ -28,6 +28,7 @@ class PlainReuse(Reuse):
     """All that is stored, as it is."""
 
     name: ClassVar[str] = "reuse"
+    keeps_all: ClassVar[bool] = True
     rotate: bool = setting(True, "turn keys to their places in the prompt; False: the naive form")
 
     def resolve(self, geometry: Geometry) -> Self:

@@ -23,6 +23,7 @@ class Recompute(Reuse):
 
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
 
     def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
         """Everything is kept and computed again."""

@@ -25,7 +25,7 @@ def test_layers_and_data_sum_up_to_a_page(kind: str, itemsize: int) -> None:
         itemsize=itemsize,
     )
     head = {"head_keys": (2, 16, 8), "head_features": (32,)}
-    shapes = [*(Quest().page_data(layer) for layer in geometry.layers), head]
+    shapes = [*(Quest().page_data(layer, geometry.page_size) for layer in geometry.layers), head]
     rows = sum(layer.token_bytes for layer in layer_memory(geometry))
     assert 16 * rows + data_bytes(geometry, shapes) == bytes_per_page(geometry, shapes)
     assert 16 * rows == bytes_per_page(geometry, [])

@@ -148,6 +148,22 @@ def test_a_shared_page_is_copied_before_it_is_written() -> None:
         assert (tensor[page] >= 0).all()
 
 
+def test_copied_pages_have_the_content_of_others_and_nothing_of_them_changes() -> None:
+    cache = make_cache(PLAIN, LATENT)
+    pages = cache.allocate(6)
+    assert pages is not None
+    tensors = [*cache.keys, cache.values[0], *(t for data in cache.data for t in data.values())]
+    for tensor in tensors:
+        for page in pages:
+            tensor[page] = page + 1
+    source, target = [pages[4], pages[0]], [pages[1], pages[5]]
+    cache.copy(source, target)
+    for tensor in tensors:
+        for page in pages:
+            origin = source[target.index(page)] if page in target else page
+            assert (tensor[page] == origin + 1).all()
+
+
 def test_no_page_is_left_for_a_copy() -> None:
     cache = make_cache(most=1)
     pages = cache.allocate(1)

@@ -42,7 +42,7 @@ def row(label: str) -> int:
 
 
 def side_data(name: str) -> list[dict[str, tuple[int, ...]]]:
-    return [make_policy(name).page_data(layout) for layout in LLAMA.layers]
+    return [make_policy(name).page_data(layout, LLAMA.page_size) for layout in LLAMA.layers]
 
 
 def test_the_bytes_of_tokens_and_pages() -> None:

@@ -17,7 +17,7 @@ from keyhole.engine.core import Engine
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model
 from keyhole.policy.base import ScoreRequest, Selection, Step
-from tests.oracle import Choose, SparseModel
+from tests.oracle import Choose, KeysOf, SparseModel
 
 PAGE = 4
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -68,6 +68,10 @@ class Recording(Policy):
     def wants_head(self) -> bool:  # type: ignore[override]
         return self.inner.wants_head
 
+    @property
+    def shares_pages(self) -> bool:  # type: ignore[override]
+        return self.inner.shares_pages
+
     def resolve(self, geometry: Geometry) -> Recording:
         return dataclasses.replace(self, inner=self.inner.resolve(geometry))
 
@@ -77,11 +81,14 @@ class Recording(Policy):
     def after_step(self, step: Step) -> Tensor | None:
         return self.inner.after_step(step)
 
-    def page_data(self, layout: LayerLayout) -> dict[str, tuple[int, ...]]:
-        return self.inner.page_data(layout)
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
+        return self.inner.page_data(layout, page_size)
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         return self.inner.sequence_state(geometry)
+
+    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        return self.inner.sequence_numbers(geometry)
 
     def before_step(self, step: Step) -> None:
         self.inner.before_step(step)
@@ -102,6 +109,9 @@ class Recording(Policy):
         selection = self.inner.select(layer, query, step)
         self.calls.append(Call(layer, step.lengths.tolist(), selection, False, *left(step)))
         return selection
+
+    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
+        return self.inner.attended_keys(layer, selection, step)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         return self.inner.overhead_bytes(geometry, step)
@@ -157,6 +167,7 @@ def check_against(
     prompts: Sequence[Sequence[int]],
     *,
     count: int = 12,
+    keys_of: KeysOf | None = None,
     **settings: Any,
 ) -> int:
     """Decodes ragged prompts and compares every choice and all logits with the oracle's.
@@ -171,7 +182,7 @@ def check_against(
     run(engine)
     wanted: dict[tuple[int, int], Any] = {}
     for request in requests:
-        oracle = SparseModel(network, choose)
+        oracle = SparseModel(network, choose, keys_of=keys_of)
         start = len(request.prompt)
         logits = oracle.logits(request.tokens[:-1], start)[start - 1 :]
         assert not wanted.keys() & oracle.choices.keys()

@@ -1,0 +1,240 @@
+"""ShadowKV: chunks of tokens are chosen by the mean of their keys; the keys of the chosen ones are
+rebuilt from a form of low rank.
+
+Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference, 2024
+(arXiv 2410.21465), section 4 and algorithms 1 and 2. Behind the prompt its keys, before RoPE and
+with all KV heads side by side, are decomposed: `rank` numbers per token and a basis per sequence.
+The landmark of a chunk is the mean of its keys after RoPE. Chunks whose keys differ most from their
+landmark (least cosine) are outliers: always read, with their own keys, as the newest chunks are.
+The others are chosen by the softmax of the query's products with their landmarks, at every token by
+every layer; prompt keys among them are rebuilt and rotated to their places.
+
+Cost per step and layer: one landmark per chunk, then `token_budget` keys and values, and for the
+rebuilt ones `rank` numbers per token and head and the basis; behind the prompt one decomposition.
+Bases stand beside the KV cache, for as many requests as may run at once (10 MiB each for 32 layers
+of 1024 numbers), and are not part of `memory`.
+
+Differences from the paper: **nothing is saved**. The paper drops the keys that it can rebuild and
+keeps values in host memory; here all keys and values stay in the pages (what has not outgrown the
+budget is read exactly, and a prompt is known to later ones), so that rebuilt keys show what the
+approximation costs in accuracy, not what it saves. Layers move to a lower tier with `rank=0` only:
+then keys are read, and loaded, as they are. Outliers and newest chunks count in the budget, and
+generated tokens are covered by landmarks, with their own keys; `keep_generated` reads all of them
+beside the budget, as the authors do. The decomposition comes from the eigenvectors of K^T K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.config import is_count, require, setting
+from keyhole.errors import ConfigError
+from keyhole.policy.base import Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowKV(Policy):
+    """Outlier chunks, newest chunks and those of best landmarks, keys rebuilt from low rank.
+
+    For accuracy beside other methods: the keys stay stored too, so nothing is saved.
+    """
+
+    name: ClassVar[str] = "shadowkv"
+    shares_pages: ClassVar[bool] = False
+    token_budget: int = setting(1024, "tokens a step reads per KV head, in whole chunks")
+    chunk_size: int | None = setting(
+        None, "tokens in a chunk, a divisor of the page size; None: 8, or a smaller page"
+    )
+    rank: int | None = setting(
+        None, "numbers per key of the prompt; 0: its own keys; None: 160, or half of a smaller key"
+    )
+    outlier_chunks: int | None = setting(
+        None, "chunks of the prompt always read; None: 48, or 3/8 of a smaller budget"
+    )
+    local_chunks: int | None = setting(
+        None, "newest chunks always read; None: 4, or an eighth of a smaller budget"
+    )
+    keep_generated: bool = setting(False, "read all generated tokens, beside the budget")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Settles sizes; checks that outliers, newest chunks and one more fit into the budget."""
+        page, chunk, rank = geometry.page_size, self.chunk_size, self.rank
+        chunk = min(8, page) if chunk is None else chunk
+        good = is_count(chunk) and page % chunk == 0
+        require(good, "chunk_size", chunk, f"a divisor of the page size {page}")
+        budget = self.token_budget
+        require(
+            is_count(budget, 2 * chunk), "token_budget", budget, f"at least 2 chunks of {chunk}"
+        )
+        count, outliers, local = budget // chunk, self.outlier_chunks, self.local_chunks
+        outliers = min(48, 3 * count // 8) if outliers is None else outliers
+        local = max(1, min(4, count // 8)) if local is None else local
+        require(is_count(outliers, 0), "outlier_chunks", outliers, "at least 0")
+        require(is_count(local), "local_chunks", local, "at least 1")
+        least = (outliers + local + 1) * chunk
+        right = f"at least {least}: {outliers} outlier, {local} newest and one chunk of {chunk}"
+        require(budget >= least, "token_budget", budget, right)
+        most = min((_width(geometry.layers[i]) for i in geometry.full_attention), default=0)
+        right = f"from 0 to {most}, the numbers of a key of all KV heads"
+        require(rank is None or (is_count(rank, 0) and rank <= most), "rank", rank, right)
+        return dataclasses.replace(
+            self, chunk_size=chunk, outlier_chunks=outliers, local_chunks=local
+        )
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All layers, if keys are read as they are. ConfigError if they are rebuilt."""
+        if self.rank != 0:
+            raise ConfigError(
+                "policy 'shadowkv' with offload= needs rank=0: keys that are rebuilt are not "
+                "loaded from a lower tier"
+            )
+        return geometry.full_attention
+
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
+        """Landmarks, the least cosine of each chunk, and each token's numbers of low rank."""
+        count, heads = page_size // self._chunk, layout.num_kv_heads
+        return {
+            "landmark": (count, heads, layout.key_dim),
+            "cosine": (count, heads),
+            "coefficient": (page_size, self._rank(layout)),
+        }
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """The outlier chunks of every layer."""
+        return {
+            f"outliers {i}": (geometry.layers[i].num_kv_heads, self._outliers)
+            for i in geometry.full_attention
+        }
+
+    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """The basis of the keys of every layer."""
+        layouts = {i: geometry.layers[i] for i in geometry.full_attention}
+        return {
+            f"basis {i}": (self._rank(layout), layout.num_kv_heads, layout.key_dim)
+            for i, layout in layouts.items()
+        }
+
+    def on_append(
+        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
+    ) -> None:
+        """Recomputes the landmarks of the pages that were written."""
+        kernels.chunk_landmarks(key_pages, data["landmark"], data["cosine"], pages, filled)
+
+    def before_step(self, step: Step) -> None:
+        """Decomposes the prompts, and finds the outliers, of sequences that outgrew the budget."""
+        lengths = step.host_lengths
+        due = (step.fresh & (lengths > self._covered)) | (lengths == self._covered + 1)
+        for row in np.flatnonzero(due).tolist():
+            prompt, slot = int(step.host_prompts[row]), step.slots[row]
+            pages = step.page_table[row].long()
+            chunks = max(0, prompt // self._chunk - self._local)
+            for layer, data in enumerate(step.page_data):
+                if "landmark" not in data:
+                    continue
+                step.state[f"outliers {layer}"][slot] = kernels.outlier_chunks(
+                    data["cosine"], pages, chunks, self._outliers
+                )
+                coefficients = data["coefficient"]
+                if coefficients.shape[2]:
+                    turn = functools.partial(step.turn, layer)
+                    step.state[f"basis {layer}"][slot] = kernels.decompose(
+                        step.keys[layer], coefficients, pages, prompt, turn
+                    ).to(coefficients.dtype)
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The tokens of the outlier chunks, the newest ones and the best of the others."""
+        if step.max_length <= self._covered:
+            return None
+        ends, chunks = self._ends(step)
+        landmarks, taken = step.page_data[layer]["landmark"], self._taken(layer, step)
+        table, local = step.page_table, self._local
+        scores = kernels.chunk_scores(query, landmarks, table, taken, chunks, local)
+        count = self.token_budget // self._chunk
+        chosen = kernels.top_indices(scores, chunks, count, self._chunk, last=local)
+        tokens = kernels.block_pages(chosen, ends, 1)
+        if not self.keep_generated:
+            return tokens
+        most = int((step.host_lengths - step.host_prompts).max())
+        return kernels.with_newer(tokens, step.prompts, step.lengths, most)
+
+    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
+        """Keys of the prompt rebuilt, but for outlier chunks, the newest ones and short texts."""
+        if self.rank == 0:
+            return None
+        tokens, taken = selection.indices, self._taken(layer, step)
+        chunk, first_local = tokens // self._chunk, self._ends(step)[1] - self._local
+        own = (chunk[..., None] == taken[:, :, None]).any(-1)
+        own = own | (tokens >= step.prompts[:, None, None])
+        own = own | (chunk >= first_local[:, None, None])
+        own = own | (step.lengths <= self._covered)[:, None, None]
+        basis = step.state[f"basis {layer}"][step.slots]
+        coefficients = step.page_data[layer]["coefficient"]
+        rebuilt = kernels.rebuilt_keys(coefficients, basis, step.page_table, selection)
+        rebuilt = step.turn(layer, rebuilt, tokens.long())
+        exact = kernels.gather_selected(step.keys[layer], step.page_table, selection)
+        return exact.where(own[..., None], rebuilt)
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """Landmarks of all chunks, numbers of low rank of what is read, and bases."""
+        if step.max_length <= self._covered:
+            return None
+        layouts = [geometry.layers[i] for i in geometry.full_attention]
+        keys = sum(_width(layout) for layout in layouts)
+        ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
+        bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
+        read = step.lengths.clamp(max=self._covered)
+        numbers = self._ends(step)[1] * keys + read * ranks + bases
+        return numbers * geometry.itemsize
+
+    def _taken(self, layer: int, step: Step) -> Tensor:
+        """The outlier chunks, int32 [B, Hkv, n]; -1 in texts within the budget, which have none."""
+        short = (step.lengths <= self._covered)[:, None, None]
+        return step.state[f"outliers {layer}"][step.slots].masked_fill(short, -1)
+
+    def _ends(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Tokens that are chosen among, and chunks of them, int32 [B] each."""
+        ends = step.prompts if self.keep_generated else step.lengths
+        return ends, (ends + self._chunk - 1) // self._chunk
+
+    def _rank(self, layout: LayerLayout) -> int:
+        """Numbers per key of all KV heads: the authors' 160 of 1024, and never more than half.
+
+        Small models have less to spare: of the bundled one's 64, 10 are too few.
+        """
+        return min(160, _width(layout) // 2) if self.rank is None else self.rank
+
+    @property
+    def _covered(self) -> int:
+        """Up to this length everything is read."""
+        return self.token_budget // self._chunk * self._chunk
+
+    @property
+    def _chunk(self) -> int:
+        assert self.chunk_size is not None, "settled by resolve"
+        return self.chunk_size
+
+    @property
+    def _outliers(self) -> int:
+        assert self.outlier_chunks is not None, "settled by resolve"
+        return self.outlier_chunks
+
+    @property
+    def _local(self) -> int:
+        assert self.local_chunks is not None, "settled by resolve"
+        return self.local_chunks
+
+
+def _width(layout: LayerLayout) -> int:
+    """Numbers of a token's key, all KV heads."""
+    return layout.num_kv_heads * layout.key_dim
