@@ -17,8 +17,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(READY)
 	@.venv/bin/keyhole demo
 
+# Two at a time, and no file waits for another.
 test: lint
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest --numprocesses=2 --dist=worksteal
 
 # The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
 test-lm-eval: $(LM_EVAL_READY)

@@ -139,6 +139,8 @@ class Lab:
                 memory = _memory(roomy, stored=cell.way in reuses())
                 settings |= {"memory": memory, "offload": lower}
             llm = LLM(model, policy, **settings)
+            if cell.lower:
+                _move_down(llm)
             return self._answers(llm, cell, rows)
 
     def _answers(self, llm: LLM, cell: Cell, rows: Iterable[int]) -> list[Tensor]:
@@ -163,9 +165,6 @@ class Lab:
             if request.error is not None:
                 raise request.error
         llm.engine.check_integrity()
-        if cell.lower:
-            assert llm.engine.placement is not None
-            assert llm.engine.placement.offloaded > 0
         return [torch.stack(request.logits) for request in requests]
 
     def _generated(self, cell: Cell, policy: Policy, rows: list[int]) -> list[Tensor]:
@@ -214,6 +213,14 @@ def _memory(roomy: LLM, *, stored: bool) -> int:
     pages = sum(-(-(length + COUNT) // PAGE) for length in lengths)
     model = roomy.engine.placement.plan.model
     return min(sum(model.terms(pages, below).values()) for below in range(1, len(model.order) + 1))
+
+
+def _move_down(llm: LLM) -> None:
+    """Moves a layer before anything runs: thinned documents might leave room for all of them."""
+    placement = llm.engine.placement
+    assert placement is not None
+    placement.make_room(placement.plan.capacities[0] + 1, 0)
+    assert placement.offloaded > 0
 
 
 def render(found: dict[Cell, str | None]) -> str:
