@@ -205,22 +205,23 @@ def _same(one: Tensor, other: Tensor) -> None:
 
 
 def _memory(roomy: LLM, *, stored: bool) -> int:
-    """The least that holds all requests, with as many layers below as that takes."""
+    """The least that holds all requests, with however many layers below."""
     assert roomy.engine.placement is not None
     lengths = [*map(len, REQUESTS)]
     if stored:
         lengths = [sum(len(DOCUMENTS[n]) for n in names) + len(text) for names, text in ASKED]
     pages = sum(-(-(length + COUNT) // PAGE) for length in lengths)
     model = roomy.engine.placement.plan.model
-    return min(sum(model.terms(pages, below).values()) for below in range(1, len(model.order) + 1))
+    # Where a choice per query head makes buffers larger than what they replace, most are too many.
+    return max(sum(model.terms(pages, below).values()) for below in range(1, len(model.order) + 1))
 
 
 def _move_down(llm: LLM) -> None:
     """Moves a layer before anything runs: thinned documents might leave room for all of them."""
     placement = llm.engine.placement
     assert placement is not None
-    placement.make_room(placement.plan.capacities[0] + 1, 0)
-    assert placement.offloaded > 0
+    placement.prefetcher.offload(placement.plan.model.order[0], placement._tier)
+    assert placement.offloaded == 1
 
 
 def render(found: dict[Cell, str | None]) -> str:
@@ -259,7 +260,9 @@ def _text(found: dict[Cell, str | None], reasons: list[str]) -> str:
     for number, places in refused.items():
         families = [f for f in FAMILIES if any(place.startswith(f + "/") for place in places)]
         ways = [way for way in reuses() if any(place.endswith("/" + way) for place in places)]
-        where = "" if len(families) == len(FAMILIES) else f" {', '.join(families)}"
+        others = set.union(set(), *(other for n, other in refused.items() if n != number))
+        rest = set(FAMILIES) - {place.partition("/")[0] for place in others}
+        where = "" if rest <= set(families) else f" {', '.join(families)}"
         which = "" if len(ways) in (0, len(reuses())) else f" with {', '.join(ways)}"
         parts.append(f"not{where}{which} ({number})")
     return "; ".join(parts) or "yes"
@@ -268,6 +271,7 @@ def _text(found: dict[Cell, str | None], reasons: list[str]) -> str:
 def _reason(text: str, cell: Cell) -> str:
     """The error without the names of this cell."""
     text = re.sub(r"model '[^']*' is of the family '[^']*', which", "the model", text)
+    text = text.replace(f"reuse method {cell.way!r}", "the reuse method")
     return text.replace(f"policy {cell.policy!r}", "the policy")
 
 
