@@ -1,7 +1,8 @@
 """Writes what the stored lines say into the documents: `python -m keyhole.bench.report`.
 
     README.md          a table for each device, between two comments
-    docs/results.md    step times, memory, kernels, layers on the lower tier
+    docs/results.md    step times, memory, kernels, layers on the lower tier; right answers, which
+                       `python -m benchmarks.evaluation` writes, stay as they are
     docs/images/       step time against context, a picture for each of these tables; what repeats
 
 A decode line counts if it is the last one of its device and batch, a kernel line if it is the last
@@ -19,6 +20,11 @@ from typing import Any
 from keyhole.bench import measure, offload_page, plot, tables
 
 BEGIN, END = "<!-- results: python -m keyhole.bench.report -->\n", "<!-- end of results -->"
+#: Comments around the part of docs/results.md that `keyhole.evaluate.results_page` writes.
+EVALUATION = (
+    "<!-- evaluation: python -m benchmarks.evaluation --render -->\n",
+    "<!-- end of evaluation -->\n",
+)
 _WRITTEN_BY = "<!-- Written by `python -m keyhole.bench.report`; measure again instead. -->"
 
 Line = dict[str, Any]
@@ -58,12 +64,24 @@ def inserted(text: str, tables: str) -> str:
     return head + BEGIN + tables + END + tail
 
 
-def page(decode: Sequence[Line], kernels: Sequence[Line], offload: Sequence[Line] = ()) -> str:
-    """docs/results.md."""
+def evaluation(text: str) -> str:
+    """The part of docs/results.md that another program writes."""
+    begin, end = EVALUATION
+    return text.split(begin)[1].split(end)[0]
+
+
+def page(
+    decode: Sequence[Line],
+    kernels: Sequence[Line],
+    offload: Sequence[Line] = (),
+    evaluation: str = "",
+) -> str:
+    """docs/results.md; evaluation: the part of it that another program writes."""
     parts = [
         f"{_WRITTEN_BY}\n\n# Results",
         "Every number comes from a line in [benchmarks/results/](../benchmarks/results), with its\n"
         "command and machine. [The log](../benchmarks/LOG.md) tells what was tried.",
+        f"{EVALUATION[0]}{evaluation}{EVALUATION[1]}".rstrip(),
     ]
     for line in latest(decode, _device_and_batch):
         batch = line["settings"]["batch"]
@@ -90,7 +108,9 @@ def main() -> None:
     decode, offload = stored("decode"), stored("offload")
     readme, docs = measure.ROOT / "README.md", measure.ROOT / "docs"
     readme.write_text(inserted(readme.read_text(), render(decode)))
-    (docs / "results.md").write_text(page(decode, stored("kernels"), offload))
+    results = docs / "results.md"
+    text = evaluation(results.read_text())
+    results.write_text(page(decode, stored("kernels"), offload, text))
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
     for line in offload[-1:]:

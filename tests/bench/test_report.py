@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 def test_results_and_pictures_are_those_of_the_stored_lines() -> None:
     lines = report.stored("decode")
     offload = report.stored("offload")
-    page = report.page(lines, report.stored("kernels"), offload)
-    assert page == (ROOT / "docs/results.md").read_text(), "run `python -m keyhole.bench.report`"
+    text = (ROOT / "docs/results.md").read_text()
+    page = report.page(lines, report.stored("kernels"), offload, report.evaluation(text))
+    assert page == text, "run `python -m keyhole.bench.report`"
     shown = [*report.pictures(lines).items()]
     shown += [(offload_page.PICTURE, line) for line in offload[-1:]]
     for name, line in shown:

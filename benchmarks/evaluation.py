@@ -1,0 +1,360 @@
+"""Right answers of the bundled model under every policy, budget by budget, and what they cost.
+
+    python -m benchmarks.evaluation --dry-run
+    python -m benchmarks.evaluation [--parts 1 2] [--hours 3]
+    python -m benchmarks.evaluation --errors
+    python -m benchmarks.evaluation --render
+
+Cells are run in the order of PARTS, what the discussion needs first, by the code of `keyhole eval`.
+Each adds a line to benchmarks/results/evaluation.jsonl when it is done, so that the same command
+goes on where a run was stopped; after `--hours` it stops by itself, between two cells. `--errors`
+then looks for the first wrong word of answers that full attention has right, and for what was read
+when it was written (evaluation-errors.jsonl). `--render` writes the part of docs/results.md and its
+pictures, from whatever lines there are. Times are processor time of one core (OMP_NUM_THREADS=1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import keyhole
+from keyhole.bench import measure
+from keyhole.config import EngineConfig
+from keyhole.evaluate import first_error, results_errors, results_page
+from keyhole.evaluate.eval_methods import FULL, Budget, Method
+from keyhole.evaluate.eval_run import Evaluation, Grid
+from keyhole.evaluate.line_file import Line, LineFile
+from keyhole.evaluate.results_cells import ASKED, BUDGETS
+from keyhole.evaluate.selection_map import selection_map
+from keyhole.evaluate.tasks import make_task
+from keyhole.evaluate.workload import Answered
+from keyhole.models.loading import Model, load
+from keyhole.policy import policies
+
+LENGTHS = (1024, 2048, 4096, 8192)
+RECALLS = (0.5, 0.7, 0.9, 0.95, 0.99)
+#: The methods of the discussion, and those of them that can follow the text.
+MAIN = ("delta", "quest", "raas", "streaming_llm", "spe_context")
+ADAPTIVE = ("delta", "spe_context")
+OUTPUT = measure.results() / results_page.LINES
+ERRORS = measure.results() / results_page.ERRORS
+#: Answers that are looked into, for each cell with an eighth of so many tokens at most.
+_WRONG, _LONGEST = 8, 2048
+_CONFIG = EngineConfig(max_batch=16, prefix_cache=False)
+_DERIVE, *_LOOK_UPS = ASKED
+#: Seconds a sample takes under full attention on one core of an EPYC (family 26), by length.
+_SECONDS = {
+    True: {1024: 0.25, 2048: 0.7, 4096: 2.0, 8192: 7.0},
+    False: {1024: 0.12, 2048: 0.35, 4096: 1.1, 8192: 3.9},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Cells that are run together: every method at every task and length."""
+
+    about: str
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    policies: Sequence[str] = MAIN
+    shares: bool = True
+    """Budgets are an eighth and a quarter of the length only."""
+    adaptive: bool = False
+    samples: int = 200
+
+
+PARTS = (
+    Part(about="derivations: the discussion", tasks=[_DERIVE], lengths=LENGTHS[:2]),
+    Part(about="look-ups: the discussion", tasks=_LOOK_UPS, lengths=LENGTHS[:2]),
+    Part(about="longer derivations", tasks=[_DERIVE], lengths=LENGTHS[2:]),
+    Part(
+        about="adaptive budgets",
+        tasks=[_DERIVE, _LOOK_UPS[0]],
+        lengths=LENGTHS[:3],
+        policies=ADAPTIVE,
+        adaptive=True,
+    ),
+    Part(
+        about="all budgets, up to 2,048 tokens",
+        tasks=ASKED,
+        lengths=LENGTHS[:2],
+        policies=tuple(policies()),
+        shares=False,
+    ),
+    Part(
+        about="all budgets, 4,096 tokens",
+        tasks=ASKED,
+        lengths=LENGTHS[2:3],
+        policies=tuple(policies()),
+        shares=False,
+    ),
+    Part(
+        about="all budgets, 8,192 tokens",
+        tasks=ASKED,
+        lengths=LENGTHS[3:],
+        policies=tuple(policies()),
+        shares=False,
+        samples=50,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A method, its budget with it, at a task and a length; part: from 1, the first that has it."""
+
+    part: int
+    task: str
+    length: int
+    method: Method
+    samples: int
+
+    @property
+    def tokens(self) -> int | None:
+        """The budget; None for full attention."""
+        return self.method.tokens(self.length, _CONFIG.page_size)
+
+    @property
+    def known_by(self) -> tuple[object, ...]:
+        """What tells it from other cells."""
+        return self.task, self.length, self.method.label, self.tokens
+
+
+def grid(parts: Sequence[Part] = PARTS) -> list[Cell]:
+    """All cells in the order in which they are worth most, each once, full attention first."""
+    found: dict[tuple[object, ...], Cell] = {}
+    for number, part in enumerate(parts, start=1):
+        for task in part.tasks:
+            for length in part.lengths:
+                for method in (FULL, *_methods(part, length)):
+                    cell = Cell(
+                        part=number,
+                        task=task,
+                        length=length,
+                        method=method,
+                        samples=part.samples,
+                    )
+                    found.setdefault(cell.known_by, cell)
+    return list(found.values())
+
+
+def _methods(part: Part, length: int) -> Iterator[Method]:
+    for name in part.policies:
+        if name == FULL.name:
+            continue
+        if part.adaptive:
+            # Free to read from a sixteenth (of short texts a little more, which spe_context's
+            # window needs) to a half.
+            free = {"token_budget": length // 2, "min_budget": max(80, length // 16)}
+            for recall in RECALLS:
+                label = f"{name}:recall={recall}"
+                yield Method(label=label, name=name, settings={**free, "recall": recall})
+            continue
+        for tokens in BUDGETS:
+            if tokens in (length // 8, length // 4) if part.shares else tokens < length:
+                yield Method(label=name, name=name, budget=Budget.parse(str(tokens)))
+
+
+def main() -> None:
+    """Asks, counts and stores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    numbers = range(1, len(PARTS) + 1)
+    parser.add_argument("--parts", nargs="+", type=int, default=numbers, choices=numbers)
+    parser.add_argument("--tasks", nargs="+", default=ASKED, choices=ASKED)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
+    parser.add_argument("--policies", nargs="+", default=[*policies()], choices=[*policies()])
+    parser.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: all")
+    parser.add_argument("--samples", type=int, help="in a cell; default: as its part says")
+    parser.add_argument("--hours", type=float, help="stop after these, between two cells")
+    parser.add_argument("--dry-run", action="store_true", help="only say what is to be done")
+    parser.add_argument("--errors", action="store_true", help="only look into wrong answers")
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    arguments = parser.parse_args()
+    file = LineFile(arguments.output)
+    if arguments.dry_run:
+        print(plan(chosen(arguments), file))
+        return
+    if not arguments.render:
+        torch.set_num_threads(1)  # nobody waits for it, and times are those of one core
+        model = load(keyhole.tiny(), "cpu")
+        if arguments.errors:
+            errors = LineFile(arguments.output.with_name(ERRORS.name))
+            look_into(model, file, errors, arguments.note)
+        else:
+            end = float("inf") if arguments.hours is None else 3600 * arguments.hours
+            run(model, chosen(arguments), file, end, arguments.note)
+    if arguments.output == OUTPUT:
+        results_page.write(measure.results(), measure.ROOT / "docs")
+
+
+def chosen(arguments: argparse.Namespace) -> list[Cell]:
+    """The cells that were asked for, and full attention beside them."""
+    return [
+        dataclasses.replace(cell, samples=arguments.samples or cell.samples)
+        for cell in grid()
+        if cell.part in arguments.parts
+        and cell.task in arguments.tasks
+        and cell.length in arguments.lengths
+        and cell.method.name in (*arguments.policies, FULL.name)
+        and (not arguments.budgets or cell.tokens in (*arguments.budgets, None))
+    ]
+
+
+class Header:
+    """What a line says of how it was measured; `cpu_seconds`: since the line before."""
+
+    def __init__(self, note: str) -> None:
+        self._note, self._begin = note, time.process_time()
+
+    def __call__(self) -> dict[str, Any]:
+        """The fields."""
+        line = measure.header("evaluation", torch.device("cpu"), self._note, keyhole.__version__)
+        line["command"] = shlex.join(["python", "-m", "benchmarks.evaluation", *sys.argv[1:]])
+        now = time.process_time()
+        line["cpu_seconds"], self._begin = round(now - self._begin, 1), now
+        return line
+
+
+def run(
+    model: Model, cells: Sequence[Cell], file: LineFile, seconds: float, note: str
+) -> list[Line]:
+    """Measures what the file lacks, until the time is over; the lines of what was come to."""
+    begin, lines = time.monotonic(), []
+    workloads: dict[str, Answered] = {}
+    for cell in cells:
+        if time.monotonic() - begin >= seconds:
+            print("the time is over; the same command goes on", file=sys.stderr)
+            break
+        if cell.task not in workloads:
+            workloads = {cell.task: Answered(make_task(cell.task), model)}
+        one = Grid(
+            workloads=[workloads[cell.task]],
+            lengths=[cell.length],
+            setups=[ASKED[cell.task].setup],
+            methods=[FULL] if cell.method is FULL else [FULL, cell.method],
+            samples=cell.samples,
+            config=_CONFIG,
+        )
+        outcome = Evaluation(model, one, file, Header(note)).run()
+        for refused in outcome.refused:
+            print(f"{cell.task} {cell.length}: {refused['error']}", file=sys.stderr)
+        line = outcome.lines[-1]
+        lines.append(line)
+        state = "stored" if outcome.stored == len(outcome.lines) else "measured"
+        print(
+            f"{cell.task} {cell.length} {cell.method.label} {cell.tokens or ''}: "
+            f"{line['score']:.1%} of {line['samples']} ({state})",
+            flush=True,
+        )
+    return lines
+
+
+def plan(cells: Sequence[Cell], file: LineFile) -> str:
+    """What is to be done, part by part, and about how long it takes."""
+    found = [_stored(cell, file.lines) for cell in cells]
+    missing = [cell for cell, there in zip(cells, found, strict=True) if not there]
+    texts = []
+    for number, part in enumerate(PARTS, start=1):
+        own = [cell for cell in missing if cell.part == number]
+        hours = sum(seconds(cell, file.lines) for cell in own) / 3600
+        there = [cell for cell in cells if cell.part == number]
+        samples = there[0].samples if there else part.samples
+        texts.append(
+            f"part {number}, {part.about}: {len(own)} of {len(there)} cells of {samples} "
+            f"samples, {hours:.1f} h"
+        )
+        groups: dict[tuple[str, int], list[str]] = {}
+        for cell in own:
+            name = cell.method.label + ("" if cell.method.budget is None else f" {cell.tokens}")
+            groups.setdefault((cell.task, cell.length), []).append(name)
+        for (task, length), names in groups.items():
+            texts.append(f"  {task} {length:,}: {', '.join(names)}")
+    hours = sum(seconds(cell, file.lines) for cell in missing) / 3600
+    return "\n".join([*texts, f"{len(missing)} cells, {hours:.1f} h"])
+
+
+def seconds(cell: Cell, lines: Iterable[Line]) -> float:
+    """Processor time of a cell, from stored lines of the task and length if there are any."""
+    known = [
+        line["cpu_seconds"] / line["samples"]
+        for line in lines
+        if (line["task"], line["length"]) == (cell.task, cell.length) and "cpu_seconds" in line
+    ]
+    if not known:
+        known = [_SECONDS[cell.task == _DERIVE][cell.length]]
+    return cell.samples * sum(known) / len(known)
+
+
+def _stored(cell: Cell, lines: Iterable[Line]) -> bool:
+    """By name: whether weights and settings are the same, too, `Evaluation` looks itself."""
+    return any(
+        (line["task"], line["length"], line["method"]) == cell.known_by[:3]
+        and line["budget"] == cell.tokens
+        and line["samples"] >= cell.samples
+        for line in lines
+    )
+
+
+def look_into(model: Model, file: LineFile, errors: LineFile, note: str) -> list[Line]:
+    """Adds a line for each cell with wrong answers where full attention is right."""
+    added = []
+    for line, wrong in _wrong(file.lines):
+        keys = ("task", "length", "setup", "policy", "budget", "settings", "fingerprint")
+        fields = {key: line[key] for key in keys} | {"seeds": wrong[:_WRONG]}
+        if errors.find(fields, 0) is not None:
+            continue
+        policy = Method(label="", name=line["policy"], settings={"token_budget": line["budget"]})
+        header, found = Header(note), []
+        for seed in fields["seeds"]:
+            one = first_error.find(
+                model,
+                policy.policy(line["length"], _CONFIG.page_size),
+                make_task(line["task"]),
+                length=line["length"],
+                seed=seed,
+                setup=line["setup"],
+            )
+            if one is None:  # another batch rounds otherwise
+                continue
+            if not found:
+                layer = one.sparse_layers[0] if one.sparse_layers else None
+                kept = selection_map(one.recorded, layer=layer, marks=one.marks)
+                fields["map"], fields["map_step"] = kept.to_json(), one.step
+            found.append(one.to_json())
+        errors.add(
+            header()
+            | {"method": line["method"], "wrong": len(wrong)}
+            | fields
+            | {"samples": line["samples"], "found": found}
+        )
+        added.append(errors.lines[-1])
+        print(results_errors.text(added[-1]), flush=True)
+    return added
+
+
+def _wrong(lines: Iterable[Line]) -> Iterator[tuple[Line, list[int]]]:
+    """Cells at an eighth, and the samples that full attention alone has right."""
+    latest = {(at["task"], at["length"], at["method"], at["budget"]): at for at in lines}
+    for (task, length, method, budget), line in latest.items():
+        full = latest.get((task, length, FULL.label, None))
+        if method not in policies() or budget != length // 8 or length > _LONGEST or full is None:
+            continue
+        both = zip(line["scores"], full["scores"], strict=False)
+        if wrong := [seed for seed, scores in enumerate(both) if scores == (0, 1)]:
+            yield line, wrong
+
+
+if __name__ == "__main__":
+    main()
