@@ -2,8 +2,9 @@
 
 Answers of the bundled model's tasks are sentences. A sentence that stands in the prompt, or was
 written before, can be copied only by a step that reads it; one that stands nowhere is computed from
-those before it. What follows the last sentence says that the answer is over, which depends on the
-question. So the first wrong word tells whether a policy hid what it had to show.
+the two before it, as the sums of derivations are. What follows the last sentence says that the
+answer is over, which depends on the question. So the first wrong word tells whether a policy hid
+what it had to show.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
 
 _END = "."
+#: What a word may depend on; see `FirstError`.
+COPIED, COMPUTED, CLOSING = "copied", "computed", "closing"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,19 +34,21 @@ class FirstError:
     """The first wrong word of an answer; words are tokens here.
 
     word: its number in the answer, from 0. right, written: the sentence up to it, as it should be
-    and as it is. stated: where the right sentence stood before in the tokens, begin and end, the
-    last time (behind the last sentence: the question); None where it did not. step: the decode
-    step that wrote the word; None for a word that came from the dense prompt. read: share of the
-    stated tokens that the step read, mean over KV heads and over the layers that did not read
-    everything; read_before: the same for the last words of the sentences before it, their mean.
-    None where there is nothing to take it of.
+    and as it is. needed: begin and end, in the tokens, of what the word depends on, by its kind:
+    where a copied sentence stood before, the last time; the two sentences before a computed one;
+    the question, for the closing of the answer. step: the decode step that wrote the word; None for
+    a word that came from the dense prompt. read: share of the needed tokens that the step read,
+    mean over KV heads and over the layers that did not read everything; read_before: the mean of
+    the same for the last words of earlier sentences that were copied, or, for a computed one,
+    computed. None where there is nothing to take it of.
     """
 
     seed: int
     word: int
     right: str
     written: str
-    stated: tuple[int, int] | None
+    needed: tuple[int, int] | None
+    kind: str
     tokens_back: int | None
     step: int | None
     read: float | None
@@ -54,12 +59,24 @@ class FirstError:
     @property
     def marks(self) -> tuple[int, ...]:
         """Positions that the word needed."""
-        return () if self.stated is None else tuple(range(*self.stated))
+        return () if self.needed is None else tuple(range(*self.needed))
 
     def to_json(self) -> dict[str, Any]:
         """What a line stores: all but the record."""
-        names = ("seed", "word", "right", "written", "tokens_back", "step", "read", "read_before")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _STORED}
+
+
+_STORED = (
+    "seed",
+    "word",
+    "right",
+    "written",
+    "kind",
+    "tokens_back",
+    "step",
+    "read",
+    "read_before",
+)
 
 
 def find(
@@ -81,26 +98,31 @@ def find(
     context = len(request(model.tokenizer, sample, "question").prompt)
     closing = next((n for n in range(len(answer), 0, -1) if answer[n - 1] == end), 0)
     stated[closing:] = [(context, begin)] * (len(answer) - closing)
+    kinds = [COPIED if at is not None else COMPUTED for at in stated]
+    kinds[closing:] = [CLOSING] * (len(answer) - closing)
+    needed = [at or two_before(tokens, begin + n, end) for n, at in enumerate(stated)]
     # The first token comes from the step that reads the last given one, or from the prompt.
     steps = [len(asked.given) + number - 1 for number in range(word + 1)]
     reads = [
         share_read(traced.trace, step, at) if step >= 0 and at is not None else None
-        for step, at in zip(steps, stated, strict=False)
+        for step, at in zip(steps, needed, strict=False)
     ]
     # What stands at the end of a sentence is what is looked up; much of the rest is grammar.
+    like = COMPUTED if kinds[word] == COMPUTED else COPIED
     before = [
         share
         for number, share in enumerate(reads[:-1])
-        if share is not None and answer[number + 1] == end
+        if share is not None and kinds[number] == like and answer[number + 1] == end
     ]
     starts = max((n + 1 for n in range(word) if answer[n] == end), default=0)
-    own = stated[word]
+    own = needed[word]
     return FirstError(
         seed=seed,
         word=word,
         right=model.tokenizer.decode(answer[starts : word + 1]),
         written=model.tokenizer.decode(written[starts : word + 1]),
-        stated=own,
+        needed=own,
+        kind=kinds[word],
         tokens_back=None if own is None else begin + word - own[0],
         step=steps[-1] if steps[-1] >= 0 else None,
         read=reads[-1],
@@ -137,6 +159,12 @@ def sources(tokens: Sequence[int], begin: int, end: int) -> list[tuple[int, int]
         found += [next(earlier, None)] * size
         start = stop
     return found
+
+
+def two_before(tokens: Sequence[int], at: int, end: int) -> tuple[int, int] | None:
+    """Begin and end of the two sentences before that of a token; None if there are fewer."""
+    ends = [number for number in range(at) if tokens[number] == end]
+    return (ends[-3] + 1, ends[-1] + 1) if len(ends) > 2 else None
 
 
 def share_read(trace: Trace, step: int, place: tuple[int, int]) -> float | None:

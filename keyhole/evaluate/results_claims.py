@@ -47,7 +47,10 @@ def claims(own: Sequence[Cell]) -> list[Claim]:
             continue
         if full is not None and full.score is not None:
             points = 100 * (delta.score - full.score)
-            text = f"{where}: {points:+.1f} points to full attention, wanted >= -{_WITHIN:g}"
+            text = (
+                f"{where}: {points:+.1f} points to full attention, wanted >= -{_WITHIN:g} "
+                f"({_alone(delta, full)})"
+            )
             found.append(Claim(text, round(points, 6) >= -_WITHIN))
         words = ratio(delta, full)
         if words is not None:
@@ -57,13 +60,17 @@ def claims(own: Sequence[Cell]) -> list[Claim]:
             rival = table.get(name, length, length // 8)
             if rival is None or rival.score is None:
                 continue
-            alone, other = paired(delta, rival)
             text = (
                 f"{where}: {100 * (delta.score - rival.score):+.1f} points to `{name}`, wanted > 0 "
-                f"(alone right: {alone} to {other} samples)"
+                f"({_alone(delta, rival)})"
             )
             found.append(Claim(text, delta.score > rival.score))
     return found
+
+
+def _alone(one: Cell, other: Cell) -> str:
+    alone, others = paired(one, other)
+    return f"alone right: {alone} to {others} samples"
 
 
 def adaptive(found: Sequence[Cell]) -> list[str]:

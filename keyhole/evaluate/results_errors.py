@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from keyhole.evaluate import first_error
 from keyhole.evaluate.line_file import Line
 from keyhole.evaluate.looks import NOTHING
 from keyhole.evaluate.results_text import image, paragraph, percent, written
@@ -29,7 +30,7 @@ _HEADS = (
     "budget",
     "wrong",
     "looked at",
-    "copied",
+    "copied, computed",
     "tokens back",
     "read then",
     "read before",
@@ -54,12 +55,13 @@ def section(lines: Sequence[Line], picture: str | None) -> list[str]:
             "Answers that full attention has right and a method has wrong, at an eighth of the "
             "length, up to their first wrong word. *Copied*: the word belongs to a sentence that "
             "stood before, in the prompt or in the answer, so that a step had to find it, or it is "
-            "the word that ends the answer, which depends on the question; *tokens back*: how far "
-            "that is, the median. *Read then*: share of it which the step read, "
+            "the word that ends the answer, which depends on the question; *computed*: it is a sum "
+            "of what the two sentences before it say. *Tokens back*: how far what it depends on "
+            "begins, the median. *Read then*: share of that which the step read, "
             "mean over the layers that do not read everything; *read before*: the same for the "
-            "last words of copied sentences before it, which came out right. Where the first is "
-            "far below the second, the choice hid what was needed; where they are alike, it did "
-            "not. Layers that read everything see it always, and may still find it."
+            "last words of such sentences before it, which came out right. Where the first is far "
+            "below the second, the choice hid what was needed; where they are alike, it did not. "
+            "Layers that read everything see it always, and may still find it."
         ),
         written(_HEADS, [_row(line) for line in lines]),
         "What each of them cannot read, by its design:",
@@ -70,22 +72,28 @@ def section(lines: Sequence[Line], picture: str | None) -> list[str]:
     ]
 
 
+_KINDS = {
+    first_error.COPIED: "which stands",
+    first_error.COMPUTED: "which is computed from what begins",
+    first_error.CLOSING: "which depends on the question,",
+}
 _MAP = (
     "The first wrong answer of each method. A row is a decode step, dark is read, in the first "
     "layer that does not read everything. The line is the step of the first wrong word, the marks "
-    "above are the sentence that it needed. Derivations that lost their thread often stop early."
+    "above are what it needed."
 )
 
 
 def _row(line: Line) -> list[str]:
     found = line["found"]
-    copied = [one for one in found if one["tokens_back"] is not None]
+    known = [one for one in found if one["tokens_back"] is not None]
+    computed = sum(one["kind"] == first_error.COMPUTED for one in found)
 
     def mean(name: str) -> str:
-        known = [one[name] for one in copied if one[name] is not None]
-        return percent(statistics.fmean(known) if known else None, " %")
+        shares = [one[name] for one in known if one[name] is not None]
+        return percent(statistics.fmean(shares) if shares else None, " %")
 
-    back = f"{statistics.median(o['tokens_back'] for o in copied):,.0f}" if copied else NOTHING
+    back = f"{statistics.median(o['tokens_back'] for o in known):,.0f}" if known else NOTHING
     return [
         f"`{line['method']}`",
         f"`{line['task']}`",
@@ -93,7 +101,7 @@ def _row(line: Line) -> list[str]:
         f"{line['budget']:,}",
         f"{line['wrong']} of {line['samples']}",
         str(len(found)),
-        str(len(copied)),
+        f"{len(found) - computed}, {computed}",
         back,
         mean("read"),
         mean("read_before"),
@@ -111,6 +119,6 @@ def text(line: Line) -> str:
         f"“{one['written']}” for “{one['right']}”"
     )
     if one["tokens_back"] is None:
-        return f"{said}, which stands nowhere before"
+        return said
     read = "" if one["read"] is None else f"; the step read {one['read']:.0%} of that"
-    return f"{said}, which stands {one['tokens_back']:,} tokens back{read}"
+    return f"{said}, {_KINDS[one['kind']]} {one['tokens_back']:,} tokens back{read}"

@@ -45,6 +45,12 @@ def test_a_sentence_is_found_where_it_stood_last() -> None:
     assert found == [(6, 9)] * 3 + [None] * 2 + [(12, 14)] * 2
 
 
+def test_a_sum_is_of_the_two_sentences_before_it() -> None:
+    tokens = [5, 0, 6, 6, 0, 7, 0, 8, 8, 0]
+    found = [first_error.two_before(tokens, at, 0) for at in range(10)]
+    assert found == [None] * 7 + [(2, 7)] * 3
+
+
 def test_layers_that_read_everything_do_not_count() -> None:
     step = TracedStep(np.array([8]), 4)
     step.reads = {0: None, 1: Read(np.array([[[0, 1, 2, 3], [4, 5, 6, 7]]]), 1), 2: None}
@@ -86,7 +92,8 @@ def test_a_window_is_seen_to_hide_what_a_word_needs(tiny: Model, task: str, setu
     start = begin + found.word - (len(found.right.split()) - 1)
     size = whole[start:].index(".") + 1
     at = max(n for n in range(start) if whole[n : n + size] == whole[start : start + size]) + 1
-    assert found.stated == (at, at + size)
+    assert found.needed == (at, at + size)
+    assert found.kind == first_error.COPIED
     assert found.tokens_back == 1 + begin + found.word - at
     # The word was written by the step whose newest token is the one before it.
     length = 1 + begin + found.word

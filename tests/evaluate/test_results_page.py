@@ -59,7 +59,7 @@ def wrong(method: str, **fields: Any) -> dict[str, Any]:
     shares = np.zeros((4, 12), np.uint8)
     kept = SelectionMap(shares=shares, prompt_tokens=8, steps=4, marks=(2, 3))
     one = {"seed": 4, "word": 7, "right": "a is 1", "written": "a is 2", "tokens_back": 40}
-    found = [one | {"step": 6, "read": 0.25, "read_before": 0.75}]
+    found = [one | {"kind": "copied", "step": 6, "read": 0.25, "read_before": 0.75}]
     about = {"wrong": 7, "found": found, "map": kept.to_json(), "map_step": 2, "date": DATE}
     return line(method, 128, 3, **(about | fields))
 
@@ -107,9 +107,9 @@ def test_what_was_not_measured_is_a_dash_and_not_a_nought() -> None:
 def test_what_was_to_be_shown_is_compared() -> None:
     own = of_task(results_page.measured(lines()), "tiny_derive")
     texts = [str(claim) for claim in results_claims.claims(own)]
-    where = "- 1,024 tokens, `delta` at 128: "
+    where, alone = "- 1,024 tokens, `delta` at 128: ", "alone right: 0 to 1 samples"
     assert texts == [
-        f"{where}-10.0 points to full attention, wanted >= -2 (missed)",
+        f"{where}-10.0 points to full attention, wanted >= -2 ({alone}) (missed)",
         f"{where}1.020 of the words of full attention, wanted <= 1 (missed)",
         f"{where}+60.0 points to `quest`, wanted > 0 (alone right: 6 to 0 samples)",
     ]
@@ -134,14 +134,14 @@ def test_an_adaptive_budget_is_compared_at_its_bytes() -> None:
 
 
 def test_errors_say_what_was_read() -> None:
-    nowhere = {"tokens_back": None, "read": None, "read_before": None}
+    nowhere = {"kind": "computed", "tokens_back": None, "read": None, "read_before": None}
     other = wrong("raas")["found"][0] | nowhere
     found = [wrong("quest", wrong=1), wrong("quest"), wrong("raas", found=[other], map=None)]
     text = results_page.render(lines(), found)
     by_method = rows(text, "### Where a method fails")
     numbers = ["1,024", "128", "7 of 10", "1"]
-    assert by_method["`quest`"][1:] == [*numbers, "1", "40", "25 %", "75 %"]
-    assert by_method["`raas`"][1:] == [*numbers, "0", "–", "–", "–"]
+    assert by_method["`quest`"][1:] == [*numbers, "1, 0", "40", "25 %", "75 %"]
+    assert by_method["`raas`"][1:] == [*numbers, "0, 1", "–", "–", "–"]
     assert "writes “a is 2” for “a is 1”, which stands 40 tokens back; the step read 25%" in text
     assert results_errors.section([], None) == []
 
