@@ -38,6 +38,45 @@ def from_settings(cls: type[Any], kind: str, given: dict[str, Any]) -> Any:
     return cls(**given)
 
 
+def kind_of(field: dataclasses.Field[Any]) -> str:
+    """The type of a setting that is not None, by its name: "int", "tuple[int, ...]"."""
+    return str(field.type).removesuffix(" | None")
+
+
+def is_size(field: dataclasses.Field[Any]) -> bool:
+    """Whether a setting is a size in bytes."""
+    return field.name == "memory"
+
+
+def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:
+    """The value of a setting from text, or from several texts.
+
+    name: as the user wrote it, for the ConfigError that says what would be right.
+    """
+    kind = kind_of(field)
+    if not isinstance(text, str):
+        return tuple(text)
+    if is_size(field):
+        return parse_bytes(text)
+    try:
+        return _BY_KIND[kind](text)
+    except ValueError as error:
+        right = _RIGHT.get(kind, "numbers such as 0,1")
+        raise ConfigError(f"{name} {text!r} must be {right}") from error
+
+
+_BY_KIND: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": lambda text: text == "True",
+    "tuple[int, ...]": lambda text: tuple(int(part) for part in text.split(",") if part.strip()),
+    "Names": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
+    "Budgets": lambda text: tuple(part.strip() for part in text.split(",")),
+}
+_RIGHT = {"int": "a whole number", "float": "a number"}
+
+
 def parse_bytes(value: int | str) -> int:
     """Bytes from a number or from text like "2GiB" or "500 MB"."""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keyhole
-from keyhole.cli import eval_tasks, flags, show, specs
+from keyhole import drawing
+from keyhole.cli import flags, show
 from keyhole.config import EngineConfig
-from keyhole.errors import UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.evaluate import specs
 from keyhole.evaluate.eval_settings import EvalSettings
 from keyhole.evaluate.line_file import LineFile
 from keyhole.policy import policies
@@ -33,13 +35,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole eval`."""
+    from keyhole.evaluate import task_specs
+
     flags.add_model(parser, positional=True)
     parser.add_argument(
         "--output", metavar="FILE", default="keyhole-eval.jsonl", help="where the lines are kept"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    own = {"tasks": eval_tasks.names(), "policies": ", ".join(policies())}
+    own = {"tasks": task_specs.names(), "policies": ", ".join(policies())}
     rest = [field.name for field in dataclasses.fields(EvalSettings) if field.name not in own]
     flags.add_settings(parser, EvalSettings, "what is measured", rest)
     group = parser.add_argument_group("names, and settings behind them")
@@ -50,25 +54,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures what is not there yet and prints the table of all that was asked for."""
+    from keyhole.evaluate import task_specs
+
     settings = EvalSettings(**flags.settings_of(arguments, EvalSettings))
     methods, file = _methods(settings), LineFile(arguments.output)
-    tasks = eval_tasks.parse(settings, bundled=_is_bundled(arguments.model))
+    bundled = _is_bundled(arguments.model)
+    tasks = task_specs.parse(settings.tasks, bundled=bundled)
+    if settings.text is None and not bundled:
+        task_specs.answered(tasks, "needs a text of your own: --text FILE")
     if arguments.html:  # before hours of work
         page = importlib.import_module("keyhole.evaluate.report_page")
+        drawing.matplotlib()
+        folder = Path(arguments.html).parent
+        if not folder.is_dir():
+            raise ConfigError(f"--html {arguments.html!r}: there is no folder {str(folder)!r}")
     model = flags.load_model(arguments)
     from keyhole.bench import measure
-    from keyhole.evaluate import eval_table
+    from keyhole.evaluate import eval_table, eval_workloads
     from keyhole.evaluate.eval_run import Evaluation, Grid
 
     def header() -> dict[str, Any]:
         return measure.header("eval", model.device, "", keyhole.__version__)
 
     grid = Grid(
-        workloads=eval_tasks.workloads(tasks, settings, model),
+        workloads=eval_workloads.workloads(tasks, settings.text, model),
         lengths=settings.lengths,
         setups=tuple(dict.fromkeys(settings.setup)),
         methods=methods,
         samples=settings.limit,
+        maps=settings.maps,
         # Prompts that are gone must not count as memory in use.
         config=EngineConfig(max_batch=settings.batch, prefix_cache=False),
     )
@@ -84,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{model.name}: {found.common}\n")
         print(show.table(found.heads, found.rows, left=found.left))
         print(_closing(outcome, arguments.output))
-    if arguments.html:
+    if arguments.html and outcome.lines:
         page.write_report(outcome.lines, Path(arguments.html))
     return 1 if outcome.refused else 0
 

@@ -6,13 +6,19 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keyhole
 from keyhole.cli import show
-from keyhole.config import EngineConfig, SamplingParams, help_of, parse_bytes
-from keyhole.errors import ConfigError
+from keyhole.config import (
+    EngineConfig,
+    SamplingParams,
+    help_of,
+    is_size,
+    kind_of,
+    read_setting,
+)
 from keyhole.policy import make_policy, policies
 from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse, reuses
@@ -26,18 +32,6 @@ if TYPE_CHECKING:
 _Table = Mapping[str, type[Any]]
 _Fields = dict[str, list[tuple[str, dataclasses.Field[Any]]]]
 
-#: How to read the text of a flag, by the type of its field; None is the flag not given.
-_BY_TYPE: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": lambda text: text == "True",
-    "tuple[int, ...]": lambda text: tuple(int(part) for part in text.split(",") if part.strip()),
-    "Names": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
-    "Budgets": lambda text: tuple(part.strip() for part in text.split(",")),
-}
-#: Fields whose text says more than their type.
-_READERS: dict[str, Callable[[str], Any]] = {"memory": parse_bytes}
 #: Before the name of a setting that is for the reuse method alone.
 _REUSE = "reuse_"
 _METAVARS = {
@@ -47,7 +41,6 @@ _METAVARS = {
     "Names": "NAME,NAME",
     "Budgets": "N,1/N",
 }
-_RIGHT = {"int": "a whole number", "float": "a number"}
 
 
 def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -76,7 +69,7 @@ def settings_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {name: getattr(arguments, name, None) for name in fields}
     return {
-        name: read(fields[name], text, _flag(name))
+        name: read_setting(fields[name], text, _flag(name))
         for name, text in given.items()
         if text is not None
     }
@@ -191,7 +184,7 @@ def _given(
         if value is None or (alone is None and name in theirs and name not in own):
             continue
         flag = _flag(name if alone is None else called)
-        settings[name] = read(own[name], value, flag) if name in own else value
+        settings[name] = read_setting(own[name], value, flag) if name in own else value
     return settings
 
 
@@ -250,25 +243,7 @@ def _joined_help(owners: list[tuple[str, dataclasses.Field[Any]]]) -> str:
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
-    return "SIZE" if field.name in _READERS else _METAVARS.get(_kind(field), "TEXT")
-
-
-def _kind(field: dataclasses.Field[Any]) -> str:
-    return str(field.type).removesuffix(" | None")
-
-
-def read(field: dataclasses.Field[Any], text: Any, flag: str) -> Any:
-    """The value of a field from the text of its flag."""
-    kind = _kind(field)
-    if not isinstance(text, str):  # repeated texts
-        return tuple(text)
-    try:
-        return _READERS.get(field.name, _BY_TYPE[kind])(text)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        right = _RIGHT.get(kind, "numbers such as 0,1")
-        raise ConfigError(f"{flag} {text!r} must be {right}") from error
+    return "SIZE" if is_size(field) else _METAVARS.get(kind_of(field), "TEXT")
 
 
 def _flag(name: str) -> str:

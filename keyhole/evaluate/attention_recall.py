@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,8 @@ from keyhole.kernels import ScoreRequest, Selection
 from keyhole.policy.base import Policy, Step
 from keyhole.policy.full import Full
 
-#: What a layer read of a sequence: int32 [Hkv or 1, n], -1 is padding, and its unit.
-_Read = tuple[Tensor, int]
+#: What a layer read of a sequence: int [Hkv or 1, n], -1 is padding, and its unit.
+_Read = tuple[np.ndarray, int]
 
 
 class Rows:
@@ -58,24 +59,12 @@ class Reads(Trace):
 
     rows: Rows = field(default_factory=Rows)
     found: dict[tuple[int, int, int], _Read | None] = field(default_factory=dict)
-    _shared: tuple[Selection, Tensor] | None = None
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
-        """Keeps it on the host; layers that share a selection share its copy."""
-        if step.thinned is not None:  # what was dropped is not read
-            there = step.thinned
-            if selection is None:
-                selection = there.selection(layer)
-            else:
-                selection = there.within(layer, selection)
-        if selection is None:
-            self.found |= {(*key, layer): None for key in self.rows.keys(step)}
-            return
-        if step is not self._step or self._shared is None or selection is not self._shared[0]:
-            self._shared = selection, selection.indices.cpu()
-        self._step = step
-        for indices, key in zip(self._shared[1], self.rows.keys(step), strict=True):
-            self.found[*key, layer] = indices, selection.unit
+        """Keeps it on the host."""
+        read = self.read(layer, selection, step)
+        for row, key in enumerate(self.rows.keys(step)):
+            self.found[*key, layer] = None if read is None else (read.indices[row], read.unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +88,17 @@ class Judge(Full):
             self.shares.setdefault((sample, layer), []).append(share)
 
 
-def recall(weights: Tensor, indices: Tensor, unit: int) -> float:
+def recall(weights: Tensor, indices: np.ndarray, unit: int) -> float:
     """Share of the weights on what was read, mean over query heads.
 
-    weights: float32 [Hq, N]. indices: int32 [H, n] of entries of `unit` tokens, -1 is padding; H is
+    weights: float32 [Hq, N]. indices: int [H, n] of entries of `unit` tokens, -1 is padding; H is
     1, Hkv or Hq.
     """
     heads, length = weights.shape
     seen = torch.zeros(len(indices), -(-length // unit) + 1, dtype=torch.bool)
-    seen.scatter_(1, indices.long() % seen.shape[1], True)  # padding falls on the last, -1
+    seen.scatter_(
+        1, torch.from_numpy(indices).long() % seen.shape[1], True
+    )  # padding falls on the last, -1
     tokens = seen[:, :-1].repeat_interleave(unit, 1)[:, :length].to(weights.device)
     tokens = tokens.repeat_interleave(heads // len(tokens), 0)
     return float(((weights * tokens).sum(1) / weights.sum(1)).mean())

@@ -15,22 +15,44 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.errors import ConfigError
+from keyhole.evaluate.eval_settings import FORCED
+from keyhole.evaluate.task_names import Told, task_name, told
 from keyhole.models.tiny.table import interval
 
 Line = dict[str, Any]
 UNNAMED = "unnamed"
 #: Settings that say the budget, which stands in a column of its own.
 _BUDGETS = ("token_budget",)
+_DEPTH = "depth"
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """What was asked: cells of one place are compared with each other."""
+    """What was asked: cells of one place are compared with each other.
+
+    settings: those of the task that are not its defaults, as text.
+    """
 
     model: str
     task: str
     setup: str
     length: int
+    settings: Told = ()
+
+    @property
+    def needles(self) -> Place:
+        """What places have in common whose needles make one picture: all but length and depth."""
+        others = tuple(pair for pair in self.settings if pair[0] != _DEPTH)
+        return dataclasses.replace(self, length=0, settings=others)
+
+    @property
+    def depth(self) -> float | None:
+        """Where the needle was asked to be, from 0 to 1."""
+        text = dict(self.settings).get(_DEPTH, "")
+        try:
+            return number(float(text))
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +128,24 @@ def places(found: Iterable[Cell]) -> dict[Place, list[Cell]]:
     by_place: dict[Place, list[Cell]] = {}
     for cell in found:
         by_place.setdefault(cell.place, []).append(cell)
-    tasks = list(dict.fromkeys((at.model, at.task, at.setup) for at in by_place))
-    order = sorted(by_place, key=lambda at: (tasks.index((at.model, at.task, at.setup)), at.length))
+    tasks = list(dict.fromkeys(dataclasses.replace(at, length=0) for at in by_place))
+    order = sorted(
+        by_place, key=lambda at: (tasks.index(dataclasses.replace(at, length=0)), at.length)
+    )
     return {at: by_place[at] for at in order}
 
 
 def place_name(at: Place, among: Iterable[Place]) -> str:
-    """What tells a place from the others: "tiny_needle, 2,048 tokens"."""
+    """What tells a place from the others: "tiny_needle:depth=0.5, 2,048 tokens"."""
     others = list(among)
-    parts = [at.task, *([f"{at.length:,} tokens"] if at.length else [])]
+    of_task = {other.settings for other in others if other.task == at.task}
+    shown = [
+        pair
+        for pair in at.settings
+        if at.task not in FORCED or any(pair not in settings for settings in of_task)
+    ]
+    name = task_name(at.task, shown)
+    parts = [name, *([f"{at.length:,} tokens"] if at.length else [])]
     if len({other.setup for other in others}) > 1:
         parts.append(SETUPS.get(at.setup, (at.setup,))[0])
     if len({other.model for other in others}) > 1:
@@ -156,13 +187,15 @@ def _cell(line: Line) -> Cell:
         score = sum(known) / len(known)
     policy = words(line.get("policy")) or UNNAMED
     settings, maps = line.get("settings"), line.get("selection_maps")
+    task, asked = words(line.get("task")) or UNNAMED, line.get("task_settings")
     samples, budget = number(line.get("samples")), number(line.get("budget"))
     return Cell(
         place=Place(
             model=words(line.get("model")) or UNNAMED,
-            task=words(line.get("task")) or UNNAMED,
+            task=task,
             setup=words(line.get("setup")),
             length=int(number(line.get("length")) or 0),
+            settings=told(task, asked) if isinstance(asked, dict) else (),
         ),
         policy=policy,
         name=policy,

@@ -21,6 +21,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.core import Engine
 from keyhole.engine.fingerprint import fingerprint
 from keyhole.errors import ConfigError, KeyholeError
+from keyhole.evaluate import eval_maps
 from keyhole.evaluate.eval_methods import FULL, TOKEN_BUDGET, Method
 from keyhole.evaluate.line_file import Line, LineFile
 from keyhole.evaluate.workload import Workload
@@ -30,7 +31,10 @@ from keyhole.policy.base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """All combinations of these are cells; `methods` as `eval_methods.methods` gives them."""
+    """All combinations of these are cells; `methods` as `eval_methods.methods` gives them.
+
+    maps: whether lines get selection maps, of each sparse policy under its first budget.
+    """
 
     workloads: Sequence[Workload]
     lengths: Sequence[int]
@@ -38,6 +42,11 @@ class Grid:
     methods: Sequence[Method]
     samples: int
     config: EngineConfig
+    maps: bool = False
+
+    def is_mapped(self, method: Method) -> bool:
+        """Whether this method's cells get selection maps; one budget shows what there is to see."""
+        return self.maps and method is next(m for m in self.methods if m.label == method.label)
 
     def groups(self) -> Iterator[Group]:
         """Cells that differ in the policy alone; where there is no question, setups are one."""
@@ -92,11 +101,7 @@ class Evaluation:
     ) -> None:
         self._model, self._grid, self._file, self._header = model, grid, file, header
         for length in grid.lengths:
-            if length > model.max_length:
-                raise ConfigError(
-                    f"length {length} is more than the {model.max_length} tokens that "
-                    f"{model.name} takes ({model.length_reason})"
-                )
+            require_length(model, length)
         list(grid.groups())  # asks every task
         self._fingerprint = model_digest(model)
         self._geometry = model.geometry(grid.config.page_size)
@@ -128,6 +133,8 @@ class Evaluation:
             fields = self._fields(group, policy)
             stored = self._file.find(fields, group.samples)
             line = stored or self._measured(group, method, policy, full) | fields
+            if self._lacks_maps(line, method, policy):
+                line = line | {"selection_maps": self._maps(group, policy)}
         except KeyholeError as error:
             budget = method.tokens(group.length, self._grid.config.page_size)
             known = {"policy": method.name, "method": method.label, "budget": budget}
@@ -136,7 +143,7 @@ class Evaluation:
             return None
         finally:
             self._release()
-        if stored is None:
+        if line is not stored:
             self._file.add(line)
         if line not in outcome.lines:  # two budgets may be one
             outcome.lines.append(line)
@@ -152,6 +159,17 @@ class Evaluation:
         about = {"model": self._model.name, "method": method.label, "samples": group.samples}
         return self._header() | about | found | beside
 
+    def _lacks_maps(self, line: Line, method: Method, policy: Policy) -> bool:
+        wanted = self._grid.is_mapped(method) and not policy.dense
+        return wanted and line.get("selection_maps") is None
+
+    def _maps(self, group: Group, policy: Policy) -> list[dict[str, Any]]:
+        """Of the first sample; none where it is answered without a decode step."""
+        self._release()
+        shown = group.workload.shown(group.length, group.setup)
+        layers = eval_maps.mapped_layers(self._geometry)
+        return eval_maps.selection_maps(self._engine, policy, shown, layers)
+
     def _release(self) -> None:
         """The next engine takes what memory is free when it is made."""
         self._model.unwatch()  # what a retrieval head wanted to see
@@ -166,15 +184,30 @@ class Evaluation:
         """What a cell is known by: lines that agree in all of it are the same measurement."""
         settings = dataclasses.asdict(policy.resolve(self._geometry))
         config = self._grid.config
-        fields = {
-            **group.fields(),
-            "fingerprint": self._fingerprint,
-            "policy": policy.name,
-            "settings": settings,
-            "budget": settings.get(TOKEN_BUDGET),
-            "engine": {"max_batch": config.max_batch, "page_size": config.page_size},
-        }
-        return dict(json.loads(json.dumps(fields)))  # as it is read again: lists for tuples
+        return as_stored(
+            {
+                **group.fields(),
+                "fingerprint": self._fingerprint,
+                "policy": policy.name,
+                "settings": settings,
+                "budget": settings.get(TOKEN_BUDGET),
+                "engine": {"max_batch": config.max_batch, "page_size": config.page_size},
+            }
+        )
+
+
+def require_length(model: Model, length: int) -> None:
+    """ConfigError for a length that a model cannot have."""
+    if length > model.max_length:
+        raise ConfigError(
+            f"length {length} is more than the {model.max_length} tokens that {model.name} takes "
+            f"({model.length_reason})"
+        )
+
+
+def as_stored(line: Line) -> Line:
+    """A line as it is read again: lists for tuples."""
+    return dict(json.loads(json.dumps(line)))
 
 
 def model_digest(model: Model) -> str:

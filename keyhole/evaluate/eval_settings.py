@@ -43,6 +43,11 @@ class EvalSettings:
     budgets: Budgets = setting(  # noqa: RUF009
         ("1/8",), "tokens that a step may read, or shares of the length in whole pages"
     )
+    maps: bool = setting(
+        False,
+        "store what each policy reads of the first sample, step by step, in four layers and under "
+        "its first budget, for the pictures of --html",
+    )
     batch: int = setting(EngineConfig.max_batch, "samples decoded at once")
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from keyhole.evaluate.eval_settings import FORCED
 from keyhole.evaluate.line_file import Line
+from keyhole.evaluate.task_names import task_name, told
 
 Text = Callable[[Line], str]
 
@@ -71,10 +72,8 @@ def _of(name: str, text: Callable[[Any], str]) -> Text:
 
 def _task(line: Line) -> str:
     """The name, and what was set of it: passkey:depth=0.5."""
-    if line["task"] in FORCED:
-        return str(line["task"])
-    settings = {k: v for k, v in line["task_settings"].items() if v is not None}
-    return ":".join([line["task"], *(f"{name}={value}" for name, value in settings.items())])
+    settings = () if line["task"] in FORCED else told(line["task"], line["task_settings"])
+    return task_name(line["task"], settings)
 
 
 def _score(line: Line) -> str:

@@ -7,6 +7,7 @@ step; the dense prompt's own prediction, the same under every policy, does not c
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import statistics
@@ -20,7 +21,7 @@ from keyhole.config import require
 from keyhole.engine.sequence import Sequence as Running
 from keyhole.errors import ConfigError
 from keyhole.evaluate.requests import Request, Served, serve
-from keyhole.evaluate.workload import MakeEngine, Workload
+from keyhole.evaluate.workload import MakeEngine, Shown, Workload
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
 
@@ -155,11 +156,16 @@ class Perplexity(Workload):
         served = serve(make_engine(policy), [forced(w) for w in windows], likelihood.take)
         return {**fields(likelihood.nlls()), **self._costs(served)}
 
+    def shown(self, length: int, setup: str) -> Shown:
+        """The first window, without marks: any of it may be needed."""
+        return Shown(dataclasses.replace(forced(self._text.window(length, 0)), keep_logits=False))
+
     def _costs(self, served: Served) -> dict[str, Any]:
         """Forced tokens count as generated ones: each is a decode step."""
         steps = statistics.fmean(len(sequence.given) for sequence in served.sequences)
         return {
             **served.costs(),
+            "tokens_prompt": statistics.fmean(len(s.prompt) for s in served.sequences),
             "tokens_generated": steps,
             "text": self._text.path,
             "recall_per_layer": None,

@@ -54,10 +54,11 @@ def recall_grid(cells: Sequence[Cell]) -> Grid | None:
 def needle_grid(cells: Sequence[Cell]) -> Grid | None:
     """Mean score by depth (row, the start of the text first) and length; None without depths.
 
-    cells: one method with one budget, at one task and its lengths.
+    cells: one method with one budget, at one task, its lengths and depths. A depth that was asked
+    for counts as such: needles stand between sentences, so that they are a little off.
     """
     found = [
-        (cell.place.length, depth, score)
+        (cell.place.length, depth if cell.place.depth is None else cell.place.depth, score)
         for cell in cells
         for depth, score in zip(cell.depths, cell.scores, strict=False)
         if depth is not None and score is not None and 0 <= depth <= 1

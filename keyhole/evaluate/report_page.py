@@ -24,6 +24,8 @@ from keyhole.evaluate.looks import THEME, looks
 _HERE = Path(__file__).parent
 #: So many tables are open when the page is opened; the others are a click away.
 _MOST_OPEN = 6
+#: Before the names of methods that make a prompt's cache smaller; see docs/kvpress.md.
+_COMPRESSORS = "kvpress:"
 
 
 def write_report(lines: list[Line], path: str | Path) -> None:
@@ -74,6 +76,7 @@ def render(lines: Sequence[Line]) -> str:
         columns=[column for column in report_tables.COLUMNS if column.key in used],
         setups={at: SETUPS[at] for at in SETUPS if any(cell.place.setup == at for cell in found)},
         settings=report_runs.settings(found),
+        compressed=any(cell.policy.startswith(_COMPRESSORS) for cell in found),
         runs=runs,
     )
 

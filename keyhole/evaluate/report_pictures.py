@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -90,11 +89,11 @@ def pareto_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
 
 
 def needle_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, dict[str, list[Picture]]]:
-    """By task (and setup and model) and budget a picture for each method."""
-    by_place = places(found)
+    """By task (and setup and model) and budget a picture for each method, of all its depths."""
+    asked = {cell.place.needles for cell in found}
     groups: dict[tuple[str, str, int], list[Cell]] = {}
     for cell in found:
-        task = place_name(dataclasses.replace(cell.place, length=0), by_place)
+        task = place_name(cell.place.needles, asked)
         groups.setdefault((task, cell.name, cell.budget or 0), []).append(cell)
     pictures: dict[str, dict[str, list[Picture]]] = {}
     for (task, name, budget), own in sorted(groups.items(), key=lambda group: group[0][2]):

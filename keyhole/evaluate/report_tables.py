@@ -81,7 +81,8 @@ COLUMNS = (
         key="peak_bytes",
         head="Peak memory",
         unit="",
-        meaning="The most memory that the process, or the device, held while it answered.",
+        meaning="The most that the KV cache held at once while it answered: keys, values, and what "
+        "the method keeps to choose by.",
         is_size=True,
         best=min,
     ),

@@ -62,7 +62,6 @@ class Served:
         total = sum((s.counters for s in self.sequences), Counters())
         steps = total.steps or None
         return {
-            "tokens_prompt": statistics.fmean(len(s.prompt) for s in self.sequences),
             "tokens_generated": statistics.fmean(map(len, self.generated)),
             "decode_steps": total.steps,
             "read_share": steps and total.attended_fraction / steps,

@@ -10,15 +10,13 @@ every step, so it is for pictures and tests, one sequence or a fixed batch at a 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policy.base import ScoreRequest, Selection, Step
+from keyhole.policy.wrapped import Wrapped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A Selection on the host: indices int32 [B, Hkv or 1, n], -1 is padding."""
+    """A Selection on the host: indices int [B, H, n] of the text, -1 is padding.
+
+    H is 1, the KV heads, or the lists of `Policy.selection_heads`.
+    """
 
     indices: np.ndarray
     unit: int
@@ -54,22 +55,41 @@ class TracedStep:
 
 @dataclass(eq=False)
 class Trace:
-    """The decode steps in their order."""
+    """The decode steps in their order; only: layers that it keeps, None for all."""
 
     steps: list[TracedStep] = field(default_factory=list)
+    only: frozenset[int] | None = None
     _step: Step | None = None
+    _shared: tuple[Selection, Read] | None = None
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
         """Adds what a layer reads; a step not seen before begins a new row."""
+        if self.only is not None and layer not in self.only:
+            return
         if step is not self._step:
-            self._step = step
+            self._step, self._shared = step, None
             self.steps.append(TracedStep(step.lengths.cpu().numpy(), step.page_size))
-        read = None
-        if selection is not None:
-            read = Read(selection.indices.cpu().numpy(), selection.unit)
-        elif step.remaining is not None:
-            read = Read(step.remaining.entries[:, None], step.page_size)
-        self.steps[-1].reads[layer] = read
+        self.steps[-1].reads[layer] = self.read(layer, selection, step)
+
+    def read(self, layer: int, selection: Selection | None, step: Step) -> Read | None:
+        """What a layer reads, as positions in the text; None is everything.
+
+        Without what the layer dropped, or was evicted. Layers that share a selection share a Read.
+        """
+        left = step.remaining
+        thinned = (left or step).thinned
+        if thinned is not None:
+            selection = (
+                thinned.selection(layer) if selection is None else thinned.within(layer, selection)
+            )
+        if selection is None:
+            return None if left is None else Read(left.entries[:, None], step.page_size)
+        if self._shared is None or selection is not self._shared[0]:
+            indices = selection.indices.cpu().numpy()
+            if left is not None:
+                indices = _placed(indices, left.entries, step.page_size // selection.unit)
+            self._shared = selection, Read(indices, selection.unit)
+        return self._shared[1]
 
     @property
     def layers(self) -> list[int]:
@@ -92,50 +112,20 @@ class Trace:
         return shares
 
 
+def _placed(indices: np.ndarray, entries: np.ndarray, per_page: int) -> np.ndarray:
+    """Where in the text the indices [B, H, n] stand that count only the pages that are left.
+
+    entries: int64 [B, W], those pages. per_page: how many indices a page has.
+    """
+    pages = np.take_along_axis(entries[:, None], np.maximum(indices, 0) // per_page, 2)
+    return np.where(indices < 0, -1, pages * per_page + indices % per_page)
+
+
 @dataclass(frozen=True)
-class Traced(Policy):
+class Traced(Wrapped):
     """A policy that behaves as `inner` and leaves a record in `trace`."""
 
-    inner: Policy
     trace: Trace = field(default_factory=Trace)
-
-    def __post_init__(self) -> None:
-        # Class variables of a policy; here they are those of the policy inside.
-        object.__setattr__(self, "name", self.inner.name)
-        object.__setattr__(self, "dense", self.inner.dense)
-        object.__setattr__(self, "wants_head", self.inner.wants_head)
-        object.__setattr__(self, "shares_pages", self.inner.shares_pages)
-        object.__setattr__(self, "head", getattr(self.inner, "head", None))
-
-    def resolve(self, geometry: Geometry) -> Self:
-        """Settles the policy inside; the record stays the same object."""
-        return dataclasses.replace(self, inner=self.inner.resolve(geometry))
-
-    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
-        """As the policy inside."""
-        return self.inner.most_pages(prompt_pages, page_size)
-
-    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """As the policy inside."""
-        return self.inner.page_data(layout, page_size)
-
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """As the policy inside."""
-        return self.inner.sequence_state(geometry)
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """As the policy inside."""
-        return self.inner.sequence_numbers(geometry)
-
-    def before_step(self, step: Step) -> None:
-        """As the policy inside."""
-        self.inner.before_step(step)
-
-    def on_append(
-        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
-    ) -> None:
-        """As the policy inside."""
-        self.inner.on_append(key_pages, data, pages, filled)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """As the policy inside; a layer that scores reads everything."""
@@ -144,24 +134,8 @@ class Traced(Policy):
             self.trace.record(layer, None, step)
         return requests
 
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """As the policy inside."""
-        self.inner.on_scores(layer, scores, step)
-
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """As the policy inside, recorded."""
         selection = self.inner.select(layer, query, step)
         self.trace.record(layer, selection, step)
         return selection
-
-    def after_step(self, step: Step) -> Tensor | None:
-        """As the policy inside."""
-        return self.inner.after_step(step)
-
-    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
-        """As the policy inside."""
-        return self.inner.attended_keys(layer, selection, step)
-
-    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """As the policy inside."""
-        return self.inner.overhead_bytes(geometry, step)

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keyhole.engine.core import Engine
@@ -18,6 +19,14 @@ from keyhole.policy.base import Policy
 
 #: An engine with nothing in it that runs under a policy.
 MakeEngine = Callable[[Policy], Engine]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample as a request, and where in its tokens the facts stand that the answer needs."""
+
+    request: Request
+    marks: tuple[int, ...] = ()
 
 
 class Workload(ABC):
@@ -40,6 +49,10 @@ class Workload(ABC):
         self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
     ) -> dict[str, Any]:
         """Runs the first `samples` samples; the measured fields of a line."""
+
+    @abstractmethod
+    def shown(self, length: int, setup: str) -> Shown:
+        """The first sample, for pictures."""
 
     def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
         """More fields, from what was measured under full attention, too."""
@@ -76,9 +89,19 @@ class Answered(Workload):
     ) -> dict[str, Any]:
         """Answers, scored by the task."""
         asked = self.samples(length, samples)
-        requests = [request(self._tokenizer, sample, setup) for sample in asked]
+        requests = self.requests(asked, setup)
         served = serve(make_engine(policy), requests)
         answers = [sequence.detokenizer.text for sequence in served.sequences]
+        return self.fields(asked, requests, answers) | served.costs()
+
+    def requests(self, asked: Sequence[Sample], setup: str) -> list[Request]:
+        """The samples in tokens."""
+        return [request(self._tokenizer, sample, setup) for sample in asked]
+
+    def fields(
+        self, asked: Sequence[Sample], requests: Sequence[Request], answers: Sequence[str]
+    ) -> dict[str, Any]:
+        """What a line says of these answers, costs aside."""
         scores = [
             self._task.score(sample, answer) for sample, answer in zip(asked, answers, strict=True)
         ]
@@ -87,11 +110,20 @@ class Answered(Workload):
             "score": statistics.fmean(scores),
             "scores": scores,
             "depths": [sample.depths[0] for sample in asked] if one_each else None,
-            **served.costs(),
             "tokens_prompt": statistics.fmean(len(r.prompt) + len(r.given) for r in requests),
             "recall_per_layer": None,
             "selection_maps": None,
         }
+
+    def shown(self, length: int, setup: str) -> Shown:
+        """Marked where the needed sentences begin."""
+        (sample,) = self.samples(length, 1)
+        asked = request(self._tokenizer, sample, setup)
+        tokens = [*asked.prompt, *asked.given]
+        # A depth is a share of letters; it was divided, and so must be rounded.
+        ends = [round(depth * len(sample.context)) for depth in sample.depths]
+        marks = (_common(tokens, _ids(self._tokenizer, sample.context[:end])) for end in ends)
+        return Shown(asked, tuple(marks))
 
 
 def request(tokenizer: Any, sample: Sample, setup: str) -> Request:
@@ -102,15 +134,16 @@ def request(tokenizer: Any, sample: Sample, setup: str) -> Request:
     tokens = _ids(tokenizer, sample.prompt)
     end = len(tokens)
     if setup == "question":
-        context = _ids(tokenizer, sample.context)
-        # What a tokenizer puts behind a whole text is no part of the context.
-        same = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(tokens, context, strict=False)
-        )
-        end = max(1, sum(1 for _ in same))
+        end = max(1, _common(tokens, _ids(tokenizer, sample.context)))
     return Request(prompt=tokens[:end], given=tokens[end:], max_tokens=sample.max_new_tokens)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
     # Without the warning about length: the engine has its own.
     return [int(token) for token in tokenizer(text, verbose=False).input_ids]
+
+
+def _common(tokens: list[int], others: list[int]) -> int:
+    """With how many tokens both begin; what a tokenizer puts behind a whole text is none."""
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from keyhole.evaluate.forced import Perplexity
+from keyhole.evaluate.selection_map import SelectionMap
 from tests.cli.conftest import Run
 
 FIELDS = (
@@ -151,6 +153,47 @@ def test_the_page_gets_the_lines_of_this_command(
     assert written == [[full, window], html]
 
 
+def test_the_page_has_tables_and_all_pictures(run: Run, tmp_path: Path) -> None:
+    output, html = tmp_path / "eval.jsonl", tmp_path / "page.html"
+    tasks = "passkey:depth=0,passkey:depth=0.5,attention_recall"
+    given = ("--tasks", tasks, "--lengths", "192", "--limit", "1", "--output", str(output))
+    policies = ("--policies", "delta", "--budgets", "64,96", "--maps")
+    ran = run("eval", *given, *policies, "--html", str(html))
+    assert ran.status == 0, ran.err
+    found = lines(output)
+    assert len(found) == 3 * 3
+    text = html.read_text()
+    parts = dict(re.findall(r'<section id="(\w+)"(.*?)</section>', text, flags=re.S))
+    assert list(parts) == "scores cost numbers needles recall read columns settings runs".split()
+    assert parts["numbers"].count("<table>") == parts["cost"].count("<svg") == 3
+    needles = re.findall(r'aria-label="(Score in percent by depth[^"]*)"', parts["needles"])
+    assert len(needles) == 3
+    assert all("0 %: " in one and "50 %: " in one for one in needles)
+    (recall,) = re.findall(r'aria-label="(Attention kept[^"]*)"', parts["recall"])
+    assert "delta, 96 tokens: 100, 100, 100, " in recall
+    mapped = [line for line in found if line["selection_maps"] is not None]
+    assert [line["budget"] for line in mapped] == [64] * 3
+    assert parts["read"].count("<svg") == 3 * 4
+    for line in mapped:
+        maps = [SelectionMap.from_json(one) for one in line["selection_maps"]]
+        assert [one.layer for one in maps] == [1, 2, 4, 5]
+        assert {len(one.marks) for one in maps} == {0 if line["task"] == "attention_recall" else 1}
+        assert maps[0].shares[0, : maps[0].prompt_tokens + 1].min() == 255  # it reads everything
+        assert 0 < (maps[-1].shares[0] > 0).sum() <= 64
+
+
+def test_a_page_without_matplotlib_is_refused_before_anything_runs(
+    path: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    output = tmp_path / "eval.jsonl"
+    given = ("--output", str(output), "--html", str(tmp_path / "page.html"))
+    ran = run("eval", path, *PASSKEY, *given)
+    assert ran.status == 2
+    assert "a picture needs matplotlib: pip install keyhole[plot]" in ran.err
+    assert not output.exists()
+
+
 def test_plain_tasks_stand_for_their_forms_in_the_bundled_model(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "eval.jsonl"
     given = ("--lengths", "128", "--limit", "1", "--policies", "full", "--output", str(output))
@@ -199,6 +242,7 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
         (("--lengths", "100"), "length 100 is too short for passkey: it needs at least"),
         (("--setup", ","), "setup () must be one of ('prompt', 'question'), or both"),
         (("--setup", "promt"), "unknown setup 'promt'; did you mean 'prompt'?"),
+        (("--html", "no/page.html"), "--html 'no/page.html': there is no folder 'no'"),
         (("--output", "/proc"), "'/proc' cannot be read"),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from keyhole import Delta, Full, Quest, SlidingWindow, StreamingLLM
+from keyhole import Delta, Full, Quest, RaaS, SlidingWindow, StreamingLLM
 from keyhole.config import EngineConfig
 from keyhole.engine.core import Engine
 from keyhole.evaluate.attention_recall import AttentionRecall, recall
@@ -61,6 +61,29 @@ def test_a_window_finds_what_it_should(kind: str, tmp_path: Path) -> None:
     assert min(found["recall_per_layer"]) < 0.9
 
 
+def test_what_was_evicted_is_not_found(tmp_path: Path) -> None:
+    """Nobody looks at a page enough to keep it: the prompt stays, and the two newest pages."""
+    prompt, page = LENGTH - 1 - STEPS, CONFIG.page_size
+    assert prompt % page == 0
+    policy = RaaS(token_budget=prompt + 2 * page, alpha=0.9999)
+    found, text, _ = measured("llama", policy, tmp_path)
+    network = make_network(make_config("llama"))
+    wanted = np.zeros((SAMPLES, 4))
+    for sample in range(SAMPLES):
+        window = torch.tensor([text.window(LENGTH, sample)])
+        with torch.no_grad():
+            weights = network(window, output_attentions=True).attentions
+        for layer in range(4):
+            shares = []
+            for place in range(prompt, LENGTH - 1):
+                begin = max(prompt, (place // page - 1) * page)
+                read = [*range(prompt), *range(begin, place + 1)]
+                shares += weights[layer][0, :, place].double()[:, read].sum(-1).tolist()
+            wanted[sample, layer] = sum(shares) / len(shares)
+    assert found["recall_per_layer"] == pytest.approx(wanted.mean(0).tolist(), abs=1e-4)
+    assert max(found["recall_per_layer"]) < 0.99
+
+
 def test_who_reads_everything_finds_everything(tmp_path: Path) -> None:
     found, text, model = measured("llama", Full(), tmp_path)
     assert found["recall_per_layer"] == [1, 1, 1, 1]
@@ -99,5 +122,5 @@ def test_a_share_is_what_a_loop_adds_up(lists: int, unit: int) -> None:
         entries = chosen[head * lists // 4]
         read = [token for token in range(18) if token // unit in entries]
         shares.append(sum(weights[head, token] for token in read) / sum(weights[head]))
-    found = recall(torch.tensor(weights), torch.tensor(indices), unit)
+    found = recall(torch.tensor(weights), indices, unit)
     assert found == pytest.approx(sum(shares) / 4)

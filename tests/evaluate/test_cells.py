@@ -95,6 +95,44 @@ def test_a_place_is_named_by_what_differs() -> None:
     ]
 
 
+def test_settings_of_a_task_are_places_of_their_own() -> None:
+    asked: list[dict[str, object]] = [{"depth": depth} for depth in (None, 0.0, 0.5)]
+    asked.append({"depth": 0.125, "other": None})
+    found = cells([line(task_settings=settings) for settings in asked])
+    by_place = places(found)
+    assert [place_name(at, by_place) for at in by_place] == [
+        "tiny_needle, 1,024 tokens",
+        "tiny_needle:depth=0, 1,024 tokens",
+        "tiny_needle:depth=0.5, 1,024 tokens",
+        "tiny_needle:depth=0.125, 1,024 tokens",
+    ]
+    assert [at.depth for at in by_place] == [None, 0, 0.5, 0.125]
+    assert len({at.needles for at in by_place}) == 1
+
+
+def test_what_a_task_has_anyway_is_not_told() -> None:
+    lines = [line(task="tiny_documents_one", task_settings={"num_documents": n}) for n in (3, 5)]
+    by_place = places(cells(lines))
+    assert [place_name(at, by_place).split(",")[0] for at in by_place] == [
+        "tiny_documents_one",
+        "tiny_documents_one:num_documents=5",
+    ]
+    assert len({at.needles for at in by_place}) == 2
+
+
+def test_forced_texts_are_told_where_they_differ() -> None:
+    lines = [
+        line(task=task, task_settings={"text": text, "continuation": 128})
+        for task, text in (("perplexity", "a"), ("attention_recall", "a"), ("perplexity", "b"))
+    ]
+    by_place = places(cells(lines))
+    assert [place_name(at, by_place).split(",")[0] for at in by_place] == [
+        "perplexity:text=a",
+        "attention_recall",
+        "perplexity:text=b",
+    ]
+
+
 def test_lines_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f"{json.dumps(line())}\n\n{json.dumps(full())}\n")

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
+from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import EngineConfig
 from keyhole.engine.core import Engine
 from keyhole.errors import CapacityError
+from keyhole.evaluate.eval_maps import mapped_layers
 from keyhole.evaluate.eval_methods import Budget, Method, methods
 from keyhole.evaluate.eval_run import Evaluation, Grid, Outcome
 from keyhole.evaluate.eval_table import table
 from keyhole.evaluate.line_file import LineFile
-from keyhole.evaluate.workload import MakeEngine, Workload
+from keyhole.evaluate.requests import Request
+from keyhole.evaluate.selection_map import SelectionMap
+from keyhole.evaluate.workload import MakeEngine, Shown, Workload
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
 
@@ -31,6 +35,8 @@ class Noted(Workload):
         self.name, self.settings, self.has_question = name, {}, has_question
         self.asked: list[tuple[Any, ...]] = []
         self.engines: list[weakref.ref[Engine]] = []
+        self.mapped: list[tuple[int, str]] = []
+        self.answer = 3
         self.fails = fails
 
     def available(self, length: int, limit: int) -> int:
@@ -46,6 +52,11 @@ class Noted(Workload):
             raise CapacityError("memory is out")
         return {"score": 0.25 * len(self.asked)}
 
+    def shown(self, length: int, setup: str) -> Shown:
+        prompt = [3 + n % 50 for n in range(length - 20)]
+        self.mapped.append((length, setup))
+        return Shown(Request(prompt=prompt, given=[5, 6], max_tokens=self.answer), (7,))
+
     def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
         return {"full": full["score"]}
 
@@ -59,6 +70,7 @@ def run(model: Model, path: Path, *workloads: Noted, budgets: str = "32", **more
         methods=methods([WINDOW, OTHER], parsed),
         samples=more.get("samples", 8),
         config=EngineConfig(),
+        maps=more.get("maps", False),
     )
     return Evaluation(model, grid, LineFile(path), lambda: {"date": "today"}).run()
 
@@ -119,3 +131,55 @@ def test_a_cell_that_cannot_be_is_told_beside_the_others(
     again = run(model, tmp_path / "a", work)
     assert again.stored == 2
     assert len(again.lines) == 3
+
+
+def test_maps_are_of_sparse_policies_under_their_first_budget(model: Model, tmp_path: Path) -> None:
+    work = Noted("asked")
+    more: dict[str, Any] = {"maps": True, "budgets": "32,16", "setups": ("prompt",)}
+    found = run(model, tmp_path / "a", work, **more)
+    assert [
+        (line["policy"], line["budget"]) for line in found.lines if "selection_maps" in line
+    ] == [
+        ("sliding_window", 32),
+        ("streaming_llm", 32),
+    ]
+    assert work.mapped == [(64, "prompt")] * 2
+    maps = [SelectionMap.from_json(one) for one in found.lines[1]["selection_maps"]]
+    assert [one.layer for one in maps] == [0, 1, 2, 3]
+    for one in maps:
+        # Two given tokens and two of three generated ones; a window of 32 tokens in each step.
+        assert (one.prompt_tokens, one.steps, one.marks) == (44, 4, (7,))
+        read = [[c for c in range(48) if row[c]] for row in one.shares.tolist()]
+        assert read == [list(range(n - 31, n + 1)) for n in range(44, 48)]
+    again = run(model, tmp_path / "a", work, **more)
+    assert again.lines == found.lines
+    assert len(work.mapped) == 2
+
+
+def test_maps_are_added_to_what_was_measured_without_them(model: Model, tmp_path: Path) -> None:
+    work = Noted("asked")
+    run(model, tmp_path / "a", work, setups=("prompt",))
+    work.answer = 1
+    found = run(model, tmp_path / "a", work, setups=("prompt",), maps=True)
+    assert (len(work.asked), len(work.mapped), found.stored) == (3, 2, 3)
+    assert [line["score"] for line in found.lines] == [0.25, 0.5, 0.75]
+    assert len(found.lines[1]["selection_maps"]) == 4
+    # What is asked for without maps has them all the same, once they are there.
+    assert run(model, tmp_path / "a", work, setups=("prompt",)).lines == found.lines
+    assert len(LineFile(tmp_path / "a").lines) == 3 + 2
+
+
+def test_layers_of_maps_follow_each_quarter() -> None:
+    cases: list[tuple[list[int | None], tuple[int, ...]]] = [
+        ([None] * 36, (8, 17, 26, 35)),
+        ([None] * 4, (0, 1, 2, 3)),
+        ([None] * 2, (0, 1)),
+        ([None], (0,)),
+        ([8, None] * 6, (3, 5, 9, 11)),
+        ([8, 8], ()),
+    ]
+    for windows, wanted in cases:
+        shape = {"num_kv_heads": 1, "key_dim": 4, "value_dim": 4}
+        layers = tuple(LayerLayout(window=window, **shape) for window in windows)
+        geometry = Geometry(layers=layers, num_query_heads=1, page_size=16, itemsize=4)
+        assert mapped_layers(geometry) == wanted

@@ -36,6 +36,17 @@ def test_needles_are_means_by_depth_and_length() -> None:
     np.testing.assert_array_equal(grid.counts, [[1, 2], [2, 0], [1, 1]])
 
 
+def test_depths_that_were_asked_for_are_rows() -> None:
+    """Where a needle comes to stand differs a little from sample to sample."""
+    asked = [(0, [0.02, 0.03, 0.01, 0.02]), (0.5, [0.47, 0.51, 0.52, 0.49])]
+    lines = [line(task_settings={"depth": at}, depths=depths) for at, depths in asked]
+    lines[1]["scores"] = [1, 1, 1, 1]
+    grid = needle_grid(cells(lines))
+    assert grid is not None
+    assert grid.rows == ("0 %", "50 %")
+    np.testing.assert_array_equal(grid.values, [[0.75], [1]])
+
+
 def test_many_depths_fall_into_ten_bins() -> None:
     depths = [n / 100 for n in range(101)]
     grid = needle_grid(cells([line(depths=depths, scores=[float(d >= 0.5) for d in depths])]))

@@ -169,6 +169,23 @@ def test_any_lines_make_a_page(lines: list[dict[str, Any]]) -> None:
     assert not re.search(r"\b(nan|inf|None)\b", shown)
 
 
+def test_depths_and_setups_of_a_task_make_a_needle_picture_each_setup() -> None:
+    lines = [
+        line(task_settings={"depth": at}, depths=[at] * 4, setup=setup, recall_per_layer=None)
+        for at in (0.0, 0.5, 1.0)
+        for setup in ("prompt", "question")
+    ]
+    text = render(lines)
+    needles = text[text.index('id="needles"') : text.index('id="columns"')]
+    assert re.findall("<h3>(.*)</h3>", needles) == [
+        "tiny_needle, question dense",
+        "tiny_needle, question sparse",
+    ]
+    assert needles.count("<svg") == 2
+    assert needles.count("0 %: 75; 50 %: 75; 100 %: 75") == 2
+    assert len(texts(Page(text).tables[0])[0]) == 2 + 6 + 1
+
+
 def test_it_is_said_what_pictures_show() -> None:
     found = Page(all_in_one())
     assert len(found.svgs) == 2 + 3 + 2 + 1
@@ -222,6 +239,17 @@ def test_names_are_text() -> None:
     assert evil not in text
     assert text.count("<script") == 1
     assert not Page(text).faults
+
+
+def test_lines_of_kvpress_stand_beside_ours() -> None:
+    text = render([full(), line(), line(policy="kvpress:snapkv", settings={"window_size": 16})])
+    assert [row[:2] for row in texts(Page(text).tables[1])[1:]] == [
+        ["● full", "all"],
+        ["■ delta", "128"],
+        ["★ kvpress:snapkv", "128"],
+    ]
+    assert "the tokens that are kept of a prompt" in text
+    assert "kept of a prompt" not in all_in_one()
 
 
 def test_every_row_leads_to_its_run() -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from keyhole import LLM, Delta, Full, Quest, Result, SamplingParams, SlidingWindow, StreamingLLM
+from keyhole import (
+    LLM,
+    Delta,
+    Full,
+    Quest,
+    RaaS,
+    Result,
+    SamplingParams,
+    SlidingWindow,
+    StreamingLLM,
+)
 from keyhole.evaluate.trace import Trace, Traced
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
@@ -20,6 +32,7 @@ POLICIES = [
     SlidingWindow(token_budget=21),
     StreamingLLM(token_budget=23, sink_size=3),
     Quest(token_budget=16, full_layers=(0,)),
+    RaaS(token_budget=68),
     Delta(token_budget=16, full_layers=(0,), delta_layers=(1,)),
 ]
 
@@ -84,3 +97,45 @@ def test_pages_count_by_the_share_of_their_tokens_and_heads(model: Model) -> Non
     assert trace.pages_read(0)[13:16, 0].tolist() == [0, 1, 1]
     # 64 tokens: 58 .. 63, half of page 14.
     assert trace.pages_read(0)[13:16, 2].tolist() == [0, 0.5, 1]
+
+
+def test_what_was_evicted_is_not_read(model: Model) -> None:
+    """16 pages of the prompt stay, and of pages that nobody looks at for long the newest."""
+    trace, _ = traced(model, RaaS(token_budget=68, alpha=0.999))
+    last = trace.steps[-1]
+    assert last.lengths.tolist() == [72]
+    for layer in trace.layers:
+        assert np.flatnonzero(~last.tokens(layer)[0]).tolist() == [64, 65, 66, 67]
+
+
+class Pages:
+    """Chooses some of what is left, as a policy that evicts might."""
+
+    unit = PAGE
+    indices = torch.tensor([[[0, 2, -1], [1, 2, 3]]], dtype=torch.int32)
+
+
+class Tokens:
+    unit = 1
+    indices = torch.tensor([[[1, 8, 15, -1]]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wanted"), [(Pages, [[0, 7, -1], [5, 7, 9]]), (Tokens, [[1, 28, 39, -1]])]
+)
+def test_a_choice_of_what_is_left_is_placed_in_the_text(chosen: Any, wanted: Any) -> None:
+    left = SimpleNamespace(entries=np.asarray([[0, 5, 7, 9, -1]]), thinned=None)
+    step: Any = SimpleNamespace(remaining=left, thinned=None, page_size=PAGE)
+    read = Trace().read(0, chosen, step)
+    assert read is not None
+    assert read.unit == chosen.unit
+    assert read.indices.tolist() == [wanted]
+
+
+def test_only_the_layers_that_are_wanted_are_kept(model: Model) -> None:
+    wrapped = Traced(POLICIES[-1], Trace(only=frozenset({1, 3})))
+    run(model, wrapped)
+    whole = traced(model, POLICIES[-1])[0]
+    assert wrapped.trace.layers == [1, 3]
+    for step, other in zip(wrapped.trace.steps, whole.steps, strict=True):
+        assert np.array_equal(step.tokens(3), other.tokens(3))

@@ -98,6 +98,19 @@ def test_the_question_goes_through_the_policy(tiny: Model) -> None:
     assert full["bytes_per_step"] > 5 * sparse["bytes_per_step"]
 
 
+@pytest.mark.parametrize("setup", ["prompt", "question"])
+def test_marks_stand_where_the_needed_facts_begin(tiny: Model, setup: str) -> None:
+    task = Answered(make_task("tiny_vartrack"), tiny)
+    (sample,) = task.samples(LENGTH, 1)
+    shown = task.shown(LENGTH, setup)
+    assert shown.request == request(tiny.tokenizer, sample, setup)
+    tokens = shown.request.prompt + shown.request.given
+    assert len(shown.marks) == len(sample.depths) > 1
+    for mark, depth in zip(shown.marks, sample.depths, strict=True):
+        rest = sample.context[round(depth * len(sample.context)) :].split()
+        assert tiny.tokenizer.decode(tokens[mark : mark + 6]).split() == rest[:6]
+
+
 def test_memory_is_that_of_the_samples_that_run_at_once(tiny: Model) -> None:
     task = Answered(make_task("tiny_recall"), tiny)
     used = engine(tiny, Full())

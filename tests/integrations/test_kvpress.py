@@ -29,8 +29,12 @@ pytest.importorskip("kvpress", reason="needs kvpress: run `make test-kvpress`")
 
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from keyhole.config import SamplingParams
-from keyhole.evaluate.tasks import make_task, token_counter
+from keyhole import Full
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.core import Engine
+from keyhole.evaluate.line_file import LineFile
+from keyhole.evaluate.tasks import make_task
+from keyhole.evaluate.workload import Answered
 from keyhole.integrations.kvpress.__main__ import main
 from keyhole.integrations.kvpress.answer import CompressedModel
 from keyhole.integrations.kvpress.evaluation import Cell, Evaluation
@@ -382,28 +386,27 @@ def test_a_line_says_what_was_measured() -> None:
         assert 96 / 256 < line["read_share"] < 110 / 230
 
 
-def test_with_a_budget_for_all_the_score_is_that_of_keyhole() -> None:
+@pytest.mark.parametrize("setup", ["prompt", "question"])
+def test_with_a_budget_for_all_the_line_is_that_of_keyhole(setup: str) -> None:
+    """But for the question, which is one forward here and a decode step for each token there."""
     task, press = make_task("tiny_majority"), make_press("tova", 256)
-    line = Evaluation(load(keyhole.tiny())).line(cell(task=task, press=press, samples=4))
-    llm = keyhole.LLM(keyhole.tiny(), policy="full")
-    samples = [task.make(256, seed, token_counter(llm.tokenizer)) for seed in range(4)]
-    answers = [
-        llm.generate(one.prompt, SamplingParams(max_tokens=one.max_new_tokens, temperature=0.0))
-        for one in samples
-    ]
-    scores = [task.score(one, found.text) for one, found in zip(samples, answers, strict=True)]
-    assert line["scores"] == scores
-    assert line["tokens_generated"] == np.mean([len(found.token_ids) for found in answers])
-
-
-def test_both_setups_have_the_same_tokens() -> None:
-    evaluation = Evaluation(load(keyhole.tiny()))
-    sample = make_task("tiny_passkey").make(256, 0, token_counter(load(keyhole.tiny()).tokenizer))
-    whole, nothing = evaluation._split(sample, "prompt")
-    context, question = evaluation._split(sample, "question")
-    assert nothing == []
-    assert context + question == whole
-    assert context == evaluation._ids(sample.context)
+    asked = cell(task=task, press=press, samples=4, setup=setup)
+    line = Evaluation(load(keyhole.tiny())).line(asked)
+    model = load(keyhole.tiny())
+    full = Answered(task, model)
+    wanted = full.measure(
+        lambda policy: Engine(model, policy, EngineConfig(prefix_cache=False)),
+        Full(),
+        256,
+        setup,
+        4,
+    )
+    for name in ("score", "scores", "depths", "tokens_prompt", "tokens_generated", "read_share"):
+        assert line[name] == wanted[name], name
+    given = sum(len(one.given) for one in full.requests(full.samples(256, 4), setup))
+    assert (given > 0) == (setup == "question")
+    assert line["decode_steps"] == wanted["decode_steps"] - given
+    assert line["decode_steps"] == 4 * (line["tokens_generated"] - 1)
 
 
 CELLS = "--tasks passkey:depth=0.25 --lengths 256 --limit 1 --setup prompt,question".split()
@@ -438,12 +441,41 @@ def test_the_command_adds_a_line_for_every_cell(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == len(lines)
 
 
+def test_what_is_there_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, line, measured = tmp_path / "lines.jsonl", Evaluation.line, []
+
+    def counted(self: Evaluation, cell: Cell) -> dict[str, Any]:
+        measured.append((cell.press.name, cell.press.budget, cell.setup, cell.samples))
+        return line(self, cell)
+
+    monkeypatch.setattr(Evaluation, "line", counted)
+    asked = [*CELLS, "--presses", "knorm", "--output", str(output)]
+    assert main([*asked, "--budgets", "64"]) == 0
+    with output.open("a") as file:
+        file.write('{"benchmark": "ev')  # of a run that was killed
+    assert main([*asked, "--budgets", "64,96"]) == 0
+    assert measured == [("knorm", n, s, 1) for n in (64, 96) for s in ("prompt", "question")]
+    assert capsys.readouterr().out.count(", there already\n") == 2
+    assert main([*asked, "--budgets", "96", "--limit", "2"]) == 0
+    assert main([*asked, "--budgets", "96", "--presses", "knorm,keydiff"]) == 0
+    assert measured[4:] == [
+        ("knorm", 96, "prompt", 2),
+        ("knorm", 96, "question", 2),
+        ("keydiff", 96, "prompt", 1),
+        ("keydiff", 96, "question", 1),
+    ]
+    assert len(LineFile(output).lines) == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--presses snapvk", "unknown press 'snapvk'; did you mean 'snapkv'?"),
         ("--presses snapkv:window_size", "'snapkv:window_size' must be a name or name:setting="),
-        ("--presses snapkv:window_size=x", "must be a name or name:setting=value"),
+        ("--presses snapkv:window_size=x", "'snapkv:window_size=x' must be numbers, true or false"),
+        ("--presses tova --tasks passkey,perplexity", "task perplexity forces a text; kvpress's"),
         ("--budgets 65,12", "budget 12 must be a whole number of tokens, at least 65 for snapkv"),
         ("--budgets 1/8", "--budgets '1/8' must be whole numbers"),
         ("--budgets 256 --tasks tiny_paskey", "unknown task 'tiny_paskey'; did you mean"),

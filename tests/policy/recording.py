@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from keyhole import LLM, Policy, SamplingParams
-from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.engine.core import Engine
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model
-from keyhole.policy.base import ScoreRequest, Selection, Step
+from keyhole.policy.base import Selection, Step
+from keyhole.policy.wrapped import Wrapped
 from tests.oracle import Choose, KeysOf, SparseModel
 
 PAGE = 4
@@ -52,54 +51,11 @@ class Call:
         return [indices[:count] for indices, count in zip(rows, counts, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Recording(Policy):
+@dataclass(frozen=True, eq=False)
+class Recording(Wrapped):
     """`inner`, with `calls` beside it."""
 
-    name: ClassVar[str] = "recording"
-    inner: Policy
     calls: list[Call] = field(default_factory=list)
-
-    @property
-    def dense(self) -> bool:  # type: ignore[override]
-        return self.inner.dense
-
-    @property
-    def wants_head(self) -> bool:  # type: ignore[override]
-        return self.inner.wants_head
-
-    @property
-    def shares_pages(self) -> bool:  # type: ignore[override]
-        return self.inner.shares_pages
-
-    def resolve(self, geometry: Geometry) -> Recording:
-        return dataclasses.replace(self, inner=self.inner.resolve(geometry))
-
-    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
-        return self.inner.most_pages(prompt_pages, page_size)
-
-    def after_step(self, step: Step) -> Tensor | None:
-        return self.inner.after_step(step)
-
-    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        return self.inner.page_data(layout, page_size)
-
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        return self.inner.sequence_state(geometry)
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        return self.inner.sequence_numbers(geometry)
-
-    def before_step(self, step: Step) -> None:
-        self.inner.before_step(step)
-
-    def on_append(
-        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
-    ) -> None:
-        self.inner.on_append(key_pages, data, pages, filled)
-
-    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
-        return self.inner.needs_scores(layer, step)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         self.inner.on_scores(layer, scores, step)
@@ -109,12 +65,6 @@ class Recording(Policy):
         selection = self.inner.select(layer, query, step)
         self.calls.append(Call(layer, step.lengths.tolist(), selection, False, *left(step)))
         return selection
-
-    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
-        return self.inner.attended_keys(layer, selection, step)
-
-    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        return self.inner.overhead_bytes(geometry, step)
 
 
 def left(step: Step) -> tuple[list[list[int]] | None, list[int] | None]:

@@ -2,7 +2,8 @@
 
 Names may have settings: `--presses snapkv:window_size=32,tova --tasks passkey:depth=0.5`. For the
 bundled model a task in plain English stands for its form in that model's words. Every cell (task,
-length, setup, press, budget) is a line that is added to --output. Exit status 1 if one was refused.
+length, setup, press, budget) is a line that is added to --output; what is there already, with as
+many samples, is not measured again. Exit status 1 if one was refused.
 """
 
 from __future__ import annotations
@@ -10,22 +11,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.bench import measure
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.evaluate.tasks import TINY_FORMS, make_task
-from keyhole.integrations.kvpress.evaluation import SETUPS, Cell, Evaluation
+from keyhole.evaluate import specs, task_specs
+from keyhole.evaluate.eval_settings import SETUPS
+from keyhole.evaluate.line_file import LineFile
+from keyhole.evaluate.specs import Spec
+from keyhole.integrations.kvpress.evaluation import Cell, Evaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
 from keyhole.models.loading import load
-
-# A comma inside of a value stands before a number, one between two names before a letter.
-_BETWEEN = re.compile(r",(?=\s*[A-Za-z_])")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,21 +48,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures all cells, one line each here and in the file."""
-    cells = list(_cells(arguments))
+    """Measures what is not there yet, one line each here and in the file."""
+    cells, file = list(_cells(arguments)), LineFile(arguments.output)
     evaluation = Evaluation(load(arguments.model, arguments.device, arguments.dtype))
     refused = 0
     for cell in cells:
         press, length = cell.press, cell.length
         name = f"{cell.task.name} {length} {cell.setup} {press.name} {press.budget}"
+        stored = file.find(evaluation.known_by(cell), cell.samples)
         try:
-            line = evaluation.line(cell)
+            line = stored or evaluation.line(cell)
         except KeyholeError as error:
             print(f"{name}: refused: {error}", file=sys.stderr)
             refused += 1
             continue
-        measure.append(Path(arguments.output), line)
-        print(_told(name, line), flush=True)
+        if stored is None:
+            file.add(line)
+        print(_told(name, line) + ("" if stored is None else ", there already"), flush=True)
     return 1 if refused else 0
 
 
@@ -80,34 +81,27 @@ def _told(name: str, line: Mapping[str, Any]) -> str:
 def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     """All combinations; ConfigError for what cannot be understood."""
     made = [
-        make_press(name, budget, settings, arguments.interval)
-        for name, settings in _named(arguments.presses)
+        make_press(spec.name, budget, _settings(spec), arguments.interval)
+        for spec in specs.parse(arguments.presses)
         for budget in _numbers(arguments.budgets, "--budgets")
     ]
-    forms = TINY_FORMS if arguments.model == keyhole.tiny() else {}
-    tasks = [make_task(forms.get(name, name), given) for name, given in _named(arguments.tasks)]
+    bundled = Path(arguments.model).resolve() == Path(keyhole.tiny()).resolve()
+    parsed = task_specs.parse(arguments.tasks, bundled=bundled)
+    tasks = task_specs.answered(parsed, "forces a text; kvpress's presses only answer")
     lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
         yield Cell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
 
 
-def _named(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and settings of `name:setting=value:setting=value,name`."""
-    for part in _BETWEEN.split(text):
-        name, *given = part.strip().split(":")
-        yield name, dict(_setting(part, one) for one in given)
-
-
-def _setting(part: str, text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
+def _settings(spec: Spec) -> dict[str, Any]:
+    """In the types that they have in JSON: kvpress does not say what they may be."""
     try:
-        if equals:
-            return name, json.loads(value)
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"{part!r} must be a name or name:setting=value, such as snapkv:window_size=32"
-    )
+        return {name: json.loads(value) for name, value in spec.settings}
+    except ValueError as error:
+        raise ConfigError(
+            f"settings in {spec.text!r} must be numbers, true or false, such as "
+            "snapkv:window_size=32"
+        ) from error
 
 
 def _words(text: str) -> list[str]:

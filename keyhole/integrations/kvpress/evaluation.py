@@ -8,11 +8,8 @@ alone, as the question is computed in one forward.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
 import importlib.metadata
-import json
 import shlex
 import statistics
 import sys
@@ -22,15 +19,14 @@ from typing import Any
 import keyhole
 from keyhole.bench import measure
 from keyhole.config import is_count, require
-from keyhole.engine.fingerprint import fingerprint
-from keyhole.errors import ConfigError, ModelError, UnknownNameError
-from keyhole.evaluate.tasks import Sample, Task, token_counter
+from keyhole.errors import ModelError, UnknownNameError
+from keyhole.evaluate.eval_run import as_stored, model_digest, require_length
+from keyhole.evaluate.eval_settings import SETUPS
+from keyhole.evaluate.tasks import Task
+from keyhole.evaluate.workload import Answered
 from keyhole.integrations.kvpress.answer import Answer, CompressedModel
 from keyhole.integrations.kvpress.presses import Press
 from keyhole.models.loading import Model
-
-#: What is pressed: the whole prompt (A), or the context without the question (B).
-SETUPS = ("prompt", "question")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,63 +52,49 @@ class Evaluation:
         if model.tokenizer is None:
             raise ModelError(f"{model.name!r} has no tokenizer, and tasks are texts")
         self._model, self._compressed = model, CompressedModel(model)
-        self._count = token_counter(model.tokenizer)
-        digest = json.dumps(fingerprint(model), sort_keys=True)
-        self._fingerprint = hashlib.sha256(digest.encode()).hexdigest()[:16]
-        self._sample = functools.cache(self._make)  # the same ones under every press
+        self._fingerprint = model_digest(model)
+        self._asked = functools.cache(self._make)  # its samples are the same under every press
+
+    def known_by(self, cell: Cell) -> dict[str, Any]:
+        """What a cell is known by: lines that agree in all of it are the same measurement."""
+        press, asked = cell.press, self._asked(cell.task)
+        return as_stored(
+            {
+                "fingerprint": self._fingerprint,
+                "task": asked.name,
+                "task_settings": asked.settings,
+                "length": cell.length,
+                "setup": cell.setup,
+                "policy": f"kvpress:{press.name}",
+                "settings": {**press.settings, "interval": press.interval},
+                "budget": press.budget,
+                "engine": {"max_batch": 1, "attention": press.attention},
+            }
+        )
 
     def line(self, cell: Cell) -> dict[str, Any]:
         """Runs a cell; ConfigError, before it runs, for one that cannot be."""
-        if cell.length > self._model.max_length:
-            raise ConfigError(
-                f"length {cell.length} is more than the {self._model.max_length} tokens that "
-                f"{self._model.name} takes ({self._model.length_reason})"
-            )
-        samples = [self._sample(cell.task, cell.length, seed) for seed in range(cell.samples)]
-        prompts = [self._split(sample, cell.setup) for sample in samples]
-        for context, question in prompts:
-            cell.press.prefill(len(context), len(question))
+        require_length(self._model, cell.length)
+        asked = self._asked(cell.task)
+        samples = asked.samples(cell.length, cell.samples)
+        requests = asked.requests(samples, cell.setup)
+        for one in requests:
+            cell.press.prefill(len(one.prompt), len(one.given))
         answers = [
-            self._compressed.answer(cell.press, *prompt, sample.max_new_tokens)
-            for sample, prompt in zip(samples, prompts, strict=True)
+            self._compressed.answer(cell.press, one.prompt, one.given, one.max_tokens)
+            for one in requests
         ]
-        scores = [
-            cell.task.score(sample, self._text(answer.tokens))
-            for sample, answer in zip(samples, answers, strict=True)
-        ]
-        one_each = all(len(sample.depths) == 1 for sample in samples)
-        return {
-            **self._header(),
-            **self._about(cell),
-            "score": statistics.fmean(scores),
-            "scores": scores,
-            "depths": [sample.depths[0] for sample in samples] if one_each else None,
-            "tokens_prompt": statistics.fmean(len(a) + len(b) for a, b in prompts),
-            **_costs(answers),
-            "recall_per_layer": None,
-            "selection_maps": None,
+        known, texts = self.known_by(cell), [self._text(answer.tokens) for answer in answers]
+        about = {
+            "model": self._model.name,
+            "method": known["policy"],
+            "samples": cell.samples,
         }
+        fields = asked.fields(samples, requests, texts)
+        return self._header() | about | fields | _costs(answers) | known
 
-    def _make(self, task: Task, length: int, seed: int) -> Sample:
-        return task.make(length, seed, self._count)
-
-    def _split(self, sample: Sample, setup: str) -> tuple[list[int], list[int]]:
-        """What is pressed and what follows: the same tokens in both setups, as in `keyhole eval`.
-
-        A token that holds letters of both belongs to the question; so does what a tokenizer puts
-        behind a whole text.
-        """
-        tokens, end = self._ids(sample.prompt), 0
-        if setup == "prompt":
-            return tokens, []
-        for a, b in zip(tokens, self._ids(sample.context), strict=False):
-            if a != b:
-                break
-            end += 1
-        return tokens[: max(1, end)], tokens[max(1, end) :]
-
-    def _ids(self, text: str) -> list[int]:
-        return [int(token) for token in self._model.tokenizer(text, verbose=False).input_ids]
+    def _make(self, task: Task) -> Answered:
+        return Answered(task, self._model)
 
     def _text(self, tokens: list[int]) -> str:
         return str(self._model.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -124,26 +106,6 @@ class Evaluation:
         )
         header["versions"]["kvpress"] = importlib.metadata.version("kvpress")
         return header
-
-    def _about(self, cell: Cell) -> dict[str, Any]:
-        """What a cell is known by."""
-        press, task = cell.press, cell.task
-        told = [f.name for f in dataclasses.fields(task) if "help" in f.metadata]
-        name = f"kvpress:{press.name}"
-        return {
-            "model": self._model.name,
-            "method": name,
-            "samples": cell.samples,
-            "fingerprint": self._fingerprint,
-            "task": task.name,
-            "task_settings": {one: getattr(task, one) for one in told},
-            "length": cell.length,
-            "setup": cell.setup,
-            "policy": name,
-            "settings": {**press.settings, "interval": press.interval},
-            "budget": press.budget,
-            "engine": {"max_batch": 1, "attention": press.attention},
-        }
 
 
 def _costs(answers: list[Answer]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.cli import flags
+from keyhole.config import read_setting
 from keyhole.errors import ConfigError, UnknownNameError
 
 # A comma inside of a value stands before a number, one between two names before a letter.
@@ -37,7 +37,7 @@ def typed(spec: Spec, kind: str, fields: Iterable[dataclasses.Field[Any]]) -> di
     for name, value in spec.settings:
         if name not in known:
             raise UnknownNameError(f"setting of {kind} {spec.name}", name, known)
-        settings[name] = flags.read(known[name], value, f"{spec.name}:{name}")
+        settings[name] = read_setting(known[name], value, f"{spec.name}:{name}")
     return settings
 
 

@@ -1,0 +1,25 @@
+"""What the tasks of an evaluation are for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keyhole.evaluate.attention_recall import AttentionRecall
+from keyhole.evaluate.forced import Perplexity, Text
+from keyhole.evaluate.tasks import Task
+from keyhole.evaluate.tiny_text import TinyText
+from keyhole.evaluate.workload import Answered, Workload
+from keyhole.models.loading import Model
+
+
+def workloads(parsed: Sequence[Task | str], text: str | None, model: Model) -> list[Workload]:
+    """A workload for each task of `task_specs.parse`; text: the file of those over one.
+
+    Without it they take derivations in the words of the bundled model. ConfigError for a model
+    without a tokenizer, and for a text that cannot be read.
+    """
+    forced = {cls.name: cls for cls in (Perplexity, AttentionRecall)}
+    windows = TinyText(model) if text is None else Text(text, model)
+    return [
+        forced[task](windows) if isinstance(task, str) else Answered(task, model) for task in parsed
+    ]
