@@ -262,7 +262,8 @@ def _text(found: dict[Cell, str | None], reasons: list[str]) -> str:
         ways = [way for way in reuses() if any(place.endswith("/" + way) for place in places)]
         others = set.union(set(), *(other for n, other in refused.items() if n != number))
         rest = set(FAMILIES) - {place.partition("/")[0] for place in others}
-        where = "" if rest <= set(families) else f" {', '.join(families)}"
+        most = rest <= set(families) and 2 * len(families) > len(FAMILIES)
+        where = "" if most else f" {', '.join(families)}"
         which = "" if len(ways) in (0, len(reuses())) else f" with {', '.join(ways)}"
         parts.append(f"not{where}{which} ({number})")
     return "; ".join(parts) or "yes"
