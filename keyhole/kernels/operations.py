@@ -1,8 +1,8 @@
 """The operations as everybody calls them; torch's dispatcher picks who computes.
 
-Each is registered as `torch.ops.keyhole.<name>`: the reference for any device, our C++ for the CPU,
-which leaves to the reference what it does not take. Signature, shapes and meaning stand with the
-twin of the same name in `reference`.
+Each is registered as `torch.ops.keyhole.<name>`: the reference for any device, our C++ for the CPU
+and Triton kernels for a GPU, which leave to the reference what they do not take. Signature, shapes
+and meaning stand with the twin of the same name in `reference`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from keyhole.kernels import (
     chunks,
     clusters,
     cpu,
+    gpu,
     keeping,
     low_rank,
     reference,
@@ -194,6 +195,8 @@ renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
 
 def backend(device: torch.device) -> str:
     """Who computes on a device, for people."""
+    if device.type == "cuda" and gpu.usable():
+        return "Triton"
     if device.type != "cpu" or cpu.current() == cpu.REFERENCE:
         return "reference (PyTorch)"
     return f"C++ ({cpu.current()})"
@@ -256,9 +259,14 @@ def _register(
     def chosen(*operands: Any) -> Any:
         return (on_cpu if cpu.takes(*operands) else plain)(*operands)
 
+    def chosen_on_gpu(*operands: Any) -> Any:
+        return (gpu.operation(name) if gpu.takes(*operands) else plain)(*operands)
+
     _library.define(name + schema)
     _library.impl(name, plain, "CompositeExplicitAutograd")
     _library.impl(name, chosen, "CPU")
+    if gpu.has(name):
+        _library.impl(name, chosen_on_gpu, "CUDA")
 
 
 _QKV = "Tensor query, Tensor key_pages, Tensor value_pages"

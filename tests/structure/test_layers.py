@@ -30,6 +30,7 @@ LAZY_PARTS = {"cli", "__init__"}
 
 LAZY_FILES = {
     "keyhole/kernels/__init__.py",  # chooses its backend at the first use of an operation
+    "keyhole/kernels/gpu/__init__.py",  # no kernel, and no Triton, before one is needed
     "keyhole/registry.py",  # tables of methods, with entries from other packages
 }
 """Files whose job is to import by name."""

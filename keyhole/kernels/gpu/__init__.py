@@ -1,0 +1,85 @@
+"""The operations on an NVIDIA GPU, computed by Triton: same contracts, same results.
+
+Grids and temporary tensors are sized by shapes alone, never by numbers on the device, so that no
+call waits for the device and a decode step can be captured in a CUDA graph. Offsets into pages are
+64 bits wide. What the kernels do not take (float64, operands of different types or on different
+devices) goes to the reference, and so does everything where Triton is not there or cannot compile;
+`KEYHOLE_KERNELS=reference` in the environment asks for that.
+
+    append      one program per new token and KV head
+    attend      one per sequence, KV head, block of its query heads and split of what is read; then
+                one per query head that puts the splits together (`split`)
+    scores      the same with the scores kept, and one per block of tokens that makes them weights
+    bounds      one per page and KV head; one per sequence, KV head and block of pages
+
+Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
+Triton runs them on tensors of a CPU; so they are tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODULES = {
+    "append": "append",
+    "attend": "attend",
+    "attend_and_score": "scores",
+    "head_scores": "scores",
+    "page_bounds": "bounds",
+    "bound_scores": "bounds",
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def has(name: str) -> bool:
+    """Whether there is a kernel for the operation; it is not imported."""
+    return name in _MODULES
+
+
+def operation(name: str) -> Any:
+    """The operation `name`, with the operands of its dispatcher's schema."""
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+@functools.cache
+def usable() -> bool:
+    """Whether Triton is there and can run a kernel on the GPU; found out once."""
+    if os.environ.get("KEYHOLE_KERNELS") == "reference":
+        return False
+    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+        return False
+    # Before 8.0 there are no tensor cores for bfloat16; other makers' GPUs were never tried.
+    if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    try:
+        pages = torch.zeros(1, 1, 1, 16, device="cuda")
+        slots = torch.zeros(1, dtype=torch.int64, device="cuda")
+        operation("append")(pages, None, pages[0], None, slots)
+    except Exception as error:  # no C compiler, another Triton: whatever it is, torch does the work
+        warnings.warn(
+            f"Triton cannot run here, attention is computed by plain PyTorch: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def takes(*operands: object) -> bool:
+    """Whether the kernels compute this: one GPU, numbers of one type, rows contiguous."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    numbers = [x for x in tensors if x.is_floating_point()]
+    return (
+        numbers[0].dtype in _DTYPES
+        and all(x.dtype == numbers[0].dtype and x.stride(-1) == 1 for x in numbers)
+        and all(x.device == numbers[0].device for x in tensors)
+        and usable()
+    )

@@ -1,0 +1,94 @@
+"""How a decode step is cut into programs: rows of query heads, and splits of what is read.
+
+Split-K attention (Flash-Decoding): each split of a sequence's tokens gives the largest score, the
+sum of exponentials and the values under them; a second kernel puts the splits together. Their
+number comes from shapes; how many tokens each has comes from the sequence's length, on the device,
+so that all splits of a long and of a short sequence have work of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+#: tl.dot multiplies blocks of at least 16 rows.
+_LEAST_ROWS, _MOST_ROWS = 16, 64
+#: Splits are put together in one block of registers.
+_MOST_SPLITS = 128
+#: Tokens that are worth a program.
+_LEAST_TOKENS = 128
+#: Programs that each multiprocessor should have, so that one computes while another one loads.
+_PROGRAMS = 2
+#: Shared memory for 64 heads and two blocks of 32 tokens of MLA: there is more from an A100 on, and
+#: less in consumer GPUs.
+_LARGE = 150_000
+
+
+@dataclass(frozen=True)
+class Split:
+    """How `num_rows` sequences are cut.
+
+    rows: query heads of a group in one program, padded. blocks: programs per group. splits: parts
+    of what is read. tokens: how many are read at a time.
+    """
+
+    rows: int
+    blocks: int
+    splits: int
+    tokens: int
+
+
+def split(query: Tensor, num_kv_heads: int, tokens: int) -> Split:
+    """For a query [B, Hq, D] of sequences that read at most `tokens` tokens each."""
+    num_rows, num_heads, dim = query.shape
+    group = num_heads // num_kv_heads
+    size, device = dim * query.itemsize, query.device
+    # Products in float32 are made number by number: large blocks of them take minutes to compile.
+    small = query.dtype == torch.float32 or (size > 512 and _shared_memory(device) < _LARGE)
+    rows = min(_LEAST_ROWS if small else _MOST_ROWS, triton.next_power_of_2(group))
+    rows = max(_LEAST_ROWS, rows)
+    blocks = -(-group // rows)
+    wanted = -(-_PROGRAMS * _multiprocessors(device) // (num_rows * num_kv_heads * blocks))
+    splits = max(1, min(wanted, -(-tokens // _LEAST_TOKENS), _MOST_SPLITS))
+    at_a_time = 64 if size <= 256 else 16 if small and size > 1024 else 32
+    return Split(rows, blocks, splits, at_a_time)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """16 under the interpreter, so that what is tested there is split too."""
+    if device.type != "cuda":
+        return 16
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return _LARGE
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def two_parts(dim: int) -> tuple[int, int]:
+    """A head size as the sum of two powers of two: the first fits in it, the second is padded.
+
+    MLA's 576 would have to be padded to 1024; 512 + 64 is exact, and so are 80 and 96.
+    """
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
+def in_float32(tensor: Tensor) -> bool:
+    """Whether products are computed in float32: also for bfloat16 that the interpreter computes.
+
+    It holds bfloat16 as integers, and would multiply these.
+    """
+    interpreted = tensor.device.type != "cuda" and tensor.dtype == torch.bfloat16
+    return tensor.dtype == torch.float32 or interpreted

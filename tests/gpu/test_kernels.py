@@ -1,0 +1,219 @@
+"""The Triton kernels equal their twins: on a GPU, and under Triton's interpreter without one.
+
+`test_interpreted.py` runs this file with TRITON_INTERPRET=1, on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from keyhole.kernels import ScoreRequest, Selection, operations, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    DEVICE, DTYPES = "cpu", (torch.float32, torch.float16)
+else:
+    pytestmark = pytest.mark.gpu
+    DEVICE, DTYPES = "cuda", (torch.float32, torch.float16, torch.bfloat16)
+
+PAGE = 16
+#: Relative to the largest number: sums in another order; weights and results in the dtype.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+#: The values are the first numbers of the keys.
+MLA = ((96, 40), (24, 16), (576, 512))
+#: KV heads, group, key dim, value dim.
+SHAPES = ((2, 3, 64, 32), (1, 1, 16, 16), (2, 4, 80, 80), (1, 20, 96, 40), (1, 66, 24, 16))
+LENGTHS = (2 * PAGE, 150) if INTERPRETED else (1, PAGE - 1, PAGE, 300, 4097, 9000)
+if not INTERPRETED:
+    SHAPES += ((8, 4, 128, 128), (2, 2, 256, 256), (1, 128, 576, 512))
+
+
+def cases(shapes: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
+    """All shapes in all types; under the interpreter, which is slow, the types in turn."""
+    every = [(shape, dtype) for shape in shapes for dtype in DTYPES]
+    few = [(shape, DTYPES[i % len(DTYPES)]) for i, shape in enumerate(shapes)]
+    return pytest.mark.parametrize(("shape", "dtype"), few if INTERPRETED else every)
+
+
+gpu = pytest.importorskip("keyhole.kernels.gpu") if INTERPRETED else None
+
+
+@dataclass
+class Cache:
+    """Random pages of sequences of different lengths; NaN where no token is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size: int = PAGE
+
+    def __post_init__(self) -> None:
+        heads, group, dim, value_dim = self.shape
+        random = torch.Generator().manual_seed(sum(self.shape))
+        counts = [-(-length // self.size) for length in LENGTHS]
+        order = torch.randperm(sum(counts), generator=random).split(counts)
+        table = torch.zeros(len(LENGTHS), max(counts) + 1, dtype=torch.int32)
+        keys = torch.randn(sum(counts), heads, self.size, dim, generator=random)
+        values = torch.randn(sum(counts), heads, self.size, value_dim, generator=random)
+        for row, (pages, length) in enumerate(zip(order, LENGTHS, strict=True)):
+            table[row, : len(pages)] = pages
+            filled = (length - 1) % self.size + 1
+            keys[pages[-1], :, filled:] = values[pages[-1], :, filled:] = torch.nan
+        self.keys = keys.to(DEVICE, self.dtype)
+        self.values = values.to(DEVICE, self.dtype)
+        if (dim, value_dim) in MLA:
+            self.values = self.keys[..., :value_dim]
+        query = torch.randn(len(LENGTHS), heads * group, dim, generator=random)
+        self.query = query.to(DEVICE, self.dtype)
+        self.sinks = torch.randn(heads * group, generator=random).to(DEVICE, self.dtype)
+        self.table = table.to(DEVICE)
+        self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+        self.scale = dim**-0.5
+        self.random = random
+
+    @property
+    def paged(self) -> tuple[Tensor, ...]:
+        return self.query, self.keys, self.values, self.table, self.lengths
+
+    def selection(self, k: int, unit: int, lists: int) -> Selection:
+        """The best of random scores, and the newest."""
+        entries = self.table.shape[1] * self.size // unit
+        scores = torch.randn(len(LENGTHS), lists, entries, generator=self.random).to(DEVICE)
+        valid = (self.lengths + unit - 1) // unit
+        return reference.top_indices(scores, valid, k, unit, last=1)
+
+
+def run(name: str, *operands: object) -> object:
+    """By the kernel itself where it is interpreted, else by way of the dispatcher."""
+    if gpu is not None:
+        return gpu.operation(name)(*operands)
+    assert operations.backend(torch.device(DEVICE)) == "Triton"
+    return getattr(torch.ops.keyhole, name)(*operands)
+
+
+def check(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    assert not found.isnan().any()
+    allowed = TOLERANCE[dtype] * wanted.float().abs().max() + 1e-6
+    assert (found.float() - wanted.float()).abs().max() <= allowed
+
+
+def twice(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return tensor, None if tensor is None else tensor.clone()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("size", [1, 5, PAGE])
+def test_append(dtype: torch.dtype, shared: bool, size: int) -> None:
+    heads, dim, value_dim = 3, 24, 6
+    key = torch.randn(7, heads, dim + 2, device=DEVICE).to(dtype)[..., :dim]
+    value = None if shared else torch.randn(7, heads, value_dim, device=DEVICE).to(dtype)
+    slots = torch.randperm(9 * size, device=DEVICE)[:7]
+    found, wanted = twice(torch.full((9, heads, size, dim), torch.nan, device=DEVICE).to(dtype))
+    pages = torch.full((9, heads, size, value_dim), torch.nan, device=DEVICE).to(dtype)
+    found_values, wanted_values = twice(None if shared else pages)
+    run("append", found, found_values, key, value, slots)
+    assert wanted is not None
+    reference.append(wanted, wanted_values, key, value, slots)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    if not shared:
+        torch.testing.assert_close(found_values, wanted_values, rtol=0, atol=0, equal_nan=True)
+
+
+@cases(SHAPES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_attend_to_everything_or_a_window(
+    shape: tuple[int, ...], dtype: torch.dtype, window: int | None
+) -> None:
+    cache = Cache(shape, dtype, size=5 if window is None else PAGE)
+    for softcap, sinks in ((None, None), (5.0, cache.sinks)):
+        if INTERPRETED and (softcap is None) != (window is None):
+            continue
+        found = run("attend", *cache.paged, None, None, 1, cache.scale, window, softcap, sinks)
+        options = {"scale": cache.scale, "window": window, "softcap": softcap, "sinks": sinks}
+        check(found, reference.attend(*cache.paged, **options), dtype)
+
+
+@cases(SHAPES[:3])
+@pytest.mark.parametrize("unit", [1, PAGE])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_attend_to_a_selection(
+    shape: tuple[int, ...], dtype: torch.dtype, unit: int, per_head: bool
+) -> None:
+    cache = Cache(shape, dtype)
+    chosen = cache.selection(144 // unit, unit, shape[0] if per_head else 1)
+    lists = (chosen.indices, chosen.counts, unit)
+    for window, softcap, sinks in ((None, None, None), (50, 5.0, cache.sinks)):
+        if INTERPRETED and per_head and window is not None:
+            continue
+        found = run("attend", *cache.paged, *lists, cache.scale, window, softcap, sinks)
+        options = {"window": window, "softcap": softcap, "sinks": sinks}
+        wanted = reference.attend(*cache.paged, selection=chosen, scale=cache.scale, **options)
+        check(found, wanted, dtype)
+
+
+@cases(SHAPES[:4:3])
+@pytest.mark.parametrize("full", [False, True])
+def test_attend_and_score(shape: tuple[int, ...], dtype: torch.dtype, full: bool) -> None:
+    cache = Cache(shape, dtype)
+    softcap, sinks = (5.0, cache.sinks) if full else (None, None)
+    asked = [(r, unit) for r in ("max", "sum", "group_max", "none") for unit in (PAGE, 1)]
+    reduces, units = zip(*asked, strict=True)
+    operands = (*cache.paged, list(reduces), list(units), cache.scale, softcap, sinks)
+    found, scores = run("attend_and_score", *operands)
+    requests = tuple(ScoreRequest(*pair) for pair in asked)
+    options = {"requests": requests, "scale": cache.scale, "softcap": softcap, "sinks": sinks}
+    wanted, twins = reference.attend_and_score(*cache.paged, **options)
+    check(found, wanted, dtype)
+    for score, twin in zip(scores, twins, strict=True):
+        check(score, twin, torch.float32)
+
+
+@cases(SHAPES[:2])
+def test_head_scores(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    cache = Cache(shape, dtype)
+    query, keys, _, table, lengths = cache.paged
+    found = run("head_scores", query, keys, table, lengths, cache.scale)
+    check(found, reference.head_scores(query, keys, table, lengths, scale=cache.scale), found.dtype)
+    for row, length in zip(found, LENGTHS, strict=True):
+        assert not row[:, length:].any()
+
+
+def test_a_broken_key_shows_in_the_result() -> None:
+    cache = Cache(SHAPES[0], torch.float32)
+    cache.keys[cache.table[-1, 3].long(), 1, 5, 7] = torch.nan
+    found = run("attend", *cache.paged, None, None, 1, cache.scale, None, None, None)
+    assert found[-1, 3:].isnan().any(-1).all()
+    assert not found[-1, :3].isnan().any()
+    assert not found[:-1].isnan().any()
+
+
+@cases(SHAPES[:3])
+@pytest.mark.parametrize("size", [5, 32])
+def test_page_bounds_and_their_scores(
+    shape: tuple[int, ...], dtype: torch.dtype, size: int
+) -> None:
+    cache = Cache(shape, dtype, size=size)
+    last = (cache.lengths - 1) // size
+    rows = [table[: end + 1] for table, end in zip(cache.table, last.tolist(), strict=True)]
+    filled = torch.cat([torch.full_like(row, size) for row in rows])
+    ends = torch.tensor([len(row) for row in rows], device=DEVICE).cumsum(0) - 1
+    filled[ends] = (cache.lengths - 1) % size + 1
+    cache.keys[rows[-1][1].long(), 0, 2, 3] = torch.nan
+    bounds = torch.zeros(4, *cache.keys.shape[:2], shape[2], device=DEVICE).to(dtype)
+    where = torch.cat(rows).long(), filled.long()
+    run("page_bounds", cache.keys, bounds[0], bounds[1], *where)
+    reference.page_bounds(cache.keys, bounds[2], bounds[3], *where)
+    torch.testing.assert_close(bounds[:2], bounds[2:], rtol=0, atol=0, equal_nan=True)
+    assert bounds[0].isnan().sum() == 1
+
+    operands = cache.query, bounds[0], bounds[1], cache.table
+    found, wanted = run("bound_scores", *operands), reference.bound_scores(*operands)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    check(found.nan_to_num(0), wanted.nan_to_num(0), torch.float32)
