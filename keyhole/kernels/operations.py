@@ -260,7 +260,7 @@ def _register(
         return (on_cpu if cpu.takes(*operands) else plain)(*operands)
 
     def chosen_on_gpu(*operands: Any) -> Any:
-        return (gpu.operation(name) if gpu.takes(*operands) else plain)(*operands)
+        return (gpu.operation(name) if gpu.takes(name, *operands) else plain)(*operands)
 
     _library.define(name + schema)
     _library.impl(name, plain, "CompositeExplicitAutograd")

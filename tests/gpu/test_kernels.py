@@ -217,3 +217,41 @@ def test_page_bounds_and_their_scores(
     found, wanted = run("bound_scores", *operands), reference.bound_scores(*operands)
     assert torch.equal(found.isnan(), wanted.isnan())
     check(found.nan_to_num(0), wanted.nan_to_num(0), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES)
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize("shared", [False, True])
+def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
+    heads, size, dim, value_dim, places, most = 2, 4, 24, 8, 12 // unit, 40
+    random = torch.Generator().manual_seed(unit)
+    table = torch.randperm(30, generator=random).view(3, 10).int().to(DEVICE)
+    key_pages = torch.randn(30, heads, size, dim, generator=random).to(dtype)
+    value_pages = torch.randn(30, heads, size, value_dim, generator=random).to(dtype)
+    if not INTERPRETED:
+        key_pages, value_pages = key_pages.pin_memory(), value_pages.pin_memory()
+    slots = places + (size if unit == 1 else 1)
+    rows = torch.tensor([2, 0], device=DEVICE)
+    buffer = torch.full((3 * slots * unit // size, heads, size, dim), torch.nan, device=DEVICE)
+    found, wanted = (
+        [
+            torch.full((3, heads, slots), -1, dtype=torch.int32, device=DEVICE),
+            buffer.to(dtype),
+            None if shared else buffer[..., :value_dim].to(dtype).contiguous(),
+        ]
+        for _ in range(2)
+    )
+    for step in range(3):
+        lengths = torch.tensor([20 + step, most - step], dtype=torch.int32)
+        picked = torch.randint(-1, 20 // unit, (2, heads, places), generator=random).int()
+        paged = (key_pages, None if shared else value_pages, table[:2])
+        here = (lengths.to(DEVICE), rows, picked.to(DEVICE))
+        results = run("exchange", *found, *paged, *here, unit)
+        selection = Selection(here[2], here[2], unit)
+        used, moved = reference.exchange(*wanted, *paged, *here[:2], selection=selection)
+        for ours, twin in zip(results, (used.indices, used.counts, moved), strict=True):
+            assert ours.dtype == twin.dtype
+            assert torch.equal(ours, twin)
+        for ours, twin in zip(found, wanted, strict=True):
+            if ours is not None:
+                torch.testing.assert_close(ours, twin, rtol=0, atol=0, equal_nan=True)

@@ -11,6 +11,7 @@ devices) goes to the reference, and so does everything where Triton is not there
                 one per query head that puts the splits together (`split`)
     scores      the same with the scores kept, and one per block of tokens that makes them weights
     bounds      one per page and KV head; one per sequence, KV head and block of pages
+    exchange    one per sequence, KV head and block of places of the buffer
 
 Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
 Triton runs them on tensors of a CPU; so they are tested where there is no GPU.
@@ -35,7 +36,10 @@ _MODULES = {
     "head_scores": "scores",
     "page_bounds": "bounds",
     "bound_scores": "bounds",
+    "exchange": "exchange",
 }
+#: Operations that read pages where they are, also in pinned memory of the host.
+_FROM_HOST = {"exchange"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,13 +77,14 @@ def usable() -> bool:
     return True
 
 
-def takes(*operands: object) -> bool:
-    """Whether the kernels compute this: one GPU, numbers of one type, rows contiguous."""
+def takes(name: str, *operands: object) -> bool:
+    """Whether the kernel computes this: one GPU, numbers of one type, rows contiguous."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     numbers = [x for x in tensors if x.is_floating_point()]
+    home = next(x.device for x in tensors if x.is_cuda)
     return (
         numbers[0].dtype in _DTYPES
         and all(x.dtype == numbers[0].dtype and x.stride(-1) == 1 for x in numbers)
-        and all(x.device == numbers[0].device for x in tensors)
+        and all(x.device == home or (name in _FROM_HOST and x.is_pinned()) for x in tensors)
         and usable()
     )
