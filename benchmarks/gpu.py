@@ -1,6 +1,7 @@
 """What needs a CUDA device: `make gpu`, or one part of it with `make gpu PART=2`.
 
-    1  the tests marked `gpu`: the engine on the device equals transformers, and itself on the CPU
+    1  the tests marked `gpu`: the engine on the device equals transformers, and itself on the CPU;
+       the Triton kernels equal their twins
     2  the decode benchmark on the device
     3  trains the bundled model there, goes on where it was left, and exports it
 
@@ -79,7 +80,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
     export = [*python, "keyhole.models.tiny.export", "--run", str(work)]
     export += ["--out", str(work / "checkpoint")]
     return [
-        Part(number=1, title="device tests", limit_s=150, commands=[tests]),
+        Part(number=1, title="device tests", limit_s=270, commands=[tests]),
         Part(number=2, title="decode benchmark", limit_s=150, commands=[decode]),
         Part(
             number=3,

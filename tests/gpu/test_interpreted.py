@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton (1 GB)")
 def test_the_kernels_equal_their_twins_under_the_interpreter() -> None:
     # A process of its own: the variable counts from the import of triton on, and for all of it.
-    command = [sys.executable, "-m", "pytest", "tests/gpu/test_kernels.py", "-q", "-W", "default"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu/test_kernels.py", "-W", "default"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -15,11 +15,10 @@ from torch import Tensor
 from keyhole.kernels import ScoreRequest, Selection, operations, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    DEVICE, DTYPES = "cpu", (torch.float32, torch.float16)
-else:
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if not INTERPRETED:
     pytestmark = pytest.mark.gpu
-    DEVICE, DTYPES = "cuda", (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 PAGE = 16
 #: Relative to the largest number: sums in another order; weights and results in the dtype.
@@ -34,10 +33,16 @@ if not INTERPRETED:
 
 
 def cases(shapes: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
-    """All shapes in all types; under the interpreter, which is slow, the types in turn."""
-    every = [(shape, dtype) for shape in shapes for dtype in DTYPES]
-    few = [(shape, DTYPES[i % len(DTYPES)]) for i, shape in enumerate(shapes)]
-    return pytest.mark.parametrize(("shape", "dtype"), few if INTERPRETED else every)
+    """Shapes with all types in turn, and on a GPU with bfloat16 too.
+
+    On a GPU each is compiled, which takes a second; under the interpreter it takes one to run.
+    """
+    found = [(shape, DTYPES[i % len(DTYPES)]) for i, shape in enumerate(shapes)]
+    if not INTERPRETED:
+        found += [
+            (shape, torch.bfloat16) for shape in shapes if (shape, torch.bfloat16) not in found
+        ]
+    return pytest.mark.parametrize(("shape", "dtype"), found)
 
 
 gpu = pytest.importorskip("keyhole.kernels.gpu") if INTERPRETED else None
@@ -132,12 +137,10 @@ def test_attend_to_everything_or_a_window(
     shape: tuple[int, ...], dtype: torch.dtype, window: int | None
 ) -> None:
     cache = Cache(shape, dtype, size=5 if window is None else PAGE)
-    for softcap, sinks in ((None, None), (5.0, cache.sinks)):
-        if INTERPRETED and (softcap is None) != (window is None):
-            continue
-        found = run("attend", *cache.paged, None, None, 1, cache.scale, window, softcap, sinks)
-        options = {"scale": cache.scale, "window": window, "softcap": softcap, "sinks": sinks}
-        check(found, reference.attend(*cache.paged, **options), dtype)
+    softcap, sinks = (None, None) if window is None else (5.0, cache.sinks)
+    found = run("attend", *cache.paged, None, None, 1, cache.scale, window, softcap, sinks)
+    options = {"scale": cache.scale, "window": window, "softcap": softcap, "sinks": sinks}
+    check(found, reference.attend(*cache.paged, **options), dtype)
 
 
 @cases(SHAPES[:3])
@@ -150,7 +153,7 @@ def test_attend_to_a_selection(
     chosen = cache.selection(144 // unit, unit, shape[0] if per_head else 1)
     lists = (chosen.indices, chosen.counts, unit)
     for window, softcap, sinks in ((None, None, None), (50, 5.0, cache.sinks)):
-        if INTERPRETED and per_head and window is not None:
+        if per_head and window is not None:
             continue
         found = run("attend", *cache.paged, *lists, cache.scale, window, softcap, sinks)
         options = {"window": window, "softcap": softcap, "sinks": sinks}
@@ -236,7 +239,7 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
     found, wanted = (
         [
             torch.full((3, heads, slots), -1, dtype=torch.int32, device=DEVICE),
-            buffer.to(dtype),
+            buffer.to(dtype, copy=True),
             None if shared else buffer[..., :value_dim].to(dtype).contiguous(),
         ]
         for _ in range(2)
@@ -255,3 +258,60 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
         for ours, twin in zip(found, wanted, strict=True):
             if ours is not None:
                 torch.testing.assert_close(ours, twin, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_captured_step_follows_its_operands() -> None:
+    """Replayed with other lengths, keys and choices than those it was captured with."""
+    cache = Cache(SHAPES[0], torch.float16)
+    chosen = cache.selection(144, 1, SHAPES[0][0])
+    lengths = cache.lengths.clone()
+    low, high = (torch.zeros_like(cache.keys[:, :, 0]) for _ in range(2))
+    pages = torch.arange(len(cache.keys), device=DEVICE)
+    filled = torch.ones_like(pages)
+    row, slot = torch.zeros_like(cache.keys[:1, :, 0]), torch.zeros_like(pages[:1])
+    options = (cache.scale, None, None, None)
+
+    def step() -> list[Tensor]:
+        paged = (*cache.paged[:4], lengths)
+        run("append", cache.keys, None, row, None, slot)
+        run("page_bounds", cache.keys, low, high, pages, filled)
+        whole, (scores,) = run("attend_and_score", *paged, ["max"], [PAGE], cache.scale, None, None)
+        bounds = run("bound_scores", cache.query, low, high, cache.table)
+        return [
+            run("attend", *paged, None, None, 1, *options),
+            run("attend", *paged, chosen.indices, chosen.counts, 1, *options),
+            whole,
+            scores,
+            bounds,
+        ]
+
+    if INTERPRETED:
+        found, replay = step(), step
+    else:
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        replay = graph.replay
+    before = [tensor.clone() for tensor in found]
+    lengths.sub_((lengths > 1).int())
+    row.normal_()
+    slot.copy_(cache.table[-1, 2:3] * PAGE + 1)
+    cache.query.normal_()
+    replayed = replay() or found
+    paged = (*cache.paged[:4], lengths)
+    whole, scores = reference.attend_and_score(
+        *paged, requests=(ScoreRequest("max", PAGE),), scale=cache.scale
+    )
+    wanted = [
+        reference.attend(*paged, scale=cache.scale),
+        reference.attend(*paged, scale=cache.scale, selection=chosen),
+        whole,
+        *scores,
+        reference.bound_scores(cache.query, low, high, cache.table),
+    ]
+    assert torch.equal(cache.keys[cache.table[-1, 2].long(), :, 1], row[0])
+    for ours, twin, old in zip(replayed, wanted, before, strict=True):
+        check(ours, twin, torch.float16 if ours.dtype == torch.float16 else torch.float32)
+        assert not torch.equal(ours, old)
