@@ -155,9 +155,20 @@ def picture(lines: Lines, path: Path) -> None:
             axis.set_title(f"{number} documents of {words} words")
             axis.set_xlabel("time to first token / recompute")
         axes[0, 0].set_ylabel("right answers, %")
-        handles, labels = axes[0, -1].get_legend_handles_labels()
-        columns = min(5, 2 * len(shapes))
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        # Not every method was measured in every shape.
+        found: dict[str, Any] = {}
+        for axis in axes[0]:
+            marks, names = axis.get_legend_handles_labels()
+            found |= dict(zip(names, marks, strict=True))
+        labels = [name for name in METHODS if name in found]
+        columns = min(5, 1 + len(shapes))
+        figure.legend(
+            [found[n] for n in labels],
+            labels,
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+        )
         date = max(line["date"] for line in lines.values())
         figure.savefig(path, metadata={"Description": date, "Software": None})
         pyplot.close(figure)
@@ -169,7 +180,8 @@ def _panel(axis: Any, lines: list[Line]) -> None:
         if not own:
             continue
         y = 100 * sum(r["exact"] for r in own) / len(own)
-        color = _SAM_KV if name.startswith("sam_kv") else _COLORS.get(name, _OTHER)
+        kind = name.partition(",")[0]  # a variant is hollow, in the colour of its method
+        color = _SAM_KV if name.startswith("sam_kv") else _COLORS.get(kind, _OTHER)
         hollow = name in ("sam_kv fusion", "reuse, not turned", "cacheblend, layer 2")
         axis.plot(
             _times(own), y, "D" if name == "sam_kv extremes" else "o", label=name, color=color,
