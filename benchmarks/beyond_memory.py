@@ -1,6 +1,6 @@
 """Proof of use: a text whose keys and values do not fit into a limit that Linux itself enforces.
 
-    python benchmarks/beyond_memory.py
+    python -m benchmarks.beyond_memory
 
 The bundled model carries out a long derivation. Each way of running it is a process of its own that
 loads the model, answers a short item, and then lowers its RLIMIT_DATA to what it uses at that
@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,11 @@ def main() -> int:
         cases.append("spe_context")
     line = measure.header("beyond-memory", torch.device("cpu"), arguments.note, keyhole.__version__)
     settings = {name: value for name, value in vars(arguments).items() if name != "case"}
-    line |= {"command": " ".join(["python", *sys.argv]), "settings": settings, "results": []}
+    line |= {
+        "command": shlex.join(["python", "-m", "benchmarks.beyond_memory", *sys.argv[1:]]),
+        "settings": settings,
+        "results": [],
+    }
     for case in cases:
         command = [sys.executable, __file__, *sys.argv[1:], "--case", case]
         environment = os.environ | _ENVIRONMENT

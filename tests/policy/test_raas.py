@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from keyhole import ConfigError, RaaS, sparse
 from tests.oracle import Array, float64
@@ -71,21 +69,25 @@ class Simulation:
 
     @torch.no_grad()
     def _forward(self, tokens: list[int]) -> Array:
-        self.network.set_attn_implementation("raas")
+        self.network.set_attn_implementation("oracle")
         ids = torch.tensor([tokens])
-        return float64(self.network(input_ids=ids, use_cache=False, simulation=self).logits[0, -1])
+        return float64(self.network(input_ids=ids, use_cache=False, oracle=self).logits[0, -1])
 
     def attend(
         self,
+        layer: int,
         query: Array,
         keys: Array,
         values: Array,
+        *,
         window: int | None,
-        scale: float,
-        softcap: float | None,
-        sinks: Array | None,
+        options: dict[str, Any],
     ) -> Array:
-        """query [Hq, T, D], keys [Hkv, T, D], values [Hkv, T, Dv]; returns [T, Hq, Dv]."""
+        """query [Hq, T, D], keys [Hkv, T, D], values [Hkv, T, Dv]; returns [T, Hq, Dv].
+
+        Called by the attention function of `tests.oracle`, for any layer alike.
+        """
+        scale, softcap, sinks = (options[name] for name in ("scale", "softcap", "sinks"))
         count = query.shape[1]
         place = np.arange(count)
         mask = place <= place[:, None]
@@ -107,27 +109,6 @@ class Simulation:
                     self.stamps[page] = count
         return (weights @ values).transpose(1, 0, 2)
 
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    simulation: Simulation,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    sinks = None if s_aux is None else float64(s_aux)
-    rows = (float64(x[0]) for x in (query, key, value))
-    out = simulation.attend(*rows, sliding_window, scaling, softcap, sinks)
-    return torch.from_numpy(out).to(query.dtype)[None], None
-
-
-AttentionInterface.register("raas", _attention)
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 

@@ -14,24 +14,35 @@ from keyhole.models.tiny.vocabulary import BOS, WORD_IDS
 from keyhole.retrieval.head import RetrievalHead
 
 
-@pytest.mark.parametrize("words", [512, 1024])
-def test_the_head_finds_more_than_the_newest_tokens(words: int) -> None:
-    """Over the tasks together, as the tables have it; of derivations alone it gave up some."""
+def text(task: str, words: int) -> Text:
+    """An item with its answer; query tokens are some of the answer's."""
+    item = make(task, words, 0)
+    prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
+    ids = prompt + [WORD_IDS[word] for word in item.answer.split()]
+    places = range(len(prompt), len(ids))
+    return Text(token_ids=ids, rows=sorted(Random(0).sample(places, min(32, len(places)))))
+
+
+def margins(words: int, texts: list[Text], budgets: tuple[int, ...]) -> list[float]:
+    """Share of the attention that the head finds above that of the newest tokens, per budget."""
     model = load(keyhole.tiny(), "cpu")
     assert model.head is not None
-    texts = []
-    for task in ("recall", "multiquery", "docs2", "derive"):
-        item = make(task, words, 0)
-        prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
-        ids = prompt + [WORD_IDS[word] for word in item.answer.split()]
-        places = range(len(prompt), len(ids))
-        rows = sorted(Random(0).sample(places, min(32, len(places))))
-        texts.append(Text(token_ids=ids, rows=rows))
     heads = {"ours": RetrievalHead.from_pretrained(model.head, model.network)}
-    cells = measure(model, heads, {words: texts}, (64, words // 8))
+    cells = measure(model, heads, {words: texts}, budgets)
     found = {(cell.chooser, cell.budget): cell.recall for cell in cells}
-    for budget in (64, words // 8):
-        assert found["ours", budget] > found[WINDOW, budget] + 0.04
+    return [found["ours", budget] - found[WINDOW, budget] for budget in budgets]
+
+
+# It was taught by answers at the cost of some attention, most of it in derivations: 0.030 are left.
+@pytest.mark.parametrize(("task", "least"), [("recall", 0.03), ("derive", 0.025)])
+def test_the_head_finds_more_than_the_newest_tokens(task: str, least: float) -> None:
+    assert min(margins(768, [text(task, 768)], (96,))) > least
+
+
+@pytest.mark.parametrize("words", [512, 1024])
+def test_over_all_tasks_it_finds_clearly_more(words: int) -> None:
+    texts = [text(task, words) for task in ("recall", "multiquery", "docs2", "derive")]
+    assert min(margins(words, texts, (64, words // 8))) > 0.04
 
 
 def test_a_fact_is_recalled_with_an_eighth_of_the_text() -> None:
