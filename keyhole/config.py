@@ -45,7 +45,7 @@ def kind_of(field: dataclasses.Field[Any]) -> str:
 
 def is_size(field: dataclasses.Field[Any]) -> bool:
     """Whether a setting is a size in bytes."""
-    return field.name == "memory"
+    return field.name.endswith("memory")
 
 
 def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:

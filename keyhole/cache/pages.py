@@ -162,6 +162,15 @@ class PageCache:
         for tensor in self._tensors():
             tensor[list(target)] = tensor[list(source)]
 
+    def content(self, pages: Sequence[int]) -> list[Tensor]:
+        """Keys and values of some pages, a copy per layer, for `write`."""
+        return [tensor[list(pages)] for tensor in self._pages]
+
+    def write(self, pages: Sequence[int], content: Sequence[Tensor]) -> None:
+        """Gives pages keys and values that `content` returned, maybe of another cache."""
+        for tensor, layer in zip(self._pages, content, strict=True):
+            tensor[list(pages)] = layer.to(tensor.device)
+
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Asserts that each page has as many references as `holders` list it; the rest is free."""
         held = Counter(page for pages in holders for page in pages)

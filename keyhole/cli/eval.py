@@ -69,7 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         if not folder.is_dir():
             raise ConfigError(f"--html {arguments.html!r}: there is no folder {str(folder)!r}")
     model = flags.load_model(arguments)
+    import torch
+
     from keyhole.bench import measure
+    from keyhole.engine.allocation import free_memory
+    from keyhole.engine.prompt_copies import PromptCopies
     from keyhole.evaluate import eval_table, eval_workloads
     from keyhole.evaluate.eval_run import Evaluation, Grid
 
@@ -87,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         config=EngineConfig(max_batch=settings.batch, prefix_cache=False),
     )
     try:
-        outcome = Evaluation(model, grid, file, header).run()
+        limit = settings.prompt_memory or free_memory(torch.device("cpu")) // 4
+        outcome = Evaluation(model, grid, file, header, PromptCopies(limit)).run()
     except KeyboardInterrupt:
         print(f"\nstopped; the same command goes on from {arguments.output}", file=sys.stderr)
         raise

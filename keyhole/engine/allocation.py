@@ -46,7 +46,7 @@ def allocate(
         plan = make_plan(geometry, policy, config, data)
         max_pages = max(plan.capacities)
     else:
-        memory = _free_memory(model.device) if config.memory is None else config.memory
+        memory = free_memory(model.device) if config.memory is None else config.memory
         max_pages = memory // page_bytes
     if max_pages < 1:
         raise ConfigError(f"memory {config.memory} bytes holds no page of {page_bytes} bytes")
@@ -84,7 +84,7 @@ def too_long(
     )
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes that the KV cache may take of what is free now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -15,9 +15,11 @@ from keyhole.engine.allocation import allocate, too_long
 from keyhole.engine.context import Context
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.eviction import most_pages
+from keyhole.engine.fingerprint import head_fingerprint
 from keyhole.engine.lookahead import Lookahead, load_head
 from keyhole.engine.placement import Placement
 from keyhole.engine.preparation import Preparation
+from keyhole.engine.prompt_copies import PromptCopies
 from keyhole.engine.prompt_pages import HOLE
 from keyhole.engine.runner import Runner
 from keyhole.engine.sampler import sample, top_logprobs
@@ -42,6 +44,7 @@ class Engine:
 
     cache: pages that other engines use too; None: its own, within `config.memory`.
     head: of a policy that wants one; None: the policy's own, or the one beside the weights.
+    copies: prompts that other engines over the same model have computed; this one adds its own.
     """
 
     def __init__(
@@ -51,12 +54,15 @@ class Engine:
         config: EngineConfig,
         cache: PageCache | None = None,
         head: RetrievalHead | None = None,
+        copies: PromptCopies | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.geometry = model.geometry(config.page_size)
         self.policy = policy.resolve(self.geometry)
         self.max_length = _max_length(model, config)
+        if copies is not None and config.offload is not None:
+            raise ConfigError("copies of prompts go to engines without offload=; leave one out")
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
         self.placement: Placement | None = None
@@ -74,8 +80,11 @@ class Engine:
             shares_pages=self.policy.shares_pages,
             max_length=self.max_length,
             prepare=self._prepare,
+            known=self._known,
         )
         self.lookahead: Lookahead | None = None
+        self._copies = copies
+        self._head = None if copies is None or head is None else head_fingerprint(head)
         if head is not None:
             model.watch(head.config.feature_layers)
             self.lookahead = Lookahead(head, self.cache, choice_lists(self.geometry))
@@ -130,6 +139,13 @@ class Engine:
 
     def _prepare(self, sequence: Sequence) -> bool:
         return self.preparation.run(sequence)
+
+    def _known(self, sequence: Sequence) -> int:
+        """Brings what others computed of a prompt into its pages; how many tokens these are."""
+        if self._copies is None:
+            return 0
+        where = (sequence.prompt, sequence.pages, self.cache)
+        return self._copies.give(*where, self.policy, self._head)
 
     def check(
         self,
@@ -186,6 +202,8 @@ class Engine:
         for sequence, _ in plan.chunks:
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
+                if self._copies is not None and sequence.context is None and sequence.exact:
+                    self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
         for i, sequence in enumerate(wanted):
             if sequence.keeps_logits(sequence.num_computed):
                 sequence.logits.append(logits[i].float().cpu())

@@ -42,6 +42,7 @@ class Scheduler:
         max_length: int,
         most_pages: Callable[[int, int], int],
         prepare: Callable[[Sequence], bool],
+        known: Callable[[Sequence], int],
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -53,6 +54,7 @@ class Scheduler:
         self._max_length = max_length
         self._most_pages = most_pages
         self._prepare = prepare
+        self._known = known
         self._slots = list(range(config.max_batch - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -133,6 +135,8 @@ class Scheduler:
             sequence.num_computed = 0
             return False
         if sequence.context is None:
+            if not sequence.num_computed:
+                sequence.num_computed = self._known(sequence)
             cached = min(sequence.num_computed, len(sequence.prompt))
             sequence.num_cached = max(sequence.num_cached, cached)
         sequence.slot = self._slots.pop()

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from keyhole.config import EngineConfig
 from keyhole.engine.core import Engine
 from keyhole.engine.fingerprint import fingerprint
+from keyhole.engine.prompt_copies import PromptCopies
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.evaluate import eval_maps
 from keyhole.evaluate.eval_methods import FULL, TOKEN_BUDGET, Method
@@ -92,14 +93,21 @@ class Outcome:
 class Evaluation:
     """A grid over a model, and the file that its lines go to.
 
-    header: how, where and when, for a line. ConfigError, before anything runs, for a length that
-    the model or a task cannot have.
+    header: how, where and when, for a line. copies: keep the prompts of a group, which every policy
+    begins with; None: every policy computes them. ConfigError, before anything runs, for a length
+    that the model or a task cannot have.
     """
 
     def __init__(
-        self, model: Model, grid: Grid, file: LineFile, header: Callable[[], dict[str, Any]]
+        self,
+        model: Model,
+        grid: Grid,
+        file: LineFile,
+        header: Callable[[], dict[str, Any]],
+        copies: PromptCopies | None = None,
     ) -> None:
         self._model, self._grid, self._file, self._header = model, grid, file, header
+        self._copies = copies
         for length in grid.lengths:
             require_length(model, length)
         list(grid.groups())  # asks every task
@@ -115,6 +123,8 @@ class Evaluation:
             with bar:
                 for group in groups:
                     full: Line | None = None
+                    if self._copies is not None:
+                        self._copies.begin(group.fields())
                     for method in self._grid.methods:
                         bar.set_description(f"{group.workload.name} {group.length} {method.label}")
                         line = self._cell(group, method, full, outcome)
@@ -178,7 +188,7 @@ class Evaluation:
             torch.cuda.empty_cache()
 
     def _engine(self, policy: Policy) -> Engine:
-        return Engine(self._model, policy, self._grid.config)
+        return Engine(self._model, policy, self._grid.config, copies=self._copies)
 
     def _fields(self, group: Group, policy: Policy) -> dict[str, Any]:
         """What a cell is known by: lines that agree in all of it are the same measurement."""

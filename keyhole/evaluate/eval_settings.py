@@ -49,6 +49,11 @@ class EvalSettings:
         "its first budget, for the pictures of --html",
     )
     batch: int = setting(EngineConfig.max_batch, "samples decoded at once")
+    prompt_memory: int | None = setting(
+        None,
+        "bytes for prompts that were computed once and serve every policy; "
+        "None: a quarter of what is free",
+    )
 
     def __post_init__(self) -> None:
         good = bool(self.lengths) and all(map(is_count, self.lengths))
