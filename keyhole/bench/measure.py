@@ -84,12 +84,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The git commit, with a "+" if tracked files differ from it; None without git."""
+    """The git commit, with a "+" if tracked files differ from it; None without git.
+
+    Results and docs do not count: each cell of a long run adds to them.
+    """
     if not in_checkout():  # a virtual environment may lie in the repository of somebody else
         return None
     try:
         name = _git("rev-parse", "--short=12", "HEAD").strip()
-        changed = _git("status", "--porcelain", "--untracked-files=no").strip()
+        code = [":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs"]
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *code).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
     return name + ("+" if changed else "")

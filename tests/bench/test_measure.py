@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,31 @@ def test_without_a_checkout_they_go_to_the_current_directory(
     monkeypatch.chdir(tmp_path)
     assert measure.results() == tmp_path / "benchmarks/results"
     assert measure.commit() is None  # even if a repository of somebody else is around
+
+
+def test_a_commit_that_was_changed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lines and pages of a run that is under way are no change."""
+
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
+
+    places = [tmp_path / name for name in ("pyproject.toml", "benchmarks/results/a", "docs/a")]
+    for place in places:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    clean = measure.commit()
+    assert clean is not None
+    assert len(clean) == 12
+    for place in places[1:]:
+        place.write_text("2")
+    assert measure.commit() == clean
+    places[0].write_text("2")
+    assert measure.commit() == f"{clean}+"
 
 
 def test_a_line_says_how_where_and_when(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
