@@ -23,7 +23,7 @@ from keyhole.engine.core import Engine
 from keyhole.engine.encoding import encode
 from keyhole.engine.fingerprint import fingerprint
 from keyhole.engine.text import Prompt, encode_text, given_ids
-from keyhole.errors import PromptTooLongError, RequestError
+from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import Turns
 
 #: Tokens of a block, SamKV's unit (section 4.1).
@@ -133,7 +133,14 @@ class Documents:
         for head in document.heads:
             with suppress(RecordError):  # what is damaged is not kept
                 record.heads.setdefault(head, document.head_record(head))
-        self.store.add(name, source, record, overwrite=True)
+        try:
+            self.store.add(name, source, record, overwrite=True)
+        except ConfigError as error:  # a place that is only read, for one
+            raise ConfigError(
+                f"document {name!r} was stored without keys of this retrieval head, and they "
+                f"cannot be added: {error}; let it be asked once where the place can be written, "
+                "or choose another policy"
+            ) from error
 
     def _encode(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
         engine = self._engine

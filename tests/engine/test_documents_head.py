@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from keyhole import LLM, SpeContext
 from keyhole.cache.documents import StoredDocument
 from keyhole.engine.asking import assemble
+from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
 from keyhole.retrieval.head import RetrievalHead
@@ -313,6 +314,23 @@ def test_what_was_stored_without_a_head_gets_its_keys(
     assert again.generated == wanted.generated
     assert set(heads_of(llm)) == {both}
     assert llm.documents.verify() == []
+
+
+def test_a_place_that_is_only_read_is_told(
+    models: dict[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, case = models["tokens+features"], settings_of("sam_kv")
+    fill(opened(model, "full", tmp_path))
+    llm = opened(model, SMALL, tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("the place cannot be written: Read-only file system")
+
+    monkeypatch.setattr(llm.documents.store, "add", refuse)
+    with pytest.raises(ConfigError, match=r"retrieval head.*Read-only.*another policy"):
+        ask(llm, NAMES, QUESTION, *case)
+    assert heads_of(llm) == [frozenset()] * 4
+    llm.engine.check_integrity()
 
 
 def test_a_head_of_tokens_alone_stores_nothing(
