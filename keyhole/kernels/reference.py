@@ -387,7 +387,7 @@ def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -
 def top_indices(
     scores: Tensor, valid: Tensor, k: int, unit: int, *, first: int = 0, last: int = 0
 ) -> Selection:
-    """The k best entries of each row; equal scores go to the earlier entry.
+    """The k best entries of each row; equal scores go to the earlier entry, NaN is the largest.
 
     scores float32 [B, H, n]; valid int32 [B]: entries from there on do not exist. The `first` and
     `last` entries of a sequence are taken before all others (first + last <= k).

@@ -222,6 +222,26 @@ def test_page_bounds_and_their_scores(
     check(found.nan_to_num(0), wanted.nan_to_num(0), torch.float32)
 
 
+@pytest.mark.parametrize("case", [(None, 700, 4, 16), (None, 1, 0, 0), (50, 60, 1, 2)])
+def test_top_indices(case: tuple[int | None, int, int, int]) -> None:
+    """More than one block of entries; ties, infinities, NaN, nothing to choose and all of it."""
+    width, k, first, last = case
+    width = width or (5000 if INTERPRETED else 131_072)
+    random = torch.Generator().manual_seed(k)
+    scores = torch.randn(2, 2, width, generator=random)
+    scores[0, 1] = (3 * scores[0, 1]).round()
+    scores[1, 0, ::3], scores[1, 0, 1::3], scores[1, 0, 2::6] = torch.nan, torch.inf, -torch.inf
+    scores[1, 1] *= 0.0  # of both signs
+    for valid in ((width, width // 2 + 1), (0, 3)) if width == 50 else ((width - 7, width),):
+        operands = scores.to(DEVICE), torch.tensor(valid, dtype=torch.int32, device=DEVICE), k
+        indices, counts = run("top_indices", *operands, first, last)
+        # On the CPU, where every NaN is sorted as the largest number, whatever its bits are.
+        wanted = reference.top_indices(scores, operands[1].cpu(), k, 1, first=first, last=last)
+        assert indices.dtype == counts.dtype == torch.int32
+        assert torch.equal(indices.cpu(), wanted.indices)
+        assert torch.equal(counts.cpu(), wanted.counts)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES)
 @pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize("shared", [False, True])
@@ -270,6 +290,7 @@ def test_a_captured_step_follows_its_operands() -> None:
     filled = torch.ones_like(pages)
     row, slot = torch.zeros_like(cache.keys[:1, :, 0]), torch.zeros_like(pages[:1])
     options = (cache.scale, None, None, None)
+    guesses = torch.randn(len(LENGTHS), 2, 300, device=DEVICE)
 
     def step() -> list[Tensor]:
         paged = (*cache.paged[:4], lengths)
@@ -283,6 +304,7 @@ def test_a_captured_step_follows_its_operands() -> None:
             whole,
             scores,
             bounds,
+            run("top_indices", guesses, lengths.clamp(max=300), 20, 1, 2)[0],
         ]
 
     if INTERPRETED:
@@ -299,6 +321,7 @@ def test_a_captured_step_follows_its_operands() -> None:
     row.normal_()
     slot.copy_(cache.table[-1, 2:3] * PAGE + 1)
     cache.query.normal_()
+    guesses.normal_()
     replayed = replay() or found
     paged = (*cache.paged[:4], lengths)
     whole, scores = reference.attend_and_score(
@@ -310,6 +333,7 @@ def test_a_captured_step_follows_its_operands() -> None:
         whole,
         *scores,
         reference.bound_scores(cache.query, low, high, cache.table),
+        reference.top_indices(guesses, lengths.clamp(max=300), 20, 1, first=1, last=2).indices,
     ]
     assert torch.equal(cache.keys[cache.table[-1, 2].long(), :, 1], row[0])
     for ours, twin, old in zip(replayed, wanted, before, strict=True):

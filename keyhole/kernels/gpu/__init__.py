@@ -11,6 +11,7 @@ devices) goes to the reference, and so does everything where Triton is not there
                 one per query head that puts the splits together (`split`)
     scores      the same with the scores kept, and one per block of tokens that makes them weights
     bounds      one per page and KV head; one per sequence, KV head and block of pages
+    top_indices one per row of scores and block of its entries; six in turn
     exchange    one per sequence, KV head and block of places of the buffer
 
 Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
@@ -36,6 +37,7 @@ _MODULES = {
     "head_scores": "scores",
     "page_bounds": "bounds",
     "bound_scores": "bounds",
+    "top_indices": "top_indices",
     "exchange": "exchange",
 }
 #: Operations that read pages where they are, also in pinned memory of the host.
