@@ -34,6 +34,7 @@ that a policy, its settings and `--help` need no torch.
     renew_stamps     note that pages were of use in this step
     drop_oldest      the page that has not been of use for longest
     with_newer       a choice, and the tokens since
+    rotate           turn rotated keys and queries to other positions
     exchange         selected tokens or pages into a buffer that keeps those it has
     linear           a linear layer for the few tokens of a decode step
 
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         recent_indices,
         renew_stamps,
         representative_keys,
+        rotate,
         top_indices,
         trim,
         with_newer,
@@ -120,6 +122,7 @@ __all__ = [
     "recent_indices",
     "renew_stamps",
     "representative_keys",
+    "rotate",
     "top_indices",
     "trim",
     "with_newer",

@@ -24,6 +24,7 @@ from keyhole.kernels import (
     keeping,
     low_rank,
     reference,
+    rotation,
     stamps,
     trimming,
 )
@@ -149,6 +150,12 @@ def top_indices(
     """The k best entries of each row; equal scores go to the earlier entry."""
     indices, counts = torch.ops.keyhole.top_indices(scores, valid, k, first, last)
     return Selection(indices, counts, unit)
+
+
+def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
+    """Vectors rotated at any positions, turned `by` more; a new tensor."""
+    turned: Tensor = torch.ops.keyhole.rotate(x, by, frequencies, last)
+    return turned
 
 
 def exchange(
@@ -328,6 +335,12 @@ _register(
     "(Tensor scores, Tensor valid, int k, int first, int last) -> (Tensor, Tensor)",
     _top_indices,
     cpu.top_indices,
+)
+_register(
+    "rotate",
+    "(Tensor x, Tensor by, Tensor frequencies, bool last) -> Tensor",
+    rotation.rotate,
+    rotation.rotate,
 )
 _register(
     "exchange",

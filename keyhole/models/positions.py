@@ -12,20 +12,16 @@ before the first layer, where no turn reaches them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from keyhole import kernels
 from keyhole.errors import ConfigError
 from keyhole.models import families
 from keyhole.models.loading import Model
-
-#: Numbers turned at a time on a CPU, 2 MiB in float32: what is between stays in the cache, and no
-#: large block of memory is made anew, which costs more than the arithmetic.
-_PIECE = 1 << 19
 
 
 def rotates(model: Model) -> bool:
@@ -77,34 +73,8 @@ class Turns:
             if by == 0:
                 return x
             by = torch.full((), by, device=x.device)
-        by = by.to(x.device)[(None,) * (x.dim() - 1 - by.dim())]
-        frequencies, last = self.frequencies[layer].to(x.device), self.rotated_last[layer]
-        if x.dim() == 1 or x.device.type != "cpu":
-            return _turned(x, by, frequencies, last).to(x.dtype)
-        turned = torch.empty_like(x)
-        rows = max(1, _PIECE // max(1, x[:1].numel()))
-        pieces = turned.split(rows)
-        places = by.split(rows) if len(by) == len(x) else [by] * len(pieces)
-        for out, piece, place in zip(pieces, x.split(rows), places, strict=True):
-            out.copy_(_turned(piece, place, frequencies, last))
-        return turned
-
-
-def _turned(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
-    """Float32 x [..., D] turned by places that broadcast against x.shape[:-1]."""
-    # float64 up to the wrap: in float32 the angle at position 100,000 is wrong by 0.004.
-    angle = (by[..., None] * frequencies).remainder(2 * math.pi).float()
-    cos, sin = angle.cos(), angle.sin()
-    pairs = len(frequencies)
-    start = x.shape[-1] - 2 * pairs if last else 0
-    first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)
-    scale = cos.new_ones(*cos.shape[:-1], x.shape[-1])
-    scale[..., first] = scale[..., second] = cos
-    x = x.float()
-    turned = x * scale
-    turned[..., first].addcmul_(x[..., second], sin, value=-1)
-    turned[..., second].addcmul_(x[..., first], sin)
-    return turned
+        frequencies = self.frequencies[layer].to(x.device)
+        return kernels.rotate(x, by.to(x.device), frequencies, self.rotated_last[layer])
 
 
 def _frequencies(rotary: Any, kind: str) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.kernels import ScoreRequest, Selection, operations, reference
+from keyhole.kernels import ScoreRequest, Selection, operations, reference, rotation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -240,6 +240,31 @@ def test_top_indices(case: tuple[int | None, int, int, int]) -> None:
         assert indices.dtype == counts.dtype == torch.int32
         assert torch.equal(indices.cpu(), wanted.indices)
         assert torch.equal(counts.cpu(), wanted.counts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", [12, 20])
+@pytest.mark.parametrize("last", [False, True])
+def test_rotate(dtype: torch.dtype, pairs: int, last: bool) -> None:
+    """All of a vector or a part; one place per token, per vector, for all, and for one vector."""
+    random = torch.Generator().manual_seed(pairs)
+    x = torch.randn(3, 19, 2 * 20, generator=random).to(DEVICE, dtype)
+    by = torch.randint(-100_000, 1_000_000, (19, 3), generator=random).to(DEVICE)
+    frequencies = (10000.0 ** -(torch.arange(pairs) / pairs)).double().to(DEVICE)
+    tokens = x.transpose(0, 1)  # [T, H, D]
+    one = by[0, 0]
+    for rows, place in (
+        (tokens, by[:, :1]),
+        (tokens, by),
+        (x, one),
+        (x[0, 0], one),
+        (x[:, :0], one),
+    ):
+        found = run("rotate", rows, place, frequencies, last)
+        wanted = rotation.rotate(rows, place, frequencies, last)
+        assert found.dtype == wanted.dtype
+        rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(found, wanted, rtol=rounding, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES)

@@ -12,6 +12,7 @@ devices) goes to the reference, and so does everything where Triton is not there
     scores      the same with the scores kept, and one per block of tokens that makes them weights
     bounds      one per page and KV head; one per sequence, KV head and block of pages
     top_indices one per row of scores and block of its entries; six in turn
+    rotate      one per block of tokens
     exchange    one per sequence, KV head and block of places of the buffer
 
 Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
@@ -38,10 +39,13 @@ _MODULES = {
     "page_bounds": "bounds",
     "bound_scores": "bounds",
     "top_indices": "top_indices",
+    "rotate": "rotate",
     "exchange": "exchange",
 }
 #: Operations that read pages where they are, also in pinned memory of the host.
 _FROM_HOST = {"exchange"}
+#: Operations whose first operand alone is in the model's type: angles are float64.
+_MIXED = {"rotate"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -83,10 +87,11 @@ def takes(name: str, *operands: object) -> bool:
     """Whether the kernel computes this: one GPU, numbers of one type, rows contiguous."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     numbers = [x for x in tensors if x.is_floating_point()]
+    alike = numbers[:1] if name in _MIXED else numbers
     home = next(x.device for x in tensors if x.is_cuda)
     return (
         numbers[0].dtype in _DTYPES
-        and all(x.dtype == numbers[0].dtype and x.stride(-1) == 1 for x in numbers)
+        and all(x.dtype == numbers[0].dtype and x.stride(-1) == 1 for x in alike)
         and all(x.device == home or (name in _FROM_HOST and x.is_pinned()) for x in tensors)
         and usable()
     )
