@@ -2,8 +2,8 @@
 
 Every operation is defined by its plain PyTorch twin in `reference`; `operations` sends a call to
 whoever computes it on the device at hand, with the same result: C++ on a CPU (`cpu`, `csrc/`),
-Triton on a GPU (`gpu/`), else the reference. All is loaded at the first use of an operation, so
-that a policy, its settings and `--help` need no torch.
+Triton and FlashAttention on a GPU (`gpu/`), else the reference. All is loaded at the first use of
+an operation, so that a policy, its settings and `--help` need no torch.
 
     append           write new keys and values into pages
     attend           one query token per sequence over all, some pages or some tokens

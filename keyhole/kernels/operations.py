@@ -1,8 +1,8 @@
 """The operations as everybody calls them; torch's dispatcher picks who computes.
 
 Each is registered as `torch.ops.keyhole.<name>`: the reference for any device, our C++ for the CPU
-and Triton kernels for a GPU, which leave to the reference what they do not take. Signature, shapes
-and meaning stand with the twin of the same name in `reference`.
+and Triton kernels and FlashAttention for a GPU; these leave to the reference what they do not take.
+Signature, shapes and meaning stand with the twin of the same name in `reference`.
 """
 
 from __future__ import annotations
@@ -202,8 +202,9 @@ renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
 
 def backend(device: torch.device) -> str:
     """Who computes on a device, for people."""
-    if device.type == "cuda" and gpu.usable():
-        return "Triton"
+    if device.type == "cuda":
+        who = "Triton" if gpu.usable() else "reference (PyTorch)"
+        return f"{who}, prompts by FlashAttention" if gpu.flash() else who
     if device.type != "cpu" or cpu.current() == cpu.REFERENCE:
         return "reference (PyTorch)"
     return f"C++ ({cpu.current()})"

@@ -1,4 +1,4 @@
-"""The operations on an NVIDIA GPU, computed by Triton: same contracts, same results.
+"""The operations on an NVIDIA GPU, by Triton and FlashAttention: same contracts, same results.
 
 Grids and temporary tensors are sized by shapes alone, never by numbers on the device, so that no
 call waits for the device and a decode step can be captured in a CUDA graph. Offsets into pages are
@@ -14,6 +14,7 @@ devices) goes to the reference, and so does everything where Triton is not there
     top_indices one per row of scores and block of its entries; six in turn
     rotate      one per block of tokens
     exchange    one per sequence, KV head and block of places of the buffer
+    prefill     torch's FlashAttention over the gathered pages: no kernel of our own
 
 Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
 Triton runs them on tensors of a CPU; so they are tested where there is no GPU.
@@ -36,6 +37,7 @@ _MODULES = {
     "attend": "attend",
     "attend_and_score": "scores",
     "head_scores": "scores",
+    "prefill": "prefill",
     "page_bounds": "bounds",
     "bound_scores": "bounds",
     "top_indices": "top_indices",
@@ -44,6 +46,8 @@ _MODULES = {
 }
 #: Operations that read pages where they are, also in pinned memory of the host.
 _FROM_HOST = {"exchange"}
+#: Operations that torch computes: they need no Triton.
+_BY_TORCH = {"prefill"}
 #: Operations whose first operand alone is in the model's type: angles are float64.
 _MIXED = {"rotate"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,8 +87,21 @@ def usable() -> bool:
     return True
 
 
+@functools.cache
+def flash() -> bool:
+    """Whether prompts are computed by torch's FlashAttention; found out once."""
+    return (
+        os.environ.get("KEYHOLE_KERNELS") != "reference"
+        and torch.cuda.is_available()
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability() >= (8, 0)
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.backends.cuda.flash_sdp_enabled()
+    )
+
+
 def takes(name: str, *operands: object) -> bool:
-    """Whether the kernel computes this: one GPU, numbers of one type, rows contiguous."""
+    """Whether our code for a GPU computes this: one GPU, numbers of one type, rows contiguous."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     numbers = [x for x in tensors if x.is_floating_point()]
     alike = numbers[:1] if name in _MIXED else numbers
@@ -93,5 +110,5 @@ def takes(name: str, *operands: object) -> bool:
         numbers[0].dtype in _DTYPES
         and all(x.dtype == numbers[0].dtype and x.stride(-1) == 1 for x in alike)
         and all(x.device == home or (name in _FROM_HOST and x.is_pinned()) for x in tensors)
-        and usable()
+        and (flash() if name in _BY_TORCH else usable())
     )
