@@ -3,8 +3,8 @@
 Grids and temporary tensors are sized by shapes alone, never by numbers on the device, so that no
 call waits for the device and a decode step can be captured in a CUDA graph. Offsets into pages are
 64 bits wide. What the kernels do not take (float64, operands of different types or on different
-devices) goes to the reference, and so does everything where Triton is not there or cannot compile;
-`KEYHOLE_KERNELS=reference` in the environment asks for that.
+devices) goes to the reference, and so does everything but `prefill` where Triton is not there or
+cannot compile; `KEYHOLE_KERNELS=reference` in the environment asks for the reference throughout.
 
     append      one program per new token and KV head
     attend      one per sequence, KV head, block of its query heads and split of what is read; then
