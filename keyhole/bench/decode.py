@@ -19,7 +19,7 @@ from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.model import Weights, make_weights
 from keyhole.bench.room import Skipped
-from keyhole.bench.settings import OUTSIDE, PAGE_SIZE, PEERS, DecodeSettings, require_known
+from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PAGE_SIZE, DecodeSettings, require_known
 from keyhole.bench.sitting import PEER, WARM_UP, Sitting, sit
 from keyhole.config import require
 from keyhole.kernels import operations
@@ -31,7 +31,7 @@ def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
 
     Gives each context's results to `report`, with notes on what was left out.
     """
-    require_known("system", settings.systems, (*PEERS, *OUTSIDE, *policies()))
+    require_known("system", settings.systems, (*ALL_PEERS, *OUTSIDE, *policies()))
     if not set(OUTSIDE) & set(settings.systems):
         return _run(settings, report, None)
     device = measure.device(settings.device).type
@@ -108,7 +108,7 @@ def pooled(sittings: Sequence[Sitting]) -> list[Result]:
     """One result for every system: medians of all its steps, and of ratios within a round."""
     names = dict.fromkeys(name for sitting in sittings for name in sitting.measured)
     results = []
-    for name in sorted(names, key=lambda n: (n not in PEERS, n not in OUTSIDE)):
+    for name in sorted(names, key=lambda n: (n not in ALL_PEERS, n not in OUTSIDE)):
         own = [sitting.measured[name] for sitting in sittings if name in sitting.measured]
         spent = [ms for one in own for ms in one.step_ms]
         result: Result = {
@@ -140,7 +140,7 @@ def _load_libraries(settings: DecodeSettings) -> None:
     """Runs every system once over a small model, so that the program has what it will load."""
     inside = tuple(name for name in settings.systems if name not in OUTSIDE) or ("full",)
     small = replace(settings, shape="smoke", layers=1, contexts=(PAGE_SIZE,), batch=1, repeat=1)
-    small = replace(small, systems=inside)
+    small = replace(small, systems=inside, token_budget=None)
     measure_context(make_weights(small), small, PAGE_SIZE)
     memory.give_back()
 

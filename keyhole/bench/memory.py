@@ -65,6 +65,7 @@ def peak_bytes(device: torch.device) -> int:
 def give_back() -> None:
     """Returns what is free inside this process to the system, where it would count as used."""
     gc.collect()
+    torch.cuda.empty_cache()  # nothing where no GPU was used
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)

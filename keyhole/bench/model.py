@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from keyhole.bench import measure
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
@@ -33,12 +33,12 @@ class Weights:
 
 
 def make_weights(settings: DecodeSettings) -> Weights:
-    """A Llama with random weights, made in place."""
-    fields = dict(SHAPES[settings.shape])
+    """A model of that shape with random weights, made in place."""
+    fields = {"model_type": "llama"} | SHAPES[settings.shape]
     if settings.layers is not None:
         fields["num_hidden_layers"] = settings.layers
     longest = max(settings.contexts) + _SPARE_POSITIONS
-    config = LlamaConfig(**fields, max_position_embeddings=longest)
+    config = AutoConfig.for_model(**fields, max_position_embeddings=longest)
     device = measure.device(settings.device)
     dtype = getattr(torch, settings.dtype)
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence as Several
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -23,18 +23,26 @@ from keyhole.engine.lookahead import Lookahead
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
 from keyhole.policy import make_policy
+from keyhole.policy import policies as table
+from keyhole.policy.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 
 class Ours:
-    """One policy's engine over a shared cache."""
+    """One policy's engine over a shared cache. token_budget: None for the policy's own."""
 
     def __init__(
-        self, name: str, model: Model, cache: PageCache, batch: int, head: RetrievalHead | None
+        self,
+        name: str,
+        model: Model,
+        cache: PageCache,
+        batch: int,
+        head: RetrievalHead | None,
+        token_budget: int | None = None,
     ) -> None:
         self.name = name
         config = EngineConfig(max_batch=batch, page_size=PAGE_SIZE)
-        policy = make_policy(name)
+        policy = _policy(name, token_budget)
         head = head if policy.wants_head else None
         self.engine = Engine(model, policy, config, cache, head)
         self.sequences: list[Sequence] = []
@@ -79,9 +87,15 @@ class Pages:
     """The shared cache, and the pages in it that hold the prompts."""
 
     def __init__(
-        self, model: Model, policies: Several[str], batch: int, context: int, steps: int
+        self,
+        model: Model,
+        policies: Several[str],
+        batch: int,
+        context: int,
+        steps: int,
+        token_budget: int | None = None,
     ) -> None:
-        """`steps`: the most that any engine adds to a prompt."""
+        """`steps`: the most that any engine adds to a prompt. token_budget: as `Ours`."""
         geometry, data = model.geometry(PAGE_SIZE), _page_data(model, policies)
         self.cache = PageCache(
             geometry,
@@ -93,7 +107,7 @@ class Pages:
         )
         # Random weights have no head that was trained for them; what a step costs is the same.
         head = RetrievalHead.random(model.network) if self.cache.common else None
-        self.ours = [Ours(name, model, self.cache, batch, head) for name in policies]
+        self.ours = [Ours(name, model, self.cache, batch, head, token_budget) for name in policies]
         pages = self.cache.allocate(batch * context // PAGE_SIZE)
         assert pages is not None
         self._pages = torch.tensor(pages, device=model.device)
@@ -133,6 +147,12 @@ def needed_bytes(model: Model, policies: Several[str], batch: int, context: int,
     data = [*_page_data(model, policies), _head_data(model, policies)]
     page_bytes = bytes_per_page(model.geometry(PAGE_SIZE), data)
     return _num_pages(policies, batch, context, steps) * page_bytes
+
+
+def _policy(name: str, token_budget: int | None) -> Policy:
+    """A policy, with that budget if it has one at all."""
+    settings = {field.name for field in fields(table()[name])} & {"token_budget"}
+    return make_policy(name, {} if token_budget is None else dict.fromkeys(settings, token_budget))
 
 
 def _num_pages(policies: Several[str], batch: int, context: int, steps: int) -> int:

@@ -2,7 +2,8 @@
 
 Systems with the same kind of cache share one. `DynamicCache`, a user's default, copies itself at
 every step; what a step has added is taken back after it, so that every step has the same past.
-`StaticCache` writes in place and reads all of its room under a mask.
+`StaticCache` writes in place and reads all of its room under a mask. torch's flash attention over
+`in_place` keys and values is neither's, but as fast as a dense step gets without pages.
 """
 
 from __future__ import annotations
@@ -13,23 +14,33 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from keyhole.bench.captured import Captured
+from keyhole.bench.in_place import in_place_cache
 from keyhole.bench.model import Numbers, Weights, without_copying_weights
-from keyhole.bench.settings import PAGE_SIZE, PEERS
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
+from keyhole.config import require
 from keyhole.models.loading import Model
 
 
 class Past:
-    """A cache of transformers. steps: the most that are added to a static one."""
+    """A cache of transformers. steps: the most that are added to one with room for them.
+
+    ConfigError for one on the host without a GPU.
+    """
 
     def __init__(self, kind: str, model: Model, context: int, steps: int) -> None:
-        self.static = kind == "static"
-        self._config = model.network.config
-        self._length = context + steps if self.static else context
-        self.cache: Any = (
-            StaticCache(config=self._config, max_cache_len=self._length)
-            if self.static
-            else DynamicCache(config=self._config)
-        )
+        self.static, self.in_place = kind == "static", kind == "in_place"
+        config, room = model.network.config, context + steps
+        self.cache: Any
+        if self.static:
+            self.cache = StaticCache(config=config, max_cache_len=room)
+        elif self.in_place:
+            self.cache = in_place_cache(config, room)
+        else:
+            below = kind == "offloaded"
+            right = "cuda where keys and values are to lie on the host"
+            require(not below or model.device.type == "cuda", "device", str(model.device), right)
+            self.cache = DynamicCache(config=config, offloading=below)
 
     def fill(self, numbers: Numbers) -> None:
         """Stores keys and values of all prompts."""
@@ -57,12 +68,13 @@ class Peer:
     def __init__(self, name: str, weights: Weights, past: Past, context: int) -> None:
         self.name = name
         self._network = without_copying_weights(weights.theirs)
-        self._network.set_attn_implementation(PEERS[name][0])
+        self._network.set_attn_implementation(ALL_PEERS[name][0])
         self._past = past
         self._token_bytes = weights.ours.geometry(PAGE_SIZE).token_bytes
         self._device = weights.ours.device
         self._context = context
         self._next = torch.empty(0)
+        self._captured: Captured | None = None
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
         """As `Ours.logits`."""
@@ -73,15 +85,27 @@ class Peer:
 
     def start(self, prompts: list[list[int]], steps: int) -> None:
         """Sets the token that the next step begins with."""
-        self._next = torch.tensor([prompt[-1] for prompt in prompts])
+        self._next = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
+        if self._past.in_place and self._device.type == "cuda":
+            self._captured = Captured(self._same_step, self._next)
 
     def step(self) -> None:
         """One token for every sequence, greedy."""
-        self._next = self._forward(self._next).argmax(-1)
+        if self._captured is not None:
+            self._next = self._captured(self._next)
+        else:
+            self._next = self._forward(self._next).argmax(-1)
 
     def rest(self) -> None:
         """Takes the step back."""
+        if self._captured is None:
+            self._past.take_back(1)
+
+    def _same_step(self, tokens: Tensor) -> Tensor:
+        """The next tokens [B]; always the same step, as what it added is taken back."""
+        best = self._forward(tokens).argmax(-1)
         self._past.take_back(1)
+        return best
 
     def cost(self) -> dict[str, Any]:
         """What one step must read; copies, and the room of a static cache, come on top."""

@@ -9,7 +9,7 @@ from typing import Any
 from keyhole.bench import memory
 from keyhole.bench.llama import Need
 from keyhole.bench.ours import needed_bytes
-from keyhole.bench.settings import PAGE_SIZE, PEERS
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
 from keyhole.models.loading import Model
 
 # What stays free for the rest of the machine.
@@ -80,8 +80,8 @@ def fitting(
             kept.append(name)
             free -= its.stays
     for name in peers:
-        attention, kind = PEERS[name]
-        is_there = any(PEERS[other][1] == kind for other in kept if other in PEERS)
+        attention, kind = ALL_PEERS[name]
+        is_there = any(ALL_PEERS[other][1] == kind for other in kept if other in ALL_PEERS)
         # A dynamic cache copies one layer at a time; eager repeats keys and values for each head.
         # While a cache is filled, a layer and parts of its copy pass.
         passing = max(2, (kind == "dynamic") + (group if attention == "eager" else 1))

@@ -25,6 +25,18 @@ PEERS = {
     "transformers_static": ("sdpa", "static"),
 }
 
+#: More of them, only if asked for. The first is torch's flash attention over keys and values that
+#: lie side by side and are written in place, the best dense step that torch has; on a GPU it is a
+#: CUDA graph. The others keep keys and values on the host of a GPU, and copy a layer ahead.
+MORE_PEERS = {
+    "torch_flash": ("in_place", "in_place"),
+    "transformers_offloaded": ("sdpa", "offloaded"),
+    "transformers_eager_offloaded": ("eager", "offloaded"),
+}
+
+#: Attention and cache of every system of others that runs in this process.
+ALL_PEERS = PEERS | MORE_PEERS
+
 #: The same in another process and environment (`make bench-peers`), only if asked for: whether it
 #: computes flash attention.
 OUTSIDE = {"llama_cpp": False, "llama_cpp_flash": True}
@@ -92,7 +104,10 @@ class DecodeSettings(Settings):
     systems: Names = setting(  # noqa: RUF009
         (),
         f"{', '.join(PEERS)}, and policies; default: these and {', '.join(POLICIES)}; "
-        f"{' and '.join(OUTSIDE)} need what `make bench-peers` sets up",
+        f"{' and '.join(OUTSIDE)} need what `make bench-peers` sets up; {', '.join(MORE_PEERS)}",
+    )
+    token_budget: int | None = setting(
+        None, "tokens that a policy may read in a layer; None: each policy's own default"
     )
     layers: int | None = setting(None, "layers of the model; None: as the shape has")
     device: str = setting("auto", "auto, cpu, cuda or cuda:0")
@@ -100,8 +115,9 @@ class DecodeSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "systems", self.systems or (*PEERS, *POLICIES))
-        good = self.layers is None or is_count(self.layers)
-        require(good, "layers", self.layers, "a whole number >= 1")
+        for name in ("layers", "token_budget"):
+            value = getattr(self, name)
+            require(value is None or is_count(value), name, value, "a whole number >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Shapes of models, as fields of transformers' LlamaConfig; the weights are always random."""
+"""Shapes of models, as fields of transformers' configurations; the weights are always random.
+
+A shape is that of a Llama unless `model_type` says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "tie_word_embeddings": False,
+    },
+    "qwen2.5-1.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
     },
     "smoke": {
         "vocab_size": 256,

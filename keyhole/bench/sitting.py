@@ -16,7 +16,7 @@ from keyhole.bench.model import Numbers, Weights, prompts
 from keyhole.bench.ours import Ours, Pages
 from keyhole.bench.peers import Past, Peer
 from keyhole.bench.room import Skipped, fitting
-from keyhole.bench.settings import OUTSIDE, PEERS, DecodeSettings
+from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PEERS, DecodeSettings
 from keyhole.bench.turns import Turn, take_turns
 
 #: The peer that the others' times are divided by.
@@ -66,9 +66,9 @@ def sit(
     model, batch = weights.ours, settings.batch
     steps = _COMPARED + WARM_UP + settings.repeat + 1
     inside = [name for name in settings.systems if name not in OUTSIDE]
-    names = ["full", *(n for n in inside if n not in PEERS and n != "full")]
-    wanted = [n for n in inside if n in PEERS and n != PEER]
-    if outside is None or PEER in inside:
+    names = ["full", *(n for n in inside if n not in ALL_PEERS and n != "full")]
+    wanted = [n for n in inside if n in ALL_PEERS and n != PEER]
+    if PEER in inside or (outside is None and not wanted):
         wanted.insert(0, PEER)
     needs = None
     if outside is not None and file is not None:
@@ -87,17 +87,17 @@ def sit(
             others = [Llama(outside, model, file, batch, context, steps)]
             stack.callback(others[0].close)
             others[0].fill(numbers)  # needs room for a copy, and nothing else is there yet
-        pages = Pages(model, names, batch, context, steps)
-        kinds = dict.fromkeys(PEERS[name][1] for name in fit)
+        pages = Pages(model, names, batch, context, steps, settings.token_budget)
+        kinds = dict.fromkeys(ALL_PEERS[name][1] for name in fit)
         pasts = {kind: Past(kind, model, context, steps) for kind in kinds}
         _fill([pages, *pasts.values()], numbers)
         pages.know(texts)
-        peers = [Peer(name, weights, pasts[PEERS[name][1]], context) for name in fit]
+        peers = [Peer(name, weights, pasts[ALL_PEERS[name][1]], context) for name in fit]
         tolerance = _TOLERANCE[model.dtype]
         errors = compare(pages.ours[0], [*peers, *others], texts, given, tolerance)
         everyone: list[Peer | Ours] = [*peers, *pages.ours]
         systems = [system for system in everyone if system.name in inside]
-        used = {PEERS[system.name][1] for system in systems if system.name in PEERS}
+        used = {ALL_PEERS[system.name][1] for system in systems if system.name in ALL_PEERS}
         cache_bytes = pages.num_bytes + sum(pasts[kind].num_bytes for kind in used)
         del peers, everyone
         for kind in pasts.keys() - used:  # was there to be compared only

@@ -27,7 +27,7 @@ _SETTINGS: dict[str, type[Any]] = {
 }
 _OWN = {
     "kernels": ("ops", "paths"),
-    "decode": ("systems", "layers", "device"),
+    "decode": ("systems", "token_budget", "layers", "device"),
     "offload": ("budgets", "policies", "words", "items", "folder", "context"),
 }
 

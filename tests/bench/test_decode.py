@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from keyhole.bench.model import Weights
 from keyhole.bench.ours import Ours, Pages, needed_bytes
 from keyhole.bench.peers import Past, Peer
 from keyhole.bench.room import Skipped, fitting
-from keyhole.bench.settings import PAGE_SIZE, PEERS, DecodeSettings
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings
 from keyhole.config import SamplingParams
-from keyhole.errors import UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError
 
 CONTEXT = 64
+THEIRS = (*PEERS, "torch_flash")
 STEPS = 12
+KINDS = ("dynamic", "static", "in_place")
 
 
 def settings(**given: Any) -> DecodeSettings:
@@ -105,11 +108,11 @@ def small() -> Weights:
 def systems(small: Weights) -> tuple[Pages, list[Peer], list[list[int]], list[int]]:
     """All policies and peers over the same 64 tokens of two prompts."""
     pages = Pages(small.ours, ["full", "quest"], 2, CONTEXT, STEPS)
-    pasts = {kind: Past(kind, small.ours, CONTEXT, STEPS) for kind in ("dynamic", "static")}
+    pasts = {kind: Past(kind, small.ours, CONTEXT, STEPS) for kind in KINDS}
     numbers = model.Numbers(small.ours, 2, CONTEXT)
     for cache in (pages, *pasts.values()):
         cache.fill(numbers)
-    peers = [Peer(name, small, pasts[PEERS[name][1]], CONTEXT) for name in PEERS]
+    peers = [Peer(name, small, pasts[ALL_PEERS[name][1]], CONTEXT) for name in THEIRS]
     return pages, peers, *model.prompts(small.ours, 2, CONTEXT, 3)
 
 
@@ -117,12 +120,11 @@ def test_full_attention_and_the_peers_agree_over_the_same_cache(systems: Any) ->
     pages, peers, texts, given = systems
     pages.know(texts)
     errors = sitting.compare(pages.ours[0], peers, texts, given, 1e-4)
-    assert list(errors) == list(PEERS)
+    assert list(errors) == list(THEIRS)
     assert max(errors.values()) < 1e-5
-    dynamic = peers[:2]  # a static cache keeps what was added
-    assert sitting.compare(pages.ours[0], dynamic, texts, given, 1e-4).keys() == set(
-        list(PEERS)[:2]
-    )
+    again = [*peers[:2], peers[3]]  # a static cache keeps what was added
+    errors = sitting.compare(pages.ours[0], again, texts, given, 1e-4)
+    assert list(errors) == [peer.name for peer in again]
 
 
 def test_a_wrong_page_is_refused(systems: Any) -> None:
@@ -167,7 +169,7 @@ def test_engines_that_share_a_cache_do_not_disturb_each_other(systems: Any) -> N
 
 def test_a_peer_has_the_same_past_at_every_step(systems: Any) -> None:
     _, peers, texts, _ = systems
-    for peer in peers[:2]:
+    for peer in (*peers[:2], peers[3]):
         peer.start(texts, 2)
         for _ in range(2):
             peer.step()
@@ -235,3 +237,28 @@ def test_without_a_peer_nothing_is_compared_and_that_is_said(
 def test_unknown_systems_are_named() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'quest'"):
         decode.run(settings(systems=("quset",)), lambda *_: None)
+
+
+def test_keys_on_the_host_are_for_a_gpu(small: Weights) -> None:
+    with pytest.raises(ConfigError, match="device 'cpu' must be cuda"):
+        Past("offloaded", small.ours, CONTEXT, STEPS)
+
+
+def test_a_token_budget_is_for_those_that_have_one(small: Weights) -> None:
+    pages = Pages(small.ours, ["full", "delta"], 1, CONTEXT, STEPS, token_budget=48)
+    assert [asdict(own.engine.policy).get("token_budget") for own in pages.ours] == [None, 48]
+    with pytest.raises(ConfigError, match="token_budget 0 must be"):
+        settings(token_budget=0)
+
+
+def test_a_qwen_has_a_bias_where_qwen_has_one() -> None:
+    asked = settings(shape="qwen2.5-1.5b", layers=1)
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "device", lambda _: torch.device("meta"))
+        network = model.make_weights(asked).ours.network
+    layer = network.model.layers[0]
+    assert layer.self_attn.q_proj.bias.shape == (1536,)
+    assert layer.self_attn.k_proj.bias.shape == (256,)
+    assert layer.self_attn.o_proj.bias is None
+    parameters = sum(weight.numel() for weight in layer.parameters())
+    assert parameters == 2 * 1536**2 + 2 * 1536 * 256 + 2 * 256 + 1536 + 3 * 1536 * 8960 + 2 * 1536
