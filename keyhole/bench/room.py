@@ -10,10 +10,11 @@ from keyhole.bench import memory
 from keyhole.bench.llama import Need
 from keyhole.bench.ours import needed_bytes
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
+from keyhole.cache.layout import Geometry
 from keyhole.models.loading import Model
 
-# What stays free for the rest of the machine.
-_RESERVE_BYTES = 512 << 20
+#: What stays free for the rest of the machine.
+RESERVE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,10 @@ def fitting(
     is filled before there is anything else. If there is no room for our cache itself, that is the
     one entry of the second list.
     """
-    free = max(0, memory.free_bytes(model.device) - _RESERVE_BYTES)
+    free = max(0, memory.free_bytes(model.device) - RESERVE_BYTES)
     geometry = model.geometry(PAGE_SIZE)
     past = batch * (context + steps) * geometry.token_bytes
     layer = past // geometry.num_layers
-    group = geometry.num_query_heads // geometry.layers[0].num_kv_heads
 
     def skipped(system: str | None, need: int) -> Skipped:
         sizes = {"need_bytes": need, "free_bytes": free}
@@ -80,15 +80,21 @@ def fitting(
             kept.append(name)
             free -= its.stays
     for name in peers:
-        attention, kind = ALL_PEERS[name]
+        kind = ALL_PEERS[name][1]
         is_there = any(ALL_PEERS[other][1] == kind for other in kept if other in ALL_PEERS)
-        # A dynamic cache copies one layer at a time; eager repeats keys and values for each head.
-        # While a cache is filled, a layer and parts of its copy pass.
-        passing = max(2, (kind == "dynamic") + (group if attention == "eager" else 1))
-        need = (0 if is_there else past) + passing * layer
+        need = (0 if is_there else past) + passing_layers(name, geometry) * layer
         if need > free:
             left_out.append(skipped(name, need))
         else:
             kept.append(name)
             free -= 0 if is_there else past
     return kept, left_out
+
+
+def passing_layers(name: str, geometry: Geometry) -> int:
+    """The most that a peer needs for a moment, in layers of its cache."""
+    attention, kind = ALL_PEERS[name]
+    group = geometry.num_query_heads // geometry.layers[0].num_kv_heads
+    # A dynamic cache copies one layer at a time; eager repeats keys and values for each head.
+    # While a cache is filled, a layer and parts of its copy pass.
+    return max(2, (kind == "dynamic") + (group if attention == "eager" else 1))

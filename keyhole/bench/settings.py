@@ -121,6 +121,30 @@ class DecodeSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThroughputSettings:
+    """Whole answers by the decode benchmark; `keyhole.bench.headlines` names such settings.
+
+    prompt, answer: tokens of every text. memory: bytes that requests are counted for. points: how
+    many lengths along the answer are measured. decode: the rest; its contexts and batch are not
+    used.
+    """
+
+    prompt: int
+    answer: int
+    memory: int
+    points: int = 8
+    decode: DecodeSettings
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "memory"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require(is_count(self.points, 2), "points", self.points, "at least 2")
+        least = (self.points - 1) * PAGE_SIZE
+        right = f"at least {least}: a page between any two points"
+        require(is_count(self.answer, least), "answer", self.answer, right)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelSettings(Settings):
     """The kernel benchmark, always on the CPU; no paths: all of `keyhole.kernels.cpu.paths()`."""
 
