@@ -1,4 +1,4 @@
-"""Time and bandwidth of every operation on every path of this processor, beside plain PyTorch.
+"""Time and bandwidth of every operation on every path of a device, beside plain PyTorch.
 
 One layer of a given shape, one decode step. Results are compared with the reference before anything
 is timed; then paths and peers take turns, each on another part of the cache than the one before.
@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from keyhole.bench import agreement, attention_cases, choice_cases, linear_cases, measure, memory
+from keyhole.bench import (
+    agreement,
+    attention_cases,
+    choice_cases,
+    linear_cases,
+    measure,
+    memory,
+    paths,
+)
 from keyhole.bench.bars import bars
 from keyhole.bench.cases import Case, System
 from keyhole.bench.layer import Layer
@@ -43,6 +51,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 0.02}
 _WARM_UP = 2
 # A case ends early after about this long, but not before it has been measured a few times.
 _CASE_MS, _LEAST_ROUNDS = 60e3, 3
+# Calls in a turn: on a GPU the host launches the next one meanwhile, so that what it needs for that
+# is not measured where the device needs longer.
+_CALLS = {"cpu": 1, "cuda": 10}
 # Beside the cache: the same without pages, and half of that again while it is made.
 _COPIES = 2.5
 _CPU = torch.device("cpu")
@@ -53,60 +64,85 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
 
     Gives each operation's results to `report`.
     """
-    paths = settings.paths or cpu.paths()
-    require_known("path", paths, cpu.paths())
-    _check_room(settings)
-    bandwidth = measure.read_bandwidth(_CPU)
-    layer = Layer(settings)
+    device = measure.device(settings.device)
+    names = settings.paths or paths.paths(device)
+    require_known("path", names, paths.paths(device))
+    _check_room(settings, device)
+    bandwidth, copying = measure.read_bandwidth(device), measure.copy_bandwidth(device)
+    with device:
+        layer = Layer(settings)
     results: list[Result] = []
-    before = cpu.current()
+    before = paths.current(device)
     try:
         for op in settings.ops:
             found = []
-            for case in _CASES[op](layer):
-                found += measure_case(case, paths, settings.repeat, _TOLERANCE[layer.dtype])
+            for case in _made_on(device, _CASES[op](layer)):
+                tolerance = _TOLERANCE[layer.dtype]
+                found += measure_case(case, names, settings.repeat, tolerance, device)
                 del case  # before the next one is made, as each holds a copy of the cache
             for result in found:
-                _add_rates(result, bandwidth)
+                _add_rates(result, bandwidth, copying)
             results += found
             report(found, [])
     finally:
-        cpu.use(before)
+        paths.use(before, device)
     return {
-        "settings": asdict(settings) | {"paths": paths, "page_size": PAGE_SIZE},
+        "settings": asdict(settings) | {"paths": names, "page_size": PAGE_SIZE},
         "read_bytes_per_s": bandwidth,
+        "copy_bytes_per_s": copying,
         "results": results,
-        "bars": bars(results, paths[0]),
+        "bars": bars(results, names[0]) if device.type == "cpu" else [],
     }
 
 
-def measure_case(case: Case, paths: tuple[str, ...], repeat: int, tolerance: float) -> list[Result]:
+def _made_on(device: torch.device, cases: Iterator[Case]) -> Iterator[Case]:
+    """The same, while their tensors are made there; only then, as that slows every call down."""
+    while True:
+        with device:
+            case = next(cases, None)
+        if case is None:
+            return
+        yield case
+        del case
+
+
+def measure_case(
+    case: Case,
+    names: tuple[str, ...],
+    repeat: int,
+    tolerance: float,
+    device: torch.device = _CPU,
+) -> list[Result]:
     """A result for every path and peer; DisagreementError if one computes something else."""
     systems = {
         f"{path} {label}".rstrip(): (path, system)
         for label, system in case.ours.items()
-        for path in paths
+        for path in names
     }
     systems |= {name: (cpu.REFERENCE, system) for name, system in case.peers.items()}
-    cpu.use(cpu.REFERENCE)
+    paths.use(cpu.REFERENCE, device)
     expected = next(iter(case.ours.values())).outputs(0)
     errors = {}
     for name, (path, system) in systems.items():
-        cpu.use(path)
+        paths.use(path, device)
         who = f"{case.op}, {case.about}: {name}"
         errors[name] = agreement.check(who, system.outputs(0), expected, tolerance)
-    numbers = itertools.count()
+    del expected
+    numbers, calls = itertools.count(), _CALLS[device.type]
 
     def turn(path: str, system: System) -> Turn:
-        return Turn(
-            before=lambda: cpu.use(path), call=lambda: system.run(next(numbers) % case.variants)
-        )
+        def call() -> None:
+            for _ in range(calls):
+                system.run(next(numbers) % case.variants)
+
+        return Turn(before=lambda: paths.use(path, device), call=call)
 
     turns = {name: turn(path, system) for name, (path, system) in systems.items()}
-    warm = take_turns(turns, _WARM_UP, _CPU)
+    warm = take_turns(turns, _WARM_UP, device)
     round_ms = sum(min(spent) for spent in warm.values())
     rounds = min(repeat, max(_LEAST_ROUNDS, int(_CASE_MS / round_ms)))
-    times = take_turns(turns, rounds, _CPU)
+    taken = take_turns(turns, rounds, device)
+    times = {name: [ms / calls for ms in spent] for name, spent in taken.items()}
     peer = next(iter(case.peers))
     return [
         {
@@ -119,6 +155,7 @@ def measure_case(case: Case, paths: tuple[str, ...], repeat: int, tolerance: flo
             "ms": statistics.median(times[name]),
             "least_ms": min(times[name]),
             "rounds": rounds,
+            "calls": calls,
             "moved_bytes": case.moved_bytes,
             "flops": case.flops,
             "relative_error": errors[name],
@@ -131,20 +168,21 @@ def measure_case(case: Case, paths: tuple[str, ...], repeat: int, tolerance: flo
     ]
 
 
-def _add_rates(result: Result, bandwidth: float) -> None:
+def _add_rates(result: Result, bandwidth: float, copying: float) -> None:
     """Bandwidth, or arithmetic where that is the bound."""
     seconds = 1e-3 * result["ms"]
     flops, rate = result["flops"], result["moved_bytes"] / seconds
     result["gb_per_s"] = rate / 1e9 if flops is None else None
     result["bandwidth_share"] = rate / bandwidth if flops is None else None
+    result["copy_share"] = rate / copying if flops is None else None
     result["gflop_per_s"] = None if flops is None else flops / seconds / 1e9
 
 
-def _check_room(settings: KernelSettings) -> None:
+def _check_room(settings: KernelSettings, device: torch.device) -> None:
     shape = SHAPES[settings.shape]
     numbers = 2 * settings.batch * settings.contexts[-1] * shape["num_key_value_heads"]
     cache = numbers * shape["head_dim"] * getattr(torch, settings.dtype).itemsize
-    need, free = int((1 + _COPIES) * cache), memory.free_bytes(_CPU)
+    need, free = int((1 + _COPIES) * cache), memory.free_bytes(device)
     if need > free:
         raise CapacityError(
             f"{settings.contexts[-1]:,} tokens, batch {settings.batch}, need {memory.gib(need)}, "

@@ -18,7 +18,10 @@ from keyhole.cache.pages import keys_and_values
 
 
 class Layer:
-    """Random keys and values [P, Hkv, page_size, D], a page table [B, M] and a query [B, Hq, D]."""
+    """Random keys and values [P, Hkv, page_size, D], a page table [B, M] and a query [B, Hq, D].
+
+    On the device that torch makes tensors on.
+    """
 
     def __init__(self, settings: KernelSettings) -> None:
         shape = SHAPES[settings.shape]
@@ -33,7 +36,7 @@ class Layer:
         #: Contexts that are attended in full; the longest is what selections are made from.
         self.contexts = settings.contexts[:-1] or settings.contexts
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(0)
         pages = self.batch * self.longest // PAGE_SIZE
         layout = LayerLayout(num_kv_heads=self.num_kv_heads, key_dim=self.dim, value_dim=self.dim)
         stored = self.randn(pages, self.num_kv_heads, PAGE_SIZE * layout.numbers_per_head)

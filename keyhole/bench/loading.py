@@ -13,16 +13,16 @@ from torch import Tensor
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.bench.turns import Turn, take_turns
 from keyhole.cache.prefetch import Prefetcher, Traffic
-from keyhole.cache.tiers import FileTier
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.core import Engine
+from keyhole.engine.placement import make_tier
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
-# More than any text needs: layers are moved by `Loading`, not when memory is full.
+# More than any text needs: all layers are moved by `Loading`, not when memory is full.
 _MEMORY = 1 << 40
 
 
@@ -77,8 +77,9 @@ class Text:
 class Loading:
     """One engine, with one request for a text whose tokens are given.
 
-    All layers that may are on the lower tier, files in `folder`, from the first token on, and
-    loaded as `kind` says; None: all are above.
+    All layers that may are on the lower tier from the first token on, or as many as must where
+    `memory` is what keys and values may take above; they are loaded as `kind` says. None: all are
+    above. folder: of the files that are the lower tier below a CPU.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class Loading:
         policy: Policy,
         head: RetrievalHead | None,
         folder: str,
+        memory: int | None = None,
     ) -> None:
         config = EngineConfig(max_batch=1, page_size=PAGE_SIZE)
         if kind is not None:
-            config = replace(config, memory=_MEMORY, offload=folder)
+            config = replace(config, memory=memory or _MEMORY, offload=folder)
         self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)
         self._prefetcher: Prefetcher | None = None
         placement = self.engine.placement
@@ -99,8 +101,8 @@ class Loading:
             self._prefetcher = placement.prefetcher
             # The engine has one way of loading; the others are only worth comparing it with.
             self._prefetcher.__class__ = kind
-            for layer in placement.plan.model.order:
-                self._prefetcher.offload(layer, FileTier(folder))
+            for layer in placement.plan.model.order if memory is None else ():
+                self._prefetcher.offload(layer, make_tier(folder, model.device))
 
     def __enter__(self) -> Self:
         return self
@@ -143,11 +145,17 @@ class Loading:
 
 
 def timed(
-    systems: Mapping[str, Loading], repeat: int
+    systems: Mapping[str, Loading],
+    repeat: int,
+    device: torch.device,
+    others: Mapping[str, Turn] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
-    """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded."""
-    device = torch.device("cpu")
+    """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded.
+
+    others: of other people's, which take turns with them.
+    """
     turns = {name: Turn(call=system.engine.step) for name, system in systems.items()}
+    turns |= others or {}
     take_turns(turns, WARM_UP, device)
     before = {name: system.traffic for name, system in systems.items()}
     times = take_turns(turns, repeat, device)

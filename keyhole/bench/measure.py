@@ -121,6 +121,14 @@ def read_bandwidth(device: torch.device) -> float:
     return _BANDWIDTH_BYTES / (1e-3 * best)
 
 
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy of a large tensor reads and writes; the best of a few."""
+    numbers = torch.ones(_BANDWIDTH_BYTES // 4, device=device)
+    copy = torch.empty_like(numbers)
+    best = min(time_ms(lambda: copy.copy_(numbers), device) for _ in range(_BANDWIDTH_RUNS))
+    return 2 * _BANDWIDTH_BYTES / (1e-3 * best)
+
+
 def append(path: Path, line: dict[str, Any]) -> None:
     """Adds one JSON line to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)

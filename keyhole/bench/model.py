@@ -79,6 +79,7 @@ class Numbers:
         self.batch, self.context = batch, context
         self.num_layers, self.num_kv_heads = len(layers), layout.num_kv_heads
         self.head_dim = layout.key_dim
+        self.device = model.device
         self._like = torch.empty(0, dtype=model.dtype, device=model.device)
         size = (self.num_layers, batch, 2)
         generator = torch.Generator().manual_seed(context)

@@ -14,11 +14,12 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.bench import agreement, measure, offload_large
+from keyhole.bench import agreement, measure, offload_large, trace
 from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.repeats import Repeats, recording
@@ -34,7 +35,6 @@ from keyhole.retrieval.head import RetrievalHead
 
 # Attention over the same keys in another order, in float32.
 _TOLERANCE = 1e-4
-_CPU = torch.device("cpu")
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
         "model": model.name,
         "head": None if head is None else head.config.objective,
         "tokens": [len(text) for text in texts],
-        "read_bytes_per_s": measure.read_bandwidth(_CPU),
+        "read_bytes_per_s": measure.read_bandwidth(model.device),
         "results": [],
     }
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
@@ -66,6 +66,8 @@ def run(
                 found = measure_budget(model, policy, head, texts, settings.repeat, folder)
                 line["results"] += [{"policy": name, "budget": budget} | one for one in found]
                 report(line["results"][-len(found) :], [])
+        if settings.trace is not None and settings.context is None:
+            _trace(model, head, texts[0], settings, folder)
         if settings.context is not None:
             line["large"] = offload_large.run(settings, folder)
             about = (
@@ -148,7 +150,20 @@ def _timed(
         }
         for system in systems.values():
             system.start(text.last(WARM_UP + repeat))
-        return timed(systems, repeat)
+        return timed(systems, repeat, model.device)
+
+
+def _trace(
+    model: Model, head: RetrievalHead | None, text: Text, settings: OffloadSettings, folder: str
+) -> None:
+    """Of the last steps of a text, under the first policy and the largest budget."""
+    assert settings.trace is not None
+    policy = make_policy(settings.policies[0], {"token_budget": settings.budgets[-1]})
+    with Loading(SYSTEMS[ELASTIC], model, policy, head, folder) as system:
+        system.start(text.last(WARM_UP + trace.STEPS))
+        for _ in range(WARM_UP):
+            system.engine.step()
+        trace.write(Path(settings.trace), system.engine.step, model.device)
 
 
 def _text(model: Model, settings: OffloadSettings, seed: int) -> Text:

@@ -7,19 +7,27 @@ nothing repeats: this is what loading costs at its worst, and what overlap can h
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence as Several
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from keyhole.bench import agreement, memory
-from keyhole.bench.loading import ABOVE, SYSTEMS, WARM_UP, Loading, Text, timed
+from keyhole.bench import agreement, memory, trace
+from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
 from keyhole.bench.measure import Result
-from keyhole.bench.model import Numbers, make_weights, prompts
-from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, OffloadSettings
+from keyhole.bench.model import Numbers, Weights, make_weights, prompts
+from keyhole.bench.peers import Past, Peer
+from keyhole.bench.room import RESERVE_BYTES
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, OffloadSettings
+from keyhole.bench.sitting import TOLERANCE, allowed
+from keyhole.bench.turns import Turn
+from keyhole.config import require
 from keyhole.engine.core import Engine
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
+from keyhole.policy.full import Full
 from keyhole.retrieval.head import RetrievalHead
 
 # Tokens after the prompt whose logits are compared.
@@ -27,39 +35,72 @@ _COMPARED = 3
 _TOLERANCE = 1e-2  # the same numbers in bfloat16, in the same order: 0 is expected
 
 
-def run(settings: OffloadSettings, folder: str) -> list[Result]:
-    """A result for every policy and system at `settings.context` tokens and the largest budget."""
+def run(settings: OffloadSettings, folder: str, theirs: Several[str] = ()) -> list[Result]:
+    """A result for every policy and system at `settings.context` tokens and the largest budget.
+
+    theirs: peers of full attention that take turns with them, compared with ours over everything
+    above.
+    """
     assert settings.context is not None
-    asked = DecodeSettings(contexts=(settings.context,), shape=settings.shape, device="cpu")
-    model = make_weights(asked).ours
-    numbers = Numbers(model, 1, settings.context)
-    head = RetrievalHead.random(model.network)
+    asked = DecodeSettings(
+        contexts=(settings.context,), shape=settings.shape, device=settings.device
+    )
+    weights = make_weights(asked)
+    head = RetrievalHead.random(weights.ours.network)
+    case = _Case(
+        weights=weights,
+        numbers=Numbers(weights.ours, 1, settings.context),
+        room=_room(settings, weights, head),
+        settings=settings,
+        folder=folder,
+    )
     results: list[Result] = []
     for name in settings.policies:
         policy = make_policy(name, {"token_budget": settings.budgets[-1]})
-        own = head if policy.wants_head else None
-        found = _measure(model, policy, own, numbers, settings.repeat, folder)
+        found = _measure(case, policy, head if policy.wants_head else None, theirs)
         results += [{"policy": name, "budget": settings.budgets[-1]} | one for one in found]
         memory.give_back()
     return results
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What all policies have in common. room: for keys and values above; None: no limit."""
+
+    weights: Weights
+    numbers: Numbers
+    room: int | None
+    settings: OffloadSettings
+    folder: str
+
+
+def _room(settings: OffloadSettings, weights: Weights, head: RetrievalHead) -> int | None:
+    """What `settings.memory` leaves for keys and values, beside weights and what a step needs."""
+    if settings.memory is None:
+        return None
+    parameters = {id(x): x for net in (weights.ours.network, head) for x in net.parameters()}
+    used = sum(parameter.nbytes for parameter in parameters.values()) + RESERVE_BYTES
+    right = f"more than {used}, which weights and a step need"
+    require(settings.memory > used, "memory", settings.memory, right)
+    return settings.memory - used
+
+
 def _measure(
-    model: Any,
-    policy: Policy,
-    head: RetrievalHead | None,
-    numbers: Numbers,
-    repeat: int,
-    folder: str,
+    case: _Case, policy: Policy, head: RetrievalHead | None, theirs: Several[str]
 ) -> list[Result]:
-    texts, given = prompts(model, 1, numbers.context, _COMPARED + WARM_UP + repeat)
+    model, repeat, trace_file = case.weights.ours, case.settings.repeat, case.settings.trace
+    # The trace is of the first policy.
+    traced = trace.STEPS if policy.name == case.settings.policies[0] and trace_file else 0
+    steps = _COMPARED + WARM_UP + repeat + traced
+    texts, given = prompts(model, 1, case.numbers.context, steps)
     short = Text(prompt=texts[0], answer=given[:_COMPARED])
     errors: dict[str, float] = {}
     with ExitStack() as stack:
         systems: dict[str, Loading] = {}
-        for name in SYSTEMS:
-            system = stack.enter_context(Loading(SYSTEMS[name], model, policy, head, folder))
-            _fill(system.engine, numbers, texts[0])
+        for name, kind in SYSTEMS.items():
+            settings = (model, policy, head, case.folder, case.room)
+            system = stack.enter_context(Loading(kind, *settings))
+            _fill(system.engine, case.numbers, texts[0])
             systems[name] = system
         expected = systems[ABOVE].logits(short)
         for name, system in systems.items():
@@ -67,8 +108,14 @@ def _measure(
             who = f"{policy.name}, {name}"
             errors[name] = agreement.check(who, [found], [expected], _TOLERANCE)
             system.start(Text(prompt=texts[0], answer=given))
-        times, traffic = timed(systems, repeat)
+        peers, wrong = _peers(case, theirs, short, steps)
+        turns = {peer.name: Turn(call=peer.step, after=peer.rest) for peer in peers}
+        times, traffic = timed(systems, repeat, model.device, turns)
         below = {name: system.layers_below for name, system in systems.items()}
+        if traced and trace_file:
+            trace.write(Path(trace_file), systems[ELASTIC].engine.step, model.device)
+    errors |= wrong
+    loads = traffic | dict.fromkeys(turns)
     return [
         {
             "system": name,
@@ -81,12 +128,35 @@ def _measure(
             "hit_rate": None if load is None else load.hit_rate,
             "repeat_rate": None,
             "right_share": None,
-            "layers_below": below[name],
+            "layers_below": below.get(name),
             "steps_timed": repeat,
             "relative_error": errors[name],
         }
-        for name, load in traffic.items()
+        for name, load in loads.items()
     ]
+
+
+def _peers(
+    case: _Case, names: Several[str], text: Text, steps: int
+) -> tuple[list[Peer], dict[str, float]]:
+    """Other people's systems, filled, compared and about to begin; their errors."""
+    if not names:
+        return [], {}
+    model, context = case.weights.ours, case.numbers.context
+    with Loading(None, model, Full(), None, case.folder) as dense:
+        _fill(dense.engine, case.numbers, text.prompt)
+        expected = dense.logits(text)
+    peers, errors = [], {}
+    for name in names:
+        past = Past(ALL_PEERS[name][1], model, context, steps)
+        past.fill(case.numbers)
+        peer = Peer(name, case.weights, past, context)
+        found = peer.logits([text.prompt], text.answer)[0]
+        tolerance = allowed(name, TOLERANCE[model.dtype])
+        errors[name] = agreement.check(name, [found], [expected], tolerance)
+        peer.start([text.prompt], steps)
+        peers.append(peer)
+    return peers, errors
 
 
 def _fill(engine: Engine, numbers: Numbers, prompt: list[int]) -> None:
@@ -95,14 +165,16 @@ def _fill(engine: Engine, numbers: Numbers, prompt: list[int]) -> None:
     listed = cache.allocate(numbers.context // PAGE_SIZE)
     assert listed is not None
     assert engine.prefix is not None
-    pages = torch.tensor(listed)
+    pages = torch.tensor(listed, device=numbers.device)
     generator = torch.Generator().manual_seed(0)
     for tensor in cache.common.values():
-        tensor[pages] = torch.randn(tensor[pages].shape, generator=generator).to(tensor.dtype)
+        tensor[pages] = torch.randn(tensor[pages].shape, generator=generator).to(tensor)
     filled = torch.full_like(pages, PAGE_SIZE)
     for layer in range(numbers.num_layers):
         for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
-            stored[layer][pages] = draw(layer, 0).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+            tensor = stored[layer]  # on the host if it is below a GPU
+            drawn = draw(layer, 0).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+            tensor[pages.to(tensor.device)] = drawn.to(tensor.device)
         engine.policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
     engine.prefix.insert(prompt[:-1], listed, len(prompt))
     cache.release(listed)

@@ -16,6 +16,7 @@ Names = tuple[str, ...]
 PAGE_SIZE = 16
 
 DTYPES = ("bfloat16", "float16", "float32")
+DEVICES = "auto, cpu, cuda or cuda:0"
 
 #: Other people's systems in the decode benchmark: attention and cache of transformers. The first
 #: is what the others are compared with.
@@ -79,6 +80,7 @@ class Settings:
         f"{', '.join(SHAPES)}; None: llama-3.2-1b for decode and offload, llama-3.1-8b for kernels",
     )
     dtype: str = setting("bfloat16", ", ".join(DTYPES))
+    device: str = setting("auto", DEVICES)
 
     def __post_init__(self) -> None:
         for name, value in (("repeat", self.default_repeat), ("shape", self.default_shape)):
@@ -110,7 +112,6 @@ class DecodeSettings(Settings):
         None, "tokens that a policy may read in a layer; None: each policy's own default"
     )
     layers: int | None = setting(None, "layers of the model; None: as the shape has")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:0")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,13 +147,13 @@ class ThroughputSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSettings(Settings):
-    """The kernel benchmark, always on the CPU; no paths: all of `keyhole.kernels.cpu.paths()`."""
+    """The kernel benchmark; no paths: all of `keyhole.bench.paths` on the device."""
 
     default_shape: ClassVar[str] = "llama-3.1-8b"
     default_repeat: ClassVar[int] = 51
 
     ops: Names = setting((), f"{', '.join(OPS)}; default: all")  # noqa: RUF009
-    paths: Names = setting((), "who computes; default: all this machine has")  # noqa: RUF009
+    paths: Names = setting((), "who computes; default: all this device has")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,7 +163,7 @@ class KernelSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
-    """The benchmark of loading from the lower tier, on the bundled model and the CPU."""
+    """The benchmark of loading from the lower tier, on the bundled model."""
 
     budgets: tuple[int, ...] = setting((64, 128, 256, 512, 1024), "token budgets, the least first")
     policies: Names = setting(  # noqa: RUF009
@@ -170,12 +171,21 @@ class OffloadSettings:
     )
     words: int = setting(2048, "words of a derivation, its answer included")
     items: int = setting(2, "derivations")
-    folder: str | None = setting(None, "where the lower tier is; None: the system's place")
+    folder: str | None = setting(
+        None, "where the lower tier is; None: the system's place; below a GPU it is host memory"
+    )
     repeat: int = setting(100, "last steps of each derivation that are timed")
     context: int | None = setting(
         None, "also measure a model with random weights over so many tokens; None: not"
     )
     shape: str = setting("llama-3.2-1b", "shape of that model")
+    memory: int | None = setting(
+        None, "what that model and its cache may take above; None: every layer goes below that may"
+    )
+    trace: str | None = setting(
+        None, "also write a Chrome trace of some steps to this file; of that model if there is one"
+    )
+    device: str = setting("auto", DEVICES)
 
     def __post_init__(self) -> None:
         counts = all(is_count(budget) for budget in self.budgets) and bool(self.budgets)
@@ -188,6 +198,8 @@ class OffloadSettings:
         require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
         pages = self.context is None or (is_count(self.context) and self.context % PAGE_SIZE == 0)
         require(pages, "context", self.context, f"a multiple of {PAGE_SIZE}")
+        fits = self.memory is None or self.context is not None
+        require(fits, "memory", self.memory, "left out without context: it is for that model")
         require_known("shape", [self.shape], SHAPES)
 
 

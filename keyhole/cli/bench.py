@@ -27,8 +27,8 @@ _SETTINGS: dict[str, type[Any]] = {
 }
 _OWN = {
     "kernels": ("ops", "paths"),
-    "decode": ("systems", "token_budget", "layers", "device"),
-    "offload": ("budgets", "policies", "words", "items", "folder", "context"),
+    "decode": ("systems", "token_budget", "layers"),
+    "offload": ("budgets", "policies", "words", "items", "folder", "context", "memory", "trace"),
 }
 
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     flags.quiet()
     from keyhole.bench import decode, kernels, measure, offload
 
-    device = measure.device(settings.device if name == "decode" else "cpu")
+    device = measure.device(settings.device)
     output = Path(arguments.output or measure.results() / f"{name}.jsonl")
     line = measure.header(name, device, arguments.note or "", keyhole.__version__)
     # Beside one JSON object on stdout, tables still show how far a long run has come.
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if name == "offload":
         from keyhole.models.loading import load
 
-        line |= offload.run(load(keyhole.tiny(), "cpu"), settings, report)
+        line |= offload.run(load(keyhole.tiny(), str(device)), settings, report)
     else:
         line |= runs[name](settings, report)
     measure.append(output, line)

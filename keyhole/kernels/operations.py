@@ -200,6 +200,15 @@ trim = trimming.trim
 renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
 
 
+def use_triton(wanted: bool) -> None:
+    """Whether Triton computes on a GPU what it can, as it does; a benchmark needs both."""
+    global _triton
+    _triton = wanted
+
+
+_triton = True
+
+
 def backend(device: torch.device) -> str:
     """Who computes on a device, for people."""
     if device.type == "cuda":
@@ -268,7 +277,7 @@ def _register(
         return (on_cpu if cpu.takes(*operands) else plain)(*operands)
 
     def chosen_on_gpu(*operands: Any) -> Any:
-        return (gpu.operation(name) if gpu.takes(name, *operands) else plain)(*operands)
+        return (gpu.operation(name) if _triton and gpu.takes(name, *operands) else plain)(*operands)
 
     _library.define(name + schema)
     _library.impl(name, plain, "CompositeExplicitAutograd")

@@ -62,6 +62,9 @@ def test_a_line_has_every_operation_on_every_path_and_beside_a_peer() -> None:
             assert result["moved_bytes"] > 0
             assert (result["gb_per_s"] is None) == (op == "prefill")
             assert (result["bandwidth_share"] is None) == (op == "prefill")
+            if op != "prefill":
+                copied = 1e9 * result["gb_per_s"] / line["copy_bytes_per_s"]
+                assert result["copy_share"] == pytest.approx(copied)
             assert (result["gflop_per_s"] is None) == (op != "prefill")
     names = [bar["bar"] for bar in line["bars"]]
     assert names == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench import measure, offload, offload_large, offload_page, report
+from keyhole.bench import measure, offload, offload_large, offload_page, report, trace
 from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, Text
+from keyhole.bench.model import Weights, make_weights
 from keyhole.bench.repeats import Repeats
-from keyhole.bench.settings import OffloadSettings
+from keyhole.bench.room import RESERVE_BYTES
+from keyhole.bench.settings import DecodeSettings, OffloadSettings
 from keyhole.cache.elastic import Resident
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.errors import ConfigError, UnknownNameError
@@ -36,6 +39,10 @@ def head(model: Model) -> RetrievalHead:
 def settings(**given: Any) -> OffloadSettings:
     usual = {"budgets": (64,), "words": 120, "items": 1, "repeat": 3, "shape": "smoke"}
     return OffloadSettings(**usual | given)
+
+
+def smoke() -> Weights:
+    return make_weights(DecodeSettings(contexts=(256,), shape="smoke", device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +100,43 @@ def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
         if result["system"] != ABOVE:
             assert result["moved_bytes"] > 0
             assert result["relative_error"] == 0
+
+
+def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: Path) -> None:
+    weights = 2 * sum(x.numel() for x in smoke().ours.network.parameters())
+    head = RetrievalHead.random(smoke().ours.network)
+    weights += sum(x.nbytes for name, x in head.named_parameters() if "embedding" not in name)
+    cache = 2 * 4 * 2 * 16 * 2 * 272  # keys and values, layers, heads, numbers, bytes, tokens
+    memory = weights + RESERVE_BYTES + cache
+    asked = settings(context=256, policies=("spe_context",), memory=memory)
+    found = offload_large.run(asked, str(tmp_path), ("torch_flash",))
+    results = {result["system"]: result for result in found}
+    assert list(results) == [*SYSTEMS, "torch_flash"]
+    # The head's keys and the buffers take the room of some layers, not of all.
+    (below,) = {results[name]["layers_below"] for name in SYSTEMS if name != ABOVE}
+    assert 0 < below < 4
+    assert results["torch_flash"]["step_ms"] > 0
+    assert results["torch_flash"]["relative_error"] < 0.1
+    assert results["torch_flash"]["moved_bytes"] is None
+    with pytest.raises(ConfigError, match="memory 1 must be more than"):
+        offload_large.run(replace(asked, memory=1), str(tmp_path))
+
+
+@pytest.mark.parametrize("context", [None, 256])
+def test_a_trace_shows_copies_beside_the_steps(
+    model: Model, head: RetrievalHead, tmp_path: Path, context: int | None
+) -> None:
+    file = tmp_path / "new" / "trace.json"
+    asked = settings(policies=("spe_context",), trace=str(file), context=context)
+    offload.run(model, asked, lambda *_: None, head)
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
+    steps = {e["name"]: e for e in events if e["name"].startswith("step ")}
+    assert list(steps) == [f"step {i}" for i in range(trace.STEPS)]
+    copies = [e for e in events if e["name"] == "keyhole::exchange"]
+    assert {e["tid"] for e in copies} != {steps["step 0"]["tid"]}
+    for step in steps.values():
+        end = step["ts"] + step["dur"]
+        assert any(step["ts"] <= e["ts"] <= e["ts"] + e["dur"] <= end for e in copies)
 
 
 def test_another_result_is_not_timed(
