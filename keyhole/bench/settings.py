@@ -203,6 +203,32 @@ class OffloadSettings:
         require_known("shape", [self.shape], SHAPES)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DocumentSettings:
+    """Questions over stored documents of random tokens; `keyhole.bench.headlines` names such.
+
+    documents: how many, of `tokens` tokens each; question: tokens after them. methods: names of
+    `keyhole.evaluate.document_methods`, and transformers_sdpa. folder: as in `OffloadSettings`.
+    """
+
+    methods: Names
+    documents: int = 16
+    tokens: int = 1024
+    question: int = 64
+    repeat: int = 5
+    shape: str = "llama-3.1-8b"
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("documents", "tokens", "question", "repeat"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require(bool(self.methods), "methods", self.methods, "at least one")
+        require_known("shape", [self.shape], SHAPES)
+        require_known("dtype", [self.dtype], DTYPES)
+
+
 def require_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raises UnknownNameError for the first name that is not known."""
     for name in names:
