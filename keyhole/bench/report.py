@@ -1,12 +1,14 @@
 """Writes what the stored lines say into the documents: `python -m keyhole.bench.report`.
 
     README.md          a table for each device, between two comments
-    docs/results.md    step times, memory, kernels, layers on the lower tier; right answers, which
-                       `python -m benchmarks.evaluation` writes, stay as they are
+    docs/results.md    step times, memory, kernels, layers on the lower tier, the papers' headline
+                       settings; right answers, which `python -m benchmarks.evaluation` writes, stay
+                       as they are
     docs/images/       step time against context, a picture for each of these tables; what repeats
 
 A decode line counts if it is the last one of its device and batch, a kernel line if it is the last
-of its processor, a line of offloading if it is the last. Nothing is written that no line tells; a
+of its device, a line of offloading if it is the last, one of a headline setting if it is the last
+of its setting, on a GPU. Nothing is written that no line tells; a
 test compares the pages with the lines.
 """
 
@@ -17,7 +19,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from keyhole.bench import measure, offload_page, plot, tables
+from keyhole.bench import headline_page, measure, offload_page, plot, tables
 
 BEGIN, END = "<!-- results: python -m keyhole.bench.report -->\n", "<!-- end of results -->"
 #: Comments around the part of docs/results.md that `keyhole.evaluate.results_page` writes.
@@ -75,8 +77,12 @@ def page(
     kernels: Sequence[Line],
     offload: Sequence[Line] = (),
     evaluation: str = "",
+    headlines: Sequence[Line] | None = None,
 ) -> str:
-    """docs/results.md; evaluation: the part of it that another program writes."""
+    """docs/results.md; evaluation: the part of it that another program writes.
+
+    headlines: None leaves that part out; without a line it names what is unmeasured.
+    """
     parts = [
         f"{_WRITTEN_BY}\n\n# Results",
         "Every number comes from a line in [benchmarks/results/](../benchmarks/results), with its\n"
@@ -95,11 +101,13 @@ def page(
             *tables.memory(line),
             tables.about(line),
         ]
-    for line in latest(kernels, lambda line: line["machine"]["cpu"]):
-        parts += [f"## Kernels on {line['machine']['cpu']}", *tables.kernels(line)]
+    for line in latest(kernels, _processor):
+        parts += [f"## Kernels on {_processor(line)}", *tables.kernels(line)]
         parts.append(tables.about(line))
     for line in offload[-1:]:
         parts += offload_page.section(line)
+    if headlines is not None:
+        parts += headline_page.section(headlines)
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,7 +118,7 @@ def main() -> None:
     readme.write_text(inserted(readme.read_text(), render(decode)))
     results = docs / "results.md"
     text = evaluation(results.read_text())
-    results.write_text(page(decode, stored("kernels"), offload, text))
+    results.write_text(page(decode, stored("kernels"), offload, text, stored("headlines")))
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
     for line in offload[-1:]:
@@ -119,6 +127,11 @@ def main() -> None:
 
 def _device_and_batch(line: Line) -> Hashable:
     return line["machine"]["device"], line["settings"]["batch"]
+
+
+def _processor(line: Line) -> str:
+    machine = line["machine"]
+    return str(machine["cpu"] if machine["device"] == "cpu" else machine["device"])
 
 
 def _device(line: Line) -> str:

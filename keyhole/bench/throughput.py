@@ -68,6 +68,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
         "read_bytes_per_s": bandwidth,
         "weight_bytes": weight_bytes,
         "lengths": lengths,
+        "counted": "decode steps at these lengths, integrated over the answer; no prompts",
         "relative_error": errors,
         "results": [
             _result(name, requests[name], lengths, spent, settings.answer)

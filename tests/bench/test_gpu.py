@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from keyhole.bench.headlines import HEADLINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,14 @@ def test_without_a_device_it_says_what_it_would_run() -> None:
     assert "tests collected" in done.stdout
     for module in ("pytest tests/gpu", "keyhole bench decode", "tiny.train", "tiny.export"):
         assert module in done.stdout
+    for name in HEADLINES:
+        assert f"headlines.jsonl {name}\n" in done.stdout
     assert done.stdout.endswith("a device would run this\n")
+
+
+def test_every_part_has_a_number_and_a_place_in_the_order() -> None:
+    found = gpu.parts(None, ROOT, 100)
+    assert sorted(part.number for part in found) == sorted(gpu.ORDER) == list(range(1, 12))
 
 
 def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from keyhole.bench import measure, offload_page, plot, report, tables
+from keyhole.bench.headlines import HEADLINES
+from keyhole.bench.settings import ALL_PEERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,7 +18,8 @@ def test_results_and_pictures_are_those_of_the_stored_lines() -> None:
     lines = report.stored("decode")
     offload = report.stored("offload")
     text = (ROOT / "docs/results.md").read_text()
-    page = report.page(lines, report.stored("kernels"), offload, report.evaluation(text))
+    headlines = report.stored("headlines")
+    page = report.page(lines, report.stored("kernels"), offload, report.evaluation(text), headlines)
     assert page == text, "run `python -m keyhole.bench.report`"
     shown = [*report.pictures(lines).items()]
     shown += [(offload_page.PICTURE, line) for line in offload[-1:]]
@@ -149,10 +152,54 @@ def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
 def test_a_picture_is_written_and_says_when_it_was_measured(tmp_path: Path) -> None:
     line = decode_line()
     line["results"].append(line["results"][0] | {"system": "somebody_else"})
+    line["results"].append(line["results"][0] | {"system": list(ALL_PEERS)[-1]})
     plot.step_times(line, tmp_path / "images" / "a.png")
     picture = (tmp_path / "images" / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert line["date"].encode() in picture
+
+
+def headline_line(**more: Any) -> dict[str, Any]:
+    gpu = {"cpu": "A", "cores": 2, "memory_gib": 8.0, "device": "NVIDIA H200"}
+    bar = {"bar": "delta: tokens/s by those of full", "value": 1.5, "wanted": ">= 2.0"}
+    line = decode_line(machine=gpu, headline="delta_figure_4", small=False, unit="tokens/s")
+    return line | {"speeds": {"delta": 3000.0}, "bars": [bar | {"met": False}]} | more
+
+
+def test_headline_settings_that_no_line_tells_of_are_named_as_unmeasured() -> None:
+    page = report.page([], [], headlines=[])
+    rows = [row for row in page.splitlines() if row.startswith("|")][2:]
+    assert len(rows) == sum(len(one.bars) for one in HEADLINES.values())
+    assert all(row.endswith("| unmeasured |") for row in rows)
+    assert "8 settings 8 are\nunmeasured:" in page
+    # The same in small, or on a CPU, says nothing of it.
+    cpu = {"cpu": "A", "cores": 2, "memory_gib": 8.0, "device": "cpu"}
+    for other in (headline_line(small=True), headline_line(machine=cpu)):
+        assert report.page([], [], headlines=[other]) == page
+
+
+def test_a_headline_setting_has_the_last_line_of_a_gpu() -> None:
+    lines = [headline_line(commit="old"), headline_line(commit="new")]
+    page = report.page([], [], headlines=lines)
+    assert "8 settings 7 are\nunmeasured:" in page
+    first, second = (row for row in page.splitlines() if row.startswith("|") and "`delta`" in row)
+    assert first.startswith("| DELTA, figure 4: Qwen2.5-1.5B, batch 64")
+    assert first.endswith("| 1.49, 35 to 28 ms | >= 2.0 | 1.50 (missed) |")
+    assert second.endswith("| >= 1.5 | not there |")
+    assert "delta_figure_4, tokens/s: `delta` 3000.\nNVIDIA H200, torch 2" in page
+    assert "commit new" in page
+    assert "commit old" not in page
+
+
+def test_kernels_of_a_gpu_stand_beside_those_of_its_processor() -> None:
+    def line(device: str) -> dict[str, Any]:
+        found = decode_line(benchmark="kernels", read_bytes_per_s=4e10, results=[], bars=[])
+        found["settings"]["paths"] = []
+        return found | {"machine": found["machine"] | {"device": device}}
+
+    page = report.page([], [line("cpu"), line("NVIDIA H200")])
+    assert "## Kernels on A\n" in page
+    assert "## Kernels on NVIDIA H200\n" in page
 
 
 def test_without_stored_lines_there_is_nothing(

@@ -1,0 +1,74 @@
+"""The papers' headline settings on this machine: `keyhole.bench.headlines` says which these are.
+
+    python -m benchmarks.headlines delta_figure_4 [--device cuda] [--note TEXT]
+    python -m benchmarks.headlines --small
+
+Each adds a line to benchmarks/results/headlines.jsonl. `--small` runs them with tiny shapes, to see
+that they run; what is measured then means nothing, and no line is written unless --output says
+where. Without names: all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keyhole
+from keyhole.bench import headline, measure, memory
+from keyhole.bench.headlines import HEADLINES
+from keyhole.cli import flags, show
+
+
+def main() -> None:
+    """Measures, prints and stores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(HEADLINES))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0")
+    parser.add_argument("--small", action="store_true", help="tiny shapes; nothing is stored")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--output", type=Path, help="add lines to this file instead")
+    arguments = parser.parse_args()
+    flags.quiet()
+    output = arguments.output
+    if output is None and not arguments.small:
+        output = measure.results() / "headlines.jsonl"
+    for name in arguments.names or HEADLINES:
+        line = _line(name, arguments)
+        if output is not None:
+            measure.append(output, line)
+        memory.give_back()  # the next one needs this one's
+
+
+def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    print(f"{name}: {HEADLINES[name].about if name in HEADLINES else 'unknown'}", flush=True)
+    device = measure.device(arguments.device)
+    line = measure.header("headline", device, arguments.note, keyhole.__version__)
+    line["command"] = shlex.join(["python", "-m", "benchmarks.headlines", *sys.argv[1:]])
+    begin = time.monotonic()
+    line |= headline.measured(name, str(device), _report, small=arguments.small)
+    line["seconds"] = round(time.monotonic() - begin)
+    rows = [[system, f"{speed:.4g}"] for system, speed in line["speeds"].items()]
+    print(show.table(["system", line["unit"]], rows))
+    for bar in line["bars"]:
+        met = "met" if bar["met"] else "MISSED"
+        print(f"{met}: {bar['bar']} is {bar['value']:.2f}, wanted {bar['wanted']}")
+    return line
+
+
+def _report(results: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
+    """What came so far, for those who wait."""
+    for result in results:
+        where = result.get("about") or f"{result['context']:,} tokens"
+        spent = next(result[name] for name in ("step_ms", "ttft_ms", "ms") if name in result)
+        print(f"  {where}, {result['system']}: {spent:.3f} ms", flush=True)
+    for note in notes:
+        print(f"  {note}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

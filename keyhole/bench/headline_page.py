@@ -1,0 +1,81 @@
+"""What docs/results.md says of the papers' headline settings: what is wanted, what was found."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from keyhole.bench import headline, tables
+from keyhole.bench.headlines import HEADLINES, Bar, Headline, named
+
+Line = dict[str, Any]
+
+UNMEASURED = "unmeasured"
+_HEADS = "setting;speed;in the paper;wanted;found".split(";")
+
+
+def section(lines: Sequence[Line]) -> list[str]:
+    """Paragraphs and a table with a row for everything wanted; only lines of a GPU count.
+
+    What no line tells is named as unmeasured.
+    """
+    last = {line["headline"]: line for line in lines if counts(line)}
+    left = len(HEADLINES) - len(last)
+    return [
+        "## The papers' headline settings, on a GPU",
+        "What is wanted on one NVIDIA GPU, at the settings that the papers lead with: a speed by\n"
+        "that of another system of the same run, with weights of the right shape and random\n"
+        "numbers (`make gpu PART=4` and on; `keyhole/bench/headlines.py` has the settings).\n"
+        "SpeContext's table 3 is of whole answers: as many requests at once as a system has room\n"
+        "for beside its weights, steps timed at 8 lengths along the answer, and their times\n"
+        f"integrated; prompts are not counted. Of {len(HEADLINES)} settings {left} are\n"
+        f"{UNMEASURED}:",
+        tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
+        *(_about(line) for line in last.values()),
+    ]
+
+
+def counts(line: Line) -> bool:
+    """Whether a line tells of a setting at its full size, on a GPU."""
+    known = line["headline"] in HEADLINES
+    return known and not line["small"] and line["machine"]["device"] != "cpu"
+
+
+def _rows(name: str, line: Line | None) -> list[list[str]]:
+    one = HEADLINES[name]
+    return [
+        [_setting(one) if i == 0 else "", _speed(name, bar), bar.paper, *_found(name, bar, line)]
+        for i, bar in enumerate(one.bars)
+    ]
+
+
+def _setting(one: Headline) -> str:
+    return one.about if one.source == "ours" else f"{one.source}: {one.about}"
+
+
+def _speed(name: str, bar: Bar) -> str:
+    by = "" if bar.by is None else f" by `{bar.by}`"
+    return f"`{bar.of}`{by}, {headline.unit(name)}"
+
+
+def _found(name: str, bar: Bar, line: Line | None) -> list[str]:
+    wanted = f">= {bar.wanted}"
+    if line is None:
+        return [wanted, UNMEASURED]
+    said = named(bar, headline.unit(name))
+    for entry in line["bars"]:
+        if entry["bar"] == said:
+            return [entry["wanted"], f"{entry['value']:.2f}{'' if entry['met'] else ' (missed)'}"]
+    return [wanted, "not there"]
+
+
+def _about(line: Line) -> str:
+    versions = line["versions"]
+    note = f" Note: {line['note']}." if line["note"] else ""
+    speeds = ", ".join(f"`{name}` {speed:.4g}" for name, speed in line["speeds"].items())
+    return (
+        f"{line['headline']}, {line['unit']}: {speeds}.\n{line['machine']['device']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}; {line['date'][:10]}, "
+        f"commit {line['commit']}; `{shlex.join(tables.command(line))}`.{note}"
+    )

@@ -1,0 +1,178 @@
+"""The papers' headline settings, and what is to be reached there on a GPU: `make gpu`.
+
+Each is a setting of a benchmark of this package, with weights of the right shape and random
+numbers. What is to be reached are ratios of speeds within one run: `of` is to be at least `wanted`
+times as fast as `by`. `keyhole.bench.headline` measures them, `python -m benchmarks.headlines` is
+the command, docs/results.md names those that nobody has measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.bench.loading import ELASTIC, NO_ELASTIC
+from keyhole.bench.settings import (
+    DecodeSettings,
+    DocumentSettings,
+    KernelSettings,
+    OffloadSettings,
+    ThroughputSettings,
+)
+from keyhole.config import parse_bytes
+
+Asked = DecodeSettings | ThroughputSettings | OffloadSettings | KernelSettings | DocumentSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What is to be reached. by: None where `of` is a share itself. paper: what was reported."""
+
+    of: str
+    by: str | None = None
+    wanted: float
+    paper: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One setting. source: where it is from; about: what it is. theirs: peers where those are
+    not among the settings.
+    """
+
+    source: str
+    about: str
+    settings: Asked
+    theirs: tuple[str, ...] = ()
+    bars: tuple[Bar, ...]
+
+
+#: The best dense step of others: see `keyhole.bench.settings.MORE_PEERS`.
+FLASH = "torch_flash"
+#: Kinds of attention in the kernels' table of speeds.
+ALL, PAGES, TOKENS = "attend, all", "attend, pages", "attend, tokens per head"
+
+
+def _table_3(prompt: int, answer: int, memory: str, *bars: Bar) -> Headline:
+    decode = DecodeSettings(
+        shape="llama-3.1-8b",
+        systems=("transformers_eager", "transformers_sdpa", FLASH, "full", "spe_context", "delta"),
+        token_budget=2048,
+        repeat=5,
+    )
+    sizes = f"{prompt:,} tokens in, {answer:,} out, requests for {memory}"
+    return Headline(
+        source="SpeContext, table 3",
+        about=f"Llama-3.1-8B, {sizes}, budget 2,048",
+        settings=ThroughputSettings(
+            prompt=prompt, answer=answer, memory=parse_bytes(memory), decode=decode
+        ),
+        bars=bars,
+    )
+
+
+# The paper's own ratios; for a long prompt it has none over eager, which was out of memory.
+_LONG_ANSWER = (
+    Bar(of="spe_context", by="transformers_eager", wanted=24.89, paper="24.89, 80 GB"),
+    Bar(of="spe_context", by="full", wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
+    Bar(of="spe_context", by=FLASH, wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
+)
+_LONG_PROMPT = (
+    Bar(
+        of="spe_context", by="transformers_sdpa", wanted=7.4, paper="7.40 by Flash Attention, 80 GB"
+    ),
+    Bar(of="spe_context", by="full", wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
+    Bar(of="spe_context", by=FLASH, wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
+)
+
+HEADLINES: dict[str, Headline] = {
+    "delta_figure_4": Headline(
+        source="DELTA, figure 4",
+        about="Qwen2.5-1.5B, batch 64, 18,432 tokens, budget 1,024",
+        settings=DecodeSettings(
+            shape="qwen2.5-1.5b",
+            contexts=(18 * 1024,),
+            batch=64,
+            systems=("transformers_sdpa", FLASH, "full", "delta"),
+            token_budget=1024,
+            repeat=21,
+        ),
+        bars=(
+            Bar(of="delta", by="full", wanted=2.0, paper="1.49, 35 to 28 ms"),
+            Bar(of="delta", by=FLASH, wanted=1.5),
+        ),
+    ),
+    "spe_context_80gb_long_answer": _table_3(2048, 32768, "80GB", *_LONG_ANSWER),
+    "spe_context_80gb_long_prompt": _table_3(32768, 2048, "80GB", *_LONG_PROMPT),
+    "spe_context_24gb_long_answer": _table_3(2048, 32768, "24GB", *_LONG_ANSWER),
+    "spe_context_24gb_long_prompt": _table_3(32768, 2048, "24GB", *_LONG_PROMPT),
+    "spe_context_edge": Headline(
+        source="SpeContext, figure 10b",
+        about="Llama-3.2-1B, one text of 34,816 tokens, 4 GB for weights and cache, budget 2,048",
+        settings=OffloadSettings(
+            shape="llama-3.2-1b",
+            context=34 * 1024,
+            policies=("spe_context",),
+            budgets=(2048,),
+            memory=parse_bytes("4GB"),
+            repeat=51,
+        ),
+        theirs=("transformers_offloaded", "transformers_eager_offloaded"),
+        bars=(
+            Bar(of=ELASTIC, by="transformers_eager_offloaded", wanted=10.06, paper="10.06"),
+            Bar(of=ELASTIC, by="transformers_offloaded", wanted=1.0),
+            Bar(of=ELASTIC, by=NO_ELASTIC, wanted=1.0),
+        ),
+    ),
+    "kernels": Headline(
+        source="ours",
+        about="one layer of Llama-3.1-8B, batch 64, 4,096 and 16,384 tokens",
+        settings=KernelSettings(
+            shape="llama-3.1-8b",
+            contexts=(4096, 16384),
+            batch=64,
+            ops=("attend", "attend_and_score", "head_scores", "page_bounds", "bound_scores"),
+            repeat=21,
+        ),
+        bars=(
+            Bar(of=ALL, wanted=0.8),
+            Bar(of=PAGES, wanted=0.7),
+            Bar(of=TOKENS, wanted=0.5),
+        ),
+    ),
+    "sam_kv_first_token": Headline(
+        source="SamKV, figure 1",
+        about="Llama-3.1-8B, 16 documents of 1,024 tokens, a question of 64",
+        settings=DocumentSettings(
+            methods=(
+                "transformers_sdpa",
+                "recompute",
+                "cacheblend",
+                "sam_kv overwrite",
+                "sam_kv fusion",
+            ),
+        ),
+        bars=(
+            Bar(of="sam_kv fusion", by="transformers_sdpa", wanted=1.0),
+            Bar(of="sam_kv fusion", by="recompute", wanted=1.0),
+            Bar(of="sam_kv fusion", by="cacheblend", wanted=1.0),
+        ),
+    ),
+}
+
+
+def judged(headline: Headline, unit: str, speeds: dict[str, float]) -> list[dict[str, Any]]:
+    """What was reached of every bar whose systems were measured."""
+    found = []
+    for bar in headline.bars:
+        if bar.of not in speeds or (bar.by is not None and bar.by not in speeds):
+            continue
+        value = speeds[bar.of] / (1.0 if bar.by is None else speeds[bar.by])
+        said = {"value": value, "wanted": f">= {bar.wanted}", "met": value >= bar.wanted}
+        found.append({"bar": named(bar, unit), **said})
+    return found
+
+
+def named(bar: Bar, unit: str) -> str:
+    """A bar in words."""
+    return f"{bar.of}: {unit}" + ("" if bar.by is None else f" by those of {bar.by}")

@@ -1,0 +1,93 @@
+"""The papers' settings run, in small, and what is wanted there is counted from their speeds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import headlines as program
+from keyhole.bench import headline, memory
+from keyhole.bench.headlines import HEADLINES, Bar, Headline, judged
+from keyhole.bench.settings import ALL_PEERS, DecodeSettings, ThroughputSettings
+from keyhole.errors import UnknownNameError
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "give_back", lambda: None)  # slow, and nothing is large here
+
+
+@pytest.mark.parametrize("name", [n for n in HEADLINES if "_24gb_" not in n and "prompt" not in n])
+def test_a_setting_runs_in_small_and_has_speeds_for_its_bars(name: str) -> None:
+    reported = []
+    line = headline.measured(name, "cpu", lambda *given: reported.append(given), small=True)
+    assert json.loads(json.dumps(line))["headline"] == name
+    assert line["small"]
+    assert line["bars"] == []
+    assert reported
+    assert all(speed > 0 for speed in line["speeds"].values())
+    # All but those that need the host below a GPU.
+    there = {n for bar in HEADLINES[name].bars for n in (bar.of, bar.by) if n}
+    assert {n for n in there if not n.endswith("_offloaded")} <= set(line["speeds"])
+
+
+def test_the_sizes_are_those_of_the_papers() -> None:
+    delta = HEADLINES["delta_figure_4"].settings
+    assert isinstance(delta, DecodeSettings)
+    assert (delta.batch, delta.contexts, delta.token_budget) == (64, (18432,), 1024)
+    table = [h.settings for h in HEADLINES.values() if isinstance(h.settings, ThroughputSettings)]
+    assert [(t.prompt, t.answer, t.memory) for t in table] == [
+        (prompt, answer, memory)
+        for memory in (80 * 10**9, 24 * 10**9)
+        for prompt, answer in ((2048, 32768), (32768, 2048))
+    ]
+    assert all(t.points == 8 and t.decode.token_budget == 2048 for t in table)
+
+
+def test_what_is_wanted_is_said_of_systems_that_are_measured() -> None:
+    for name, one in HEADLINES.items():
+        systems = set(one.theirs)
+        if isinstance(one.settings, DecodeSettings):
+            systems |= set(one.settings.systems)
+        elif isinstance(one.settings, ThroughputSettings):
+            systems |= set(one.settings.decode.systems)
+        else:
+            continue
+        for bar in one.bars:
+            assert {bar.of, bar.by} <= systems, name
+            assert bar.of not in ALL_PEERS
+
+
+def test_bars_are_ratios_of_speeds() -> None:
+    bars = (
+        Bar(of="mine", by="yours", wanted=2.0),
+        Bar(of="mine", wanted=31),
+        Bar(of="mine", by="nobody", wanted=1.0),
+    )
+    settings = HEADLINES["delta_figure_4"].settings
+    one = Headline(source="a", about="b", settings=settings, bars=bars)
+    assert judged(one, "tokens/s", {"mine": 30.0, "yours": 15.0}) == [
+        {"bar": "mine: tokens/s by those of yours", "value": 2.0, "wanted": ">= 2.0", "met": True},
+        {"bar": "mine: tokens/s", "value": 30.0, "wanted": ">= 31", "met": False},
+    ]
+
+
+def test_the_command_stores_a_line_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "lines.jsonl"
+    words = ["kernels", "--small", "--device", "cpu", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["headlines", *words])
+    program.main()
+    (line,) = map(json.loads, output.read_text().splitlines())
+    assert line["benchmark"] == "headline"
+    assert line["command"].startswith("python -m benchmarks.headlines kernels --small")
+    assert "share of the copy bandwidth" in capsys.readouterr().out
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'kernels'"):
+        headline.measured("kernel", "cpu", lambda *_: None)
