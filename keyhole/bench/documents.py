@@ -26,9 +26,8 @@ from keyhole.bench.sitting import TOLERANCE
 from keyhole.bench.turns import Turn, take_turns
 from keyhole.config import SamplingParams
 from keyhole.engine.llm import LLM
-from keyhole.evaluate.document_methods import METHODS
 from keyhole.kernels import operations
-from keyhole.reuse import make_reuse
+from keyhole.reuse import make_reuse, reuses
 
 #: Computes the whole prompt, by attention of transformers.
 PEER = "transformers_sdpa"
@@ -40,7 +39,7 @@ _FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
     """Measures every method; the part of a line of results that is this benchmark's own."""
-    require_known("method", settings.methods, (PEER, *METHODS))
+    require_known("method", settings.methods, (PEER, *reuses()))
     device = measure.device(settings.device)
     bandwidth = measure.read_bandwidth(device)
     length = settings.documents * settings.tokens + settings.question
@@ -96,7 +95,7 @@ class _Ours:
         self.cost: dict[str, Any] = {}
         self._llm, self._documents = llm, list(documents)
         self._question = {"prompt_token_ids": question.tolist()}
-        self._reuse = make_reuse(*METHODS[name])
+        self._reuse = make_reuse(name)
         self._ttft_ms = 0.0
 
     def call(self) -> None:

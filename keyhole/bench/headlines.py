@@ -144,18 +144,12 @@ HEADLINES: dict[str, Headline] = {
         source="SamKV, figure 1",
         about="Llama-3.1-8B, 16 documents of 1,024 tokens, a question of 64",
         settings=DocumentSettings(
-            methods=(
-                "transformers_sdpa",
-                "recompute",
-                "cacheblend",
-                "sam_kv overwrite",
-                "sam_kv fusion",
-            ),
+            methods=("transformers_sdpa", "recompute", "cacheblend", "sam_kv"),
         ),
         bars=(
-            Bar(of="sam_kv fusion", by="transformers_sdpa", wanted=1.0),
-            Bar(of="sam_kv fusion", by="recompute", wanted=1.0),
-            Bar(of="sam_kv fusion", by="cacheblend", wanted=1.0),
+            Bar(of="sam_kv", by="transformers_sdpa", wanted=1.0),
+            Bar(of="sam_kv", by="recompute", wanted=1.0),
+            Bar(of="sam_kv", by="cacheblend", wanted=1.0),
         ),
     ),
 }

@@ -207,8 +207,9 @@ class OffloadSettings:
 class DocumentSettings:
     """Questions over stored documents of random tokens; `keyhole.bench.headlines` names such.
 
-    documents: how many, of `tokens` tokens each; question: tokens after them. methods: names of
-    `keyhole.evaluate.document_methods`, and transformers_sdpa. folder: as in `OffloadSettings`.
+    documents: how many, of `tokens` tokens each; question: tokens after them. methods: of reuse,
+    with their defaults, and transformers_sdpa. folder: where documents are stored; None: the
+    system's place.
     """
 
     methods: Names

@@ -12,7 +12,7 @@ from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.settings import DocumentSettings
 from keyhole.errors import ConfigError, UnknownNameError
 
-METHODS = ("transformers_sdpa", "recompute", "cacheblend", "sam_kv fusion")
+METHODS = ("transformers_sdpa", "recompute", "cacheblend", "sam_kv")
 
 
 def settings(**given: Any) -> DocumentSettings:
@@ -34,7 +34,7 @@ def test_every_method_has_a_time_and_what_it_kept() -> None:
     assert found["transformers_sdpa"]["store_bytes_read"] is None
     assert found["cacheblend"]["store_bytes_read"] > 0
     assert found["cacheblend"]["sequence_ratio"] == 1
-    assert 0 < found["sam_kv fusion"]["sequence_ratio"] < 1
+    assert 0 < found["sam_kv"]["sequence_ratio"] < 1
 
 
 def test_other_logits_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
