@@ -47,7 +47,7 @@ STATE = ROOT / "runs/tiny-gpu"
 # A call stays below nine minutes.
 _BUDGET_S = 530.0
 # The longest that one of the papers' settings may take.
-_SETTING_S = 400.0
+_SETTING_S = 520.0
 # Not begun with less than this left.
 _LEAST_S = 60.0
 # What the training process needs beside training: to start, to save, and for the export.

@@ -56,7 +56,7 @@ ALL, PAGES, TOKENS = "attend, all", "attend, pages", "attend, tokens per head"
 def _table_3(prompt: int, answer: int, memory: str, *bars: Bar) -> Headline:
     decode = DecodeSettings(
         shape="llama-3.1-8b",
-        systems=("transformers_eager", "transformers_sdpa", FLASH, "full", "spe_context", "delta"),
+        systems=("transformers_eager", "transformers_sdpa", FLASH, "full", "spe_context"),
         token_budget=2048,
         repeat=5,
     )

@@ -25,8 +25,10 @@ Result = dict[str, Any]
 #: Takes results as they come, and notes for a reader beside them.
 Report = Callable[[Sequence[Result], Sequence[str]], None]
 
-# Far more than any cache holds, so that a sum over it reads memory.
+# Far more than any cache holds, so that a sum over it reads memory; on a GPU more again, where what
+# a launch takes would not be small beside it.
 _BANDWIDTH_BYTES = 1 << 29
+_MORE_ON_GPU = 8
 _BANDWIDTH_RUNS = 7
 
 
@@ -116,17 +118,22 @@ def synchronize(device: torch.device) -> None:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second that a sum over a large tensor reads with all threads; the best of a few."""
-    numbers = torch.ones(_BANDWIDTH_BYTES // 4, device=device)
+    numbers = _much(device)
     best = min(time_ms(numbers.sum, device) for _ in range(_BANDWIDTH_RUNS))
-    return _BANDWIDTH_BYTES / (1e-3 * best)
+    return numbers.nbytes / (1e-3 * best)
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy of a large tensor reads and writes; the best of a few."""
-    numbers = torch.ones(_BANDWIDTH_BYTES // 4, device=device)
+    numbers = _much(device)
     copy = torch.empty_like(numbers)
     best = min(time_ms(lambda: copy.copy_(numbers), device) for _ in range(_BANDWIDTH_RUNS))
-    return 2 * _BANDWIDTH_BYTES / (1e-3 * best)
+    return 2 * numbers.nbytes / (1e-3 * best)
+
+
+def _much(device: torch.device) -> torch.Tensor:
+    size = _BANDWIDTH_BYTES * (_MORE_ON_GPU if device.type == "cuda" else 1)
+    return torch.ones(size // 4, device=device)
 
 
 def append(path: Path, line: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from keyhole.models.loading import Model
 class Past:
     """A cache of transformers. steps: the most that are added to one with room for them.
 
-    ConfigError for one on the host without a GPU.
+    ConfigError for one on the host without a GPU, and for one that flash attention does not take.
     """
 
     def __init__(self, kind: str, model: Model, context: int, steps: int) -> None:
@@ -35,6 +35,8 @@ class Past:
         if self.static:
             self.cache = StaticCache(config=config, max_cache_len=room)
         elif self.in_place:
+            wide = model.dtype == torch.float32 and model.device.type == "cuda"
+            require(not wide, "dtype", "float32", "bfloat16 or float16 for flash attention on cuda")
             self.cache = in_place_cache(config, room)
         else:
             below = kind == "offloaded"
