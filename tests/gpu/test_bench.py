@@ -1,0 +1,69 @@
+"""Benchmarks on a GPU: every headline setting in small, and peers that only a GPU has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole.bench import headline, trace
+from keyhole.bench.headlines import HEADLINES
+from keyhole.bench.model import Numbers, make_weights, prompts
+from keyhole.bench.peers import Past, Peer
+from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
+
+pytestmark = pytest.mark.gpu
+
+CONTEXT, STEPS = 64, 8
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_a_headline_setting_runs_in_small(name: str) -> None:
+    line = headline.measured(name, "cuda", lambda *_: None, small=True)
+    wanted = {n for bar in HEADLINES[name].bars for n in (bar.of, bar.by) if n}
+    assert wanted <= set(line["speeds"])
+
+
+@pytest.fixture
+def peers() -> tuple[list[Peer], list[list[int]], list[int]]:
+    """All peers over the same numbers, each with a cache of its own."""
+    asked = DecodeSettings(contexts=(CONTEXT,), shape="smoke", device="cuda")
+    weights = make_weights(asked)
+    numbers = Numbers(weights.ours, 2, CONTEXT)
+    found = []
+    for name, (_, kind) in ALL_PEERS.items():
+        past = Past(kind, weights.ours, CONTEXT, STEPS)
+        past.fill(numbers)
+        found.append(Peer(name, weights, past, CONTEXT))
+    return found, *prompts(weights.ours, 2, CONTEXT, 3)
+
+
+def test_all_peers_agree(peers: tuple[list[Peer], list[list[int]], list[int]]) -> None:
+    found, texts, given = peers
+    expected, *others = [peer.logits(texts, given) for peer in found]
+    for other in others:
+        torch.testing.assert_close(other, expected, rtol=0.1, atol=0.1)
+
+
+def test_a_captured_step_is_the_step_again_and_again(
+    peers: tuple[list[Peer], list[list[int]], list[int]],
+) -> None:
+    found, texts, _ = peers
+    (flash,) = (peer for peer in found if peer.name == next(iter(MORE_PEERS)))
+    flash.start(texts, STEPS)
+    assert flash._captured is not None
+    for _ in range(3):
+        given = flash._next.clone()
+        expected = flash._forward(given).argmax(-1)
+        flash._past.take_back(1)
+        flash.step()
+        flash.rest()
+        assert torch.equal(flash._next, expected)
+        assert flash._past.cache.get_seq_length() == CONTEXT
+
+
+def test_a_trace_shows_what_ran_on_the_gpu(tmp_path: Path) -> None:
+    numbers = torch.ones(1 << 20, device="cuda")
+    trace.write(tmp_path / "trace.json", lambda: numbers.mul(2), torch.device("cuda"))
+    assert '"cat": "kernel"' in (tmp_path / "trace.json").read_text()
