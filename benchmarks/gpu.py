@@ -29,7 +29,7 @@ import tarfile
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -112,6 +112,19 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             after=lambda: keep(work, state),
         ),
     ]
+
+
+def run_parts(numbers: Iterable[int], out: Path | None, work: Path) -> bool:
+    """Runs parts one after the other while there is time; whether all that ran went well."""
+    begin, good = time.monotonic(), True
+    for number in numbers:
+        left = _BUDGET_S - (time.monotonic() - begin)
+        (part,) = (part for part in parts(out, work, left) if part.number == number)
+        if left < _LEAST_S:
+            print(f"== part {number}: {part.title}: no time left; `make gpu PART={number}`")
+        else:
+            good = run(part, min(left, part.limit_s)) and good
+    return good
 
 
 def run(part: Part, limit_s: float) -> bool:
@@ -228,20 +241,12 @@ def main() -> None:
     parser.add_argument("--part", type=int, choices=sorted(ORDER), help="only this one")
     wanted = parser.parse_args().part
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
-    begin = time.monotonic()
-    good = True
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         if not torch.cuda.is_available():
             chosen = [p for p in parts(out, work, _BUDGET_S) if wanted in (None, p.number)]
             sys.exit(0 if dry_run(chosen) else 1)
-        for number in ORDER if wanted is None else (wanted,):
-            left = _BUDGET_S - (time.monotonic() - begin)
-            (part,) = (part for part in parts(out, work, left) if part.number == number)
-            if left < _LEAST_S:
-                print(f"== part {number}: {part.title}: no time left; `make gpu PART={number}`")
-                continue
-            good = run(part, min(left, part.limit_s)) and good
+        good = run_parts(ORDER if wanted is None else (wanted,), out, work)
     sys.exit(0 if good else 1)
 
 

@@ -120,6 +120,7 @@ _KERNELS: _Columns = (
     ("moved", "moved_bytes", show.bytes_text),
     ("GFLOP/s", "gflop_per_s", "{:.0f}".format),
     *_COMMON,
+    ("of a copy's", "copy_share", "{:.0%}".format),
 )
 _DECODE: _Columns = (
     ("tokens", "context", "{:,}".format),

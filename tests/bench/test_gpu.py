@@ -38,6 +38,19 @@ def test_every_part_has_a_number_and_a_place_in_the_order() -> None:
     assert sorted(part.number for part in found) == sorted(gpu.ORDER) == list(range(1, 12))
 
 
+def test_what_there_is_no_time_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran: list[tuple[int, float]] = []
+    monkeypatch.setattr(gpu, "run", lambda part, limit: ran.append((part.number, limit)) or True)
+    clock = iter([0.0, 0.0, 100.0, 480.0])
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
+    assert gpu.run_parts((1, 5, 3), None, tmp_path)
+    assert ran == [(1, 270), (5, 430)]  # its own limit, then what is left
+    last = "== part 3: training of the bundled model: no time left; `make gpu PART=3`\n"
+    assert capsys.readouterr().out == last
+
+
 def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "json.tool", "--no-such-thing"]
     part = gpu.Part(number=9, title="wrong", limit_s=1, commands=[command])

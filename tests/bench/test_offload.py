@@ -192,7 +192,8 @@ def test_what_cannot_be_measured_is_refused_at_once(
     ):
         with pytest.raises((ConfigError, UnknownNameError), match=error):
             offload.run(model, settings(**given), lambda *_: None, head)
-    for given in ({"budgets": (64, 32)}, {"budgets": ()}, {"items": 0}, {"words": 50}):
+    wrong = ({"budgets": (64, 32)}, {"budgets": ()}, {"items": 0}, {"words": 50}, {"memory": 1})
+    for given in wrong:
         with pytest.raises(ConfigError, match=f"{next(iter(given))} "):
             settings(**given)
 
