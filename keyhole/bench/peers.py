@@ -30,6 +30,7 @@ class Past:
 
     def __init__(self, kind: str, model: Model, context: int, steps: int) -> None:
         self.static, self.in_place = kind == "static", kind == "in_place"
+        self.below = kind == "offloaded"
         config, room = model.network.config, context + steps
         self.cache: Any
         if self.static:
@@ -39,10 +40,10 @@ class Past:
             require(not wide, "dtype", "float32", "bfloat16 or float16 for flash attention on cuda")
             self.cache = in_place_cache(config, room)
         else:
-            below = kind == "offloaded"
             right = "cuda where keys and values are to lie on the host"
-            require(not below or model.device.type == "cuda", "device", str(model.device), right)
-            self.cache = DynamicCache(config=config, offloading=below)
+            good = not self.below or model.device.type == "cuda"
+            require(good, "device", str(model.device), right)
+            self.cache = DynamicCache(config=config, offloading=self.below)
 
     def fill(self, numbers: Numbers) -> None:
         """Stores keys and values of all prompts."""
@@ -54,8 +55,12 @@ class Past:
             self.cache.update(keys, values, layer)
 
     def take_back(self, tokens: int) -> None:
-        """Forgets the newest tokens, if they are copied away at each step anyway."""
-        if not self.static:
+        """Forgets the newest tokens where that makes no step slower.
+
+        A static cache keeps them in its room. On the host what is left would lie in pieces, to be
+        put together before each copy.
+        """
+        if not self.static and not self.below:
             self.cache.crop(-tokens)
 
     @property
