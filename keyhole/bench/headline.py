@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from keyhole.bench import decode, documents, kernels, measure, offload_large, throughput
-from keyhole.bench.headlines import ALL, HEADLINES, PAGES, TOKENS, Asked, Headline, judged
+from keyhole.bench.headlines import ALL, FLASH, HEADLINES, PAGES, TOKENS, Asked, Headline, judged
 from keyhole.bench.measure import Report
 from keyhole.bench.room import RESERVE_BYTES
 from keyhole.bench.settings import (
-    MORE_PEERS,
     PAGE_SIZE,
     DecodeSettings,
     DocumentSettings,
@@ -71,7 +70,7 @@ def on(settings: Asked, device: str) -> Any:
 def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> Line:
     device = measure.device(settings.device)
     # The host is the lower tier of a GPU; below a CPU there is no such peer.
-    theirs = headline.theirs if device.type == "cuda" else tuple(MORE_PEERS)[:1]
+    theirs = headline.theirs if device.type == "cuda" else (FLASH,)
     bandwidth = measure.read_bandwidth(device)
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
         results = offload_large.run(settings, folder, theirs)

@@ -35,6 +35,9 @@ MORE_PEERS = {
     "transformers_eager_offloaded": ("eager", "offloaded"),
 }
 
+#: Of these, those that need a GPU.
+BELOW = tuple(name for name, (_, kind) in MORE_PEERS.items() if kind == "offloaded")
+
 #: Attention and cache of every system of others that runs in this process.
 ALL_PEERS = PEERS | MORE_PEERS
 
@@ -106,7 +109,9 @@ class DecodeSettings(Settings):
     systems: Names = setting(  # noqa: RUF009
         (),
         f"{', '.join(PEERS)}, and policies; default: these and {', '.join(POLICIES)}; "
-        f"{' and '.join(OUTSIDE)} need what `make bench-peers` sets up; {', '.join(MORE_PEERS)}",
+        f"{' and '.join(OUTSIDE)} need what `make bench-peers` sets up; also "
+        f"{', '.join(name for name in MORE_PEERS if name not in BELOW)}, and on a GPU "
+        f"{', '.join(BELOW)}",
     )
     token_budget: int | None = setting(
         None, "tokens that a policy may read in a layer; None: each policy's own default"
