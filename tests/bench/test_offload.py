@@ -128,7 +128,10 @@ def test_a_trace_shows_copies_beside_the_steps(
 ) -> None:
     file = tmp_path / "new" / "trace.json"
     asked = settings(policies=("spe_context",), trace=str(file), context=context)
-    offload.run(model, asked, lambda *_: None, head)
+    if context is None:
+        offload.run(model, asked, lambda *_: None, head)
+    else:
+        offload_large.run(asked, str(tmp_path))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
     steps = {e["name"]: e for e in events if e["name"].startswith("step ")}
     assert list(steps) == [f"step {i}" for i in range(trace.STEPS)]
