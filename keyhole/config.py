@@ -187,6 +187,7 @@ class EngineConfig:
     offload: str | None = setting(
         None, "folder that layers move to when memory is full; on a GPU: any, it is host memory"
     )
+    graphs: bool = setting(True, "on a GPU, repeat decode steps as CUDA graphs, where they can be")
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
 
     def __post_init__(self) -> None:

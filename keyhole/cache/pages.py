@@ -32,6 +32,7 @@ class PageCache:
     data: per layer, the policy's side data by name, [capacity, ...].
     common: side data that belongs to no layer, in the same form.
     peak_pages: the most pages that were in use at once.
+    moves: how often tensors have been replaced by others, larger or on another tier.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class PageCache:
         self.page_size = geometry.page_size
         self.max_pages = max_pages
         self.peak_pages = 0
+        self.moves = 0
         self._shapes = page_data or [{} for _ in geometry.layers]
         self._common_shapes = common or {}
         self._refs: list[int] = []
         self._free: list[int] = []
+        self._aside: int | None = None
         self._stores: dict[int, Store] = {}  # layers on the lower tier
         #: Told how many pages there must be and how many are wished for; says how many may be.
         self.before_growth: Callable[[int, int], int] | None = None
@@ -77,7 +80,7 @@ class PageCache:
     @property
     def available(self) -> int:
         """Pages that can still be allocated."""
-        return len(self._free) + self.max_pages - self.capacity
+        return len(self._free) + self._most - self.capacity
 
     @property
     def page_bytes(self) -> int:
@@ -109,6 +112,7 @@ class PageCache:
         store = tier.store(upper)
         lower = store.resized(len(upper))
         move(upper, lower)
+        self.moves += 1
         self._pages[layer], self._stores[layer] = lower, store
         self.keys, self.values = self._views()
 
@@ -121,8 +125,24 @@ class PageCache:
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
-        self.peak_pages = max(self.peak_pages, self.capacity - len(self._free))
+        used = self.capacity - len(self._free) - (self._aside is not None)
+        self.peak_pages = max(self.peak_pages, used)
         return pages
+
+    def set_aside(self) -> int | None:
+        """A page, full of zeros, that is nobody's: for rows of a step that stand for no sequence.
+
+        It is one for all who ask, for good, and `max_pages` counts it no more. None if no page is
+        left, or none would be.
+        """
+        if self._aside is None and self.max_pages > 1:
+            peak = self.peak_pages
+            for page in self.allocate(1) or ():
+                for tensor in self._tensors():
+                    tensor[page] = 0
+                self._aside, self.peak_pages = page, peak
+                self.max_pages -= 1
+        return self._aside
 
     def share(self, pages: Iterable[int]) -> None:
         """One more reference to each page."""
@@ -174,6 +194,8 @@ class PageCache:
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Asserts that each page has as many references as `holders` list it; the rest is free."""
         held = Counter(page for pages in holders for page in pages)
+        if self._aside is not None:
+            held[self._aside] += 1
         for page, count in enumerate(self._refs):
             assert count == held[page], (
                 f"page {page} has {count} references, held {held[page]} times"
@@ -195,9 +217,15 @@ class PageCache:
         ]
         return [keys for keys, _ in views], [values for _, values in views]
 
+    @property
+    def _most(self) -> int:
+        """The most pages that tensors may exist for."""
+        return self.max_pages + (self._aside is not None)
+
     def _grow(self, least: int) -> None:
         """Doubles the tensors, one after the other, so that little is held twice at any time."""
-        capacity = min(self.max_pages, max(_FIRST_PAGES, 2 * self.capacity))
+        self.moves += 1
+        capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))
         if self.before_growth is not None:
             least = min(least, capacity)
             capacity = self.before_growth(least, capacity)

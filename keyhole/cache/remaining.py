@@ -19,7 +19,7 @@ class Remaining:
 
     page_table: int32 [B, W], physical pages; the rest of a row is 0. pages: int32 [B], entries.
     lengths: int32 [B], tokens in them, the newest included. pinned: int64 [B], how many of the
-    first entries are the prompt's, which never go.
+    first entries are the prompt's, which never go. goes: bool [B], `due` on the device.
     entries: int64 [B, W], on the host: which page of the sequence each one is; the rest is -1.
     most_generated: the most entries of any sequence that are not pinned.
     due: bool [B], on the host: sequences that give up a page before their next token.
@@ -30,6 +30,7 @@ class Remaining:
     pages: Tensor
     lengths: Tensor
     pinned: Tensor
+    goes: Tensor
     entries: np.ndarray
     most_generated: int
     due: np.ndarray

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Sequence as Tokens
 
+import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
@@ -16,6 +17,7 @@ from keyhole.engine.context import Context
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.eviction import most_pages
 from keyhole.engine.fingerprint import head_fingerprint
+from keyhole.engine.graphs import make_recorder
 from keyhole.engine.lookahead import Lookahead, load_head
 from keyhole.engine.placement import Placement
 from keyhole.engine.preparation import Preparation
@@ -69,7 +71,6 @@ class Engine:
         if cache is None:
             cache, self.placement = allocate(model, self.geometry, self.policy, config, head)
         self.cache = cache
-        self.max_pages = self.cache.max_pages
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
         self.scheduler = Scheduler(
             self.cache,
@@ -89,9 +90,17 @@ class Engine:
             model.watch(head.config.feature_layers)
             self.lookahead = Lookahead(head, self.cache, choice_lists(self.geometry))
         prefetcher = None if self.placement is None else self.placement.prefetcher
+        wanted = config.graphs and self.policy.capturable is True
         self._runner = Runner(
-            model, self.cache, self.policy, config.max_batch, self.lookahead, prefetcher
+            model,
+            self.cache,
+            self.policy,
+            config.max_batch,
+            self.lookahead,
+            prefetcher,
+            make_recorder(model.device) if wanted else None,
         )
+        self.max_pages = self.cache.max_pages
 
     @property
     def has_work(self) -> bool:
@@ -206,7 +215,8 @@ class Engine:
                     self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
         for i, sequence in enumerate(wanted):
             if sequence.keeps_logits(sequence.num_computed):
-                sequence.logits.append(logits[i].float().cpu())
+                # A copy: the next step may write its own there.
+                sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
         ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
         if ready:
             self._advance([wanted[i] for i in ready], logits[ready])

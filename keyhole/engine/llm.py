@@ -82,6 +82,7 @@ class LLM:
         page_size: int = EngineConfig.page_size,
         prefill_chunk: int = EngineConfig.prefill_chunk,
         prefix_cache: bool = EngineConfig.prefix_cache,
+        graphs: bool = EngineConfig.graphs,
         max_length: int | None = None,
         documents: str | Path | None = None,
         documents_limit: int | str | None = None,
@@ -93,6 +94,7 @@ class LLM:
             prefix_cache=prefix_cache,
             memory=None if memory is None else parse_bytes(memory),
             offload=None if offload is None else str(offload),
+            graphs=graphs,
             max_length=max_length,
         )
         chosen = make_policy(policy)

@@ -54,17 +54,21 @@ class Lookahead:
             data["head_features"] = (config.hidden_size,)
         return data
 
+    def check(self, length: int) -> None:
+        """Warns, once, of a sequence longer than the head was trained at."""
+        if length > self.head.config.trained_length and not self._warned:
+            self._warned = True
+            self.head.check_length(length)
+
     @torch.no_grad()
     def before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
         """Takes the newest token of each decoding sequence and offers the head's weights."""
         step, count = batch.step, batch.num_decode
         assert step is not None
-        if step.max_length > self.head.config.trained_length and not self._warned:
-            self._warned = True
-            self.head.check_length(step.max_length)
         fused = None
         if self.head.config.feature_layers:
-            before = (positions[:count] - 1) // step.page_size
+            # A row of no sequence stands at 0, where nothing is before.
+            before = ((positions[:count] - 1) // step.page_size).clamp(min=0)
             pages = step.page_table.gather(1, before[:, None])[:, 0]
             fused = self._cache.common["head_features"][pages]
         query, key = self.head(token_ids[:count], positions[:count], fused)

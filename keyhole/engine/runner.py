@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher, Traffic
 from keyhole.cache.remaining import Remaining
 from keyhole.cache.thinned import Rows, Thinned
 from keyhole.engine.eviction import Eviction
 from keyhole.engine.lookahead import Lookahead
+from keyhole.engine.numbers import Numbers, numbers_of
 from keyhole.engine.page_table import PageTable
+from keyhole.engine.reads import counted
+from keyhole.engine.recorded import Outputs, RecordedSteps, Recorder
 from keyhole.engine.scheduler import Plan
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.state import SequenceState
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.models.positions import Turns, rotates
-from keyhole.policy.base import Policy, Selection, Step
+from keyhole.policy.base import Policy, Step
 
 
 class Runner:
-    """The model with its cache and policy."""
+    """The model with its cache and policy.
+
+    recorder: how decode steps are recorded, to be repeated; None: each one is launched anew.
+    """
 
     def __init__(
         self,
@@ -37,6 +43,7 @@ class Runner:
         max_batch: int,
         lookahead: Lookahead | None = None,
         prefetcher: Prefetcher | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -45,7 +52,9 @@ class Runner:
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
         like = torch.empty(0, dtype=model.dtype, device=model.device)
-        self._state = SequenceState(policy, cache.geometry, max_batch, like)
+        # The last row is for rows of a recorded step that stand for no sequence.
+        num_rows = max_batch if recorder is None else max_batch + 1
+        self._state = SequenceState(policy, cache.geometry, num_rows, like)
         self._thinned = Thinned(len(cache.keys), max_batch, model.device)
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
@@ -53,6 +62,11 @@ class Runner:
         self._traffic: list[Traffic] = []
         evicts = policy.most_pages(np.ones(1, np.int64), cache.page_size) is not None
         self._eviction = Eviction(policy, cache, max_batch) if evicts else None
+        self._recorded: RecordedSteps | None = None
+        if recorder is not None:
+            self._recorded = RecordedSteps(
+                recorder, cache, policy, max_batch, model.device, self._step, self._decode
+            )
         # Of the last step: which page each sequence gives up, who is due, and who they are.
         self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
@@ -68,6 +82,12 @@ class Runner:
         fraction (mean over layers), bytes of keys and values, and other bytes. Advances
         `num_computed`.
         """
+        self.evict()  # if whoever ran the last step was interrupted before
+        numbers = self._numbers(plan.decodes)
+        if numbers is not None and self._recorded is not None and self._is_plain(plan):
+            outputs = self._recorded.run(numbers, plan.decodes)
+            if outputs is not None:
+                return self._finished(plan, numbers, outputs)
         spans = [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes]
         spans += [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
         tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
@@ -75,7 +95,7 @@ class Runner:
         ends = np.cumsum([end - start for _, start, end in spans])
         wanted = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
         row = (self._send(tokens), self._send(positions))
-        batch = self.begin(plan, *row)
+        batch = self._begin(plan, numbers, *row)
         logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
         reads = self.end(plan, *row, batch)
         return [spans[i][0] for i in wanted], logits, reads
@@ -85,30 +105,21 @@ class Runner:
 
         token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
         """
-        self.evict()  # if whoever ran the last step was interrupted before
-        batch = self._batch(plan)
-        if batch.step is not None:
-            if self._lookahead is not None:
-                self._lookahead.before(token_ids, positions, batch)
-            self._policy.before_step(batch.step)
-            batch.prefetch(-1)
-        return batch
+        self.evict()
+        return self._begin(plan, self._numbers(plan.decodes), token_ids, positions)
 
     def end(self, plan: Plan, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """After the forward: advances `num_computed`; returns the reads, as `run`."""
-        if self._lookahead is not None:
-            self._lookahead.after(token_ids, positions, batch)
+        victims, reads = self._after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
         self._traffic = self._prefetcher.end() if loading and self._prefetcher else []
-        if batch.step is not None:
-            victims, left = self._policy.after_step(batch.step), batch.step.remaining
-            if victims is not None and left is not None:
-                self._victims = victims, left.due, plan.decodes
+        if victims is not None and batch.step is not None and batch.step.remaining is not None:
+            self._victims = victims, batch.step.remaining.due, plan.decodes
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
-        return self._reads(batch)
+        return reads
 
     def evict(self) -> None:
         """Frees the pages that the policy gives up, once the host has waited for the step anyway.
@@ -128,15 +139,94 @@ class Runner:
         """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""
         return sequence.kept if self._eviction is None else self._eviction.kept(sequence)
 
-    def _batch(self, plan: Plan) -> Batch:
-        size = self._cache.page_size
-        position = np.asarray([s.num_computed for s in plan.decodes], np.int64)
-        width = int(position.max()) // size + 1 if plan.decodes else 0
-        table = self._table.rows(plan.decodes, width)
-        page = table[np.arange(len(position)), position // size]
-        slots, touched, filled = [page * size + position % size], [page], [position % size + 1]
+    def _numbers(self, decodes: list[Sequence]) -> Numbers | None:
+        if not decodes:
+            return None
+        numbers = numbers_of(
+            decodes, self._cache.page_size, self._table, self._state, self._eviction
+        )
+        if self._lookahead is not None:
+            self._lookahead.check(int(numbers.position.max()) + 1)
+        return numbers
+
+    def _begin(
+        self, plan: Plan, numbers: Numbers | None, token_ids: Tensor, positions: Tensor
+    ) -> Batch:
+        batch = self._batch(plan, numbers)
+        self._before(token_ids, positions, batch)
+        return batch
+
+    def _before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
+        """The policy's choice before the forward."""
+        if batch.step is None:
+            return
+        if self._lookahead is not None:
+            self._lookahead.before(token_ids, positions, batch)
+        self._policy.before_step(batch.step)
+        batch.prefetch(-1)
+
+    def _after(
+        self, token_ids: Tensor, positions: Tensor, batch: Batch
+    ) -> tuple[Tensor | None, Tensor]:
+        """What comes after the forward: which pages are given up, and the reads."""
+        if self._lookahead is not None:
+            self._lookahead.after(token_ids, positions, batch)
+        if batch.step is None:
+            return None, torch.zeros(0, 3, dtype=torch.float64)
+        victims = self._policy.after_step(batch.step)
+        return victims, counted(batch.reads, batch.step, self._cache.geometry, self._policy)
+
+    def _is_plain(self, plan: Plan) -> bool:
+        """Whether a step is nothing but decoding, over all tokens and on one tier."""
+        if plan.chunks or self._cache.lower_layers:
+            return False
+        return all(sequence.kept is None for sequence in plan.decodes)
+
+    @torch.no_grad()
+    def _decode(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
+        """A plain step, from the device's numbers to the device's results."""
+        row = tensors["token_ids"], tensors["positions"]
+        every = torch.arange(len(row[0]), device=self._model.device)
+        keep = self._keeps_data
+        batch = Batch(
+            cache=self._cache,
+            policy=self._policy,
+            slots=tensors["slots"],
+            newest=every,
+            num_decode=len(every),
+            step=replace(step),  # what hooks leave in it ends with it
+            chunks=[],
+            touched=tensors["touched"] if keep else None,
+            filled=tensors["filled"] if keep else None,
+        )
+        self._before(*row, batch)
+        logits = self._model.forward(*row, batch, every)
+        victims, reads = self._after(*row, batch)
+        return Outputs(logits, reads, victims)
+
+    def _finished(
+        self, plan: Plan, numbers: Numbers, outputs: Outputs
+    ) -> tuple[list[Sequence], Tensor, Tensor]:
+        """What `run` gives, after a plain step; and all that it leaves on the host."""
+        count, self._traffic = len(plan.decodes), []
+        if outputs.victims is not None and numbers.due is not None:
+            self._victims = outputs.victims[:count], numbers.due, plan.decodes
+        wanted = [i for i, s in enumerate(plan.decodes) if s.wants_logits(s.num_computed + 1)]
+        for sequence in plan.decodes:
+            sequence.num_computed += 1
+        logits = outputs.logits[:count]
+        if len(wanted) < count:
+            logits = logits[self._send(np.asarray(wanted, np.int64))]
+        return [plan.decodes[i] for i in wanted], logits, outputs.reads[:count]
+
+    def _batch(self, plan: Plan, numbers: Numbers | None) -> Batch:
+        size, row = self._cache.page_size, len(plan.decodes)
+        slots, touched, filled = [], [], []
+        if numbers is not None:
+            slots.append(numbers.written["slots"])
+            touched.append(numbers.written["touched"])
+            filled.append(numbers.written["filled"])
         chunks: list[Chunk | ScatteredChunk] = []
-        row = len(position)
         for sequence, count in plan.chunks:
             start, end = sequence.num_computed, sequence.num_computed + count
             pages = self._table.rows([sequence], -(-end // size))[0]
@@ -160,8 +250,8 @@ class Runner:
             policy=self._policy,
             slots=self._send(written),
             newest=self._send(np.flatnonzero(last)),
-            num_decode=len(position),
-            step=self._step(plan.decodes, position, table) if plan.decodes else None,
+            num_decode=len(plan.decodes),
+            step=None if numbers is None else self._entered(plan.decodes, numbers),
             chunks=chunks,
             touched=self._send(_join(touched)) if keep else None,
             filled=self._send(_join(filled)) if keep else None,
@@ -196,68 +286,51 @@ class Runner:
         slots = [sequence.slot for sequence in decodes]
         return self._thinned.rows(slots, lengths.tolist(), self._model.device)
 
-    def _step(self, decodes: list[Sequence], position: np.ndarray, table: np.ndarray) -> Step:
-        fresh, prompts = self._state.enter(decodes)
-        step = self._make_step(decodes, position, table, fresh, prompts)
+    def _entered(self, decodes: list[Sequence], numbers: Numbers) -> Step:
+        """The step of these sequences, with what they have of documents and on the lower tier."""
+        step = self._step(numbers, {name: self._send(x) for name, x in numbers.sent.items()})
+        step.thinned = self._there(decodes, numbers.position + 1)
+        if step.remaining is not None:
+            there = self._there(decodes, numbers.sent["left_lengths"])
+            step.remaining = replace(step.remaining, thinned=there)
         if self._prefetcher is not None:
-            for sequence, new in zip(decodes, fresh.tolist(), strict=True):
+            for sequence, new in zip(decodes, numbers.fresh.tolist(), strict=True):
                 if new:
                     self._prefetcher.reset(sequence.slot)
             self._prefetcher.begin(step.slots, step.page_table, step.lengths)
         return step
 
-    def _make_step(
-        self,
-        decodes: list[Sequence],
-        position: np.ndarray,
-        table: np.ndarray,
-        fresh: np.ndarray,
-        prompts: np.ndarray,
-    ) -> Step:
-        size = self._cache.page_size
+    def _step(self, numbers: Numbers, tensors: Mapping[str, Tensor]) -> Step:
+        """tensors: what was sent of the numbers."""
         remaining = None
-        if self._eviction is not None:
-            remaining = self._remaining(self._eviction, decodes, position, table, fresh)
+        if numbers.entries is not None and numbers.due is not None:
+            generated = numbers.sent["left_pages"] - numbers.sent["pinned"]
+            remaining = Remaining(
+                page_table=tensors["left_table"],
+                pages=tensors["left_pages"],
+                lengths=tensors["left_lengths"],
+                pinned=tensors["pinned"],
+                goes=tensors["goes"],
+                entries=numbers.entries,
+                most_generated=int(generated.max()),
+                due=numbers.due,
+            )
         return Step(
-            lengths=self._send((position + 1).astype(np.int32)),
-            pages=self._send((position // size + 1).astype(np.int32)),
-            max_length=int(position.max()) + 1,
-            page_table=self._send(table),
-            page_size=size,
+            lengths=tensors["lengths"],
+            pages=tensors["pages"],
+            max_length=int(numbers.position.max()) + 1,
+            page_table=tensors["page_table"],
+            page_size=self._cache.page_size,
             page_data=self._cache.data,
-            host_lengths=position + 1,
-            fresh=fresh,
-            prompts=self._send(prompts.astype(np.int32)),
-            host_prompts=prompts,
+            host_lengths=numbers.position + 1,
+            fresh=numbers.fresh,
+            prompts=tensors["prompts"],
+            host_prompts=numbers.prompts,
             keys=self._cache.keys,
             turn=self._turn,
-            slots=self._send(np.asarray([s.slot for s in decodes], np.int64)),
+            slots=tensors["state_rows"],
             state=self._state.tensors,
-            thinned=self._there(decodes, position + 1),
             remaining=remaining,
-        )
-
-    def _remaining(
-        self,
-        eviction: Eviction,
-        decodes: list[Sequence],
-        position: np.ndarray,
-        table: np.ndarray,
-        fresh: np.ndarray,
-    ) -> Remaining:
-        size = self._cache.page_size
-        entries, pages, pinned, due = eviction.view(decodes, position, fresh)
-        left = np.take_along_axis(table, np.maximum(entries, 0), 1)
-        lengths = pages * size - (size - 1 - position % size)
-        return Remaining(
-            page_table=self._send(np.where(entries < 0, 0, left)),
-            pages=self._send(pages.astype(np.int32)),
-            lengths=self._send(lengths.astype(np.int32)),
-            pinned=self._send(pinned),
-            entries=entries,
-            most_generated=int((pages - pinned).max()),
-            due=due,
-            thinned=self._there(decodes, lengths),
         )
 
     @functools.cached_property
@@ -268,49 +341,8 @@ class Runner:
     def _turn(self, layer: int, x: Tensor, by: Tensor) -> Tensor:
         return x if self._turns is None else self._turns.turn(layer, x, by)
 
-    def _reads(self, batch: Batch) -> Tensor:
-        step, geometry = batch.step, self._cache.geometry
-        if step is None:
-            return torch.zeros(0, 3, dtype=torch.float64)
-        fraction, kv_bytes = _attended(batch.reads, step, geometry)
-        other = self._policy.overhead_bytes(geometry, step)
-        other = torch.zeros_like(kv_bytes) if other is None else other.double()
-        return torch.stack([fraction, kv_bytes, other], 1)
-
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
-
-
-def _attended(
-    reads: list[Selection | None], step: Step, geometry: Geometry
-) -> tuple[Tensor, Tensor]:
-    """Attended fraction (mean over layers) and bytes of keys and values, float64 [B] each."""
-    length = step.lengths.double()  # also of what was evicted
-    tokens: dict[object, Tensor] = {}
-    fraction, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
-    for layer, selection in zip(geometry.layers, reads, strict=True):
-        # Layers that share a selection or a window share the count.
-        key = layer.window if selection is None else id(selection)
-        if key not in tokens:
-            tokens[key] = _tokens(selection, layer.window, step)
-        fraction += tokens[key] / length
-        # With MLA every head may read latents of its own choice.
-        lists = 1 if selection is None else selection.indices.shape[1]
-        heads = max(layer.num_kv_heads, lists)
-        kv_bytes += tokens[key] * (heads * layer.numbers_per_head * geometry.itemsize)
-    return fraction / len(reads), kv_bytes
-
-
-def _tokens(selection: Selection | None, window: int | None, step: Step) -> Tensor:
-    """Tokens read per KV head, float64 [B], mean over the heads."""
-    if selection is None:
-        whole = step.remaining or step
-        read = whole.lengths if window is None else step.lengths.clamp(max=window)
-        return read.double()
-    counts = selection.counts.double().mean(1)
-    # All pages are full but the newest, which is always selected.
-    missing = step.pages * step.page_size - step.lengths if selection.unit > 1 else 0
-    return counts * selection.unit - missing
 
 
 def _join(parts: Iterable[np.ndarray]) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,17 +12,16 @@ from keyhole.kernels.selection import Selection
 
 
 def keep(
-    state: Mapping[str, Tensor], rows: Tensor, due: np.ndarray, made: Selection, lengths: Tensor
+    state: Mapping[str, Tensor], rows: Tensor, due: Tensor, made: Selection, lengths: Tensor
 ) -> None:
     """Stores what was chosen for the sequences that are due, in place.
 
     state: "chosen" int32 [slots, H, n], "counts" [slots, H] and "length" [slots], the length it was
     chosen at. rows int64 [B], their slots; due bool [B]; made [B, H, n]; lengths int32 [B].
     """
-    mask = torch.from_numpy(due).to(lengths.device)
     news = {"chosen": made.indices, "counts": made.counts, "length": lengths}
     for name, new in news.items():
-        wanted = mask.view(-1, *[1] * (new.dim() - 1))
+        wanted = due.view(-1, *[1] * (new.dim() - 1))
         state[name][rows] = torch.where(wanted, new, state[name][rows])
 
 

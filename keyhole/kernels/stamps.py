@@ -7,7 +7,6 @@ without a stamp. Plain PyTorch on every device.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +34,7 @@ def renew_stamps(
     stamps[rows] = torch.where(renewed, now[:, None], stamps[rows])
 
 
-def drop_oldest(
-    stamps: Tensor, rows: Tensor, pinned: Tensor, pages: Tensor, due: np.ndarray
-) -> Tensor:
+def drop_oldest(stamps: Tensor, rows: Tensor, pinned: Tensor, pages: Tensor, due: Tensor) -> Tensor:
     """The page of the oldest stamp, the earlier of equals: int64 [B], counted after the pinned.
 
     Where bool [B] due says that it goes, its stamp is taken out, in place.
@@ -48,7 +45,6 @@ def drop_oldest(
     # Stamp and place in one number, as argmin may take any of equals.
     order = old.long() * len(place) + place
     oldest = order.masked_fill(~there, torch.iinfo(torch.int64).max).argmin(1)
-    goes = torch.from_numpy(due).to(old.device)[:, None]
-    later = place + (goes & (place >= oldest[:, None]))
+    later = place + (due[:, None] & (place >= oldest[:, None]))
     stamps[rows] = old.gather(1, later.clamp(max=len(place) - 1))
     return oldest

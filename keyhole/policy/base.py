@@ -7,7 +7,7 @@ Prefill is exact whatever the policy, and layers with a sliding window of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -86,6 +86,10 @@ class Policy:
     #: False if what is kept of a page depends on more than its tokens and those before them: every
     #: sequence then has pages of its own, copies where a prompt start is known.
     shares_pages: ClassVar[bool] = True
+    #: True if a decode step can be recorded and repeated (a CUDA graph), else the reason why not.
+    #: The hooks of a step then wait for nothing, make tensors of shapes that follow from the step's
+    #: tensors and the settings alone, and go by what the host knows only as `branch` says.
+    capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
     def resolve(self, geometry: Geometry) -> Self:
         """This policy with every "auto" value settled for a model; the engine uses the result.
@@ -135,6 +139,14 @@ class Policy:
 
         Called in prefill and decode, for every layer with full attention, after keys were written.
         """
+
+    def branch(self, step: Step) -> Hashable:
+        """Which way the hooks of this step go by what the host knows of it, such as `max_length`.
+
+        Two steps of the same branch and shapes run the same operations: one is recorded, and
+        repeated for the other. For policies that are `capturable`.
+        """
+        return None
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Scores that this layer must give; a layer that scores attends to everything."""

@@ -41,6 +41,9 @@ class ClusterKV(Policy):
 
     name: ClassVar[str] = "clusterkv"
     shares_pages: ClassVar[bool] = False
+    capturable: ClassVar[bool | str] = (
+        "k-means of some sequences, and as many centroids as the longest has, are the host's choice"
+    )
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and recent included")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     sink_size: int | None = setting(

@@ -17,6 +17,7 @@ is ours (see `adaptive`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -38,6 +39,7 @@ class Delta(Policy):
     """One list of pages for all heads, refreshed at every token by a few selection layers."""
 
     name: ClassVar[str] = "delta"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a sparse layer reads, in whole pages")
     recent_pages: int | None = setting(None, "newest pages always read; None: 1/8 of the budget")
     full_layers: tuple[int, ...] | None = setting(None, "layers that read everything; None: 0,1")
@@ -98,6 +100,10 @@ class Delta(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """The sparse layers after the first one that chooses."""
         return choosing_layers.served(self.delta_layers, self.full_layers, geometry)
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return step.max_length <= self._exact_up_to(step)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Delta layers score pages: largest weight over the heads, summed over the page."""

@@ -20,6 +20,7 @@ class Full(Policy):
 
     name: ClassVar[str] = "full"
     dense: ClassVar[bool] = True
+    capturable: ClassVar[bool | str] = True
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Everything."""

@@ -20,7 +20,7 @@ away at one distance.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -38,6 +38,7 @@ class InfLLM(Policy):
     """First tokens, newest tokens, and the blocks whose representative tokens score highest."""
 
     name: ClassVar[str] = "infllm"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads, sinks and window included, in blocks")
     sink_size: int = setting(4, "first tokens that are always read, in whole blocks")
     window_size: int | None = setting(
@@ -82,6 +83,10 @@ class InfLLM(Policy):
     ) -> None:
         """Finds the representatives of the pages that were written."""
         kernels.representative_keys(key_pages, data["representative"], pages, filled)
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return self._covers(step)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Sinks, window, and the best blocks between, for all heads."""

@@ -21,6 +21,7 @@ in `full_layers` for that.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -39,6 +40,7 @@ class OmniKV(Policy):
     """One list of tokens for all heads, by the largest attention weight in the filter before."""
 
     name: ClassVar[str] = "omnikv"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a sparse layer reads")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     filter_layers: tuple[int, ...] | None = setting(
@@ -57,6 +59,10 @@ class OmniKV(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """The layers that a filter serves."""
         return choosing_layers.served(self.filter_layers, self.full_layers, geometry)
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return step.max_length <= self.token_budget
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Filter layers score tokens: the largest weight over all heads."""

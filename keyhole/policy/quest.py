@@ -13,7 +13,7 @@ newest page is always read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -31,6 +31,7 @@ class Quest(Policy):
     """The `token_budget / page_size` pages of highest upper bound, per KV head."""
 
     name: ClassVar[str] = "quest"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, in whole pages")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
 
@@ -56,6 +57,10 @@ class Quest(Policy):
     ) -> None:
         """Recomputes the bounds of the pages that were written."""
         kernels.page_bounds(key_pages, data["low"], data["high"], pages, filled)
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return self._covers(step)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The best pages of each KV head, the newest page among them."""

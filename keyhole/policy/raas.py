@@ -21,6 +21,7 @@ that is pre-empted is replayed step by step and evicts again what it had evicted
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -40,6 +41,7 @@ class RaaS(Policy):
     """The prompt, and the generated pages that some head looked at last; others are evicted."""
 
     name: ClassVar[str] = "raas"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens kept, the prompt included, in whole pages")
     alpha: float = setting(1e-4, "attention weight above which a token renews its page")
 
@@ -64,6 +66,11 @@ class RaaS(Policy):
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """Stamps of the generated pages that are left: the length at which each was renewed."""
         return {"stamp": (max(2, self.token_budget // geometry.page_size),)}
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether there is a page to score, and whether any sequence gives one up."""
+        assert step.remaining is not None
+        return step.remaining.most_generated < 2, bool(step.remaining.due.any())
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """The largest weight of every token, in all layers.
@@ -91,4 +98,4 @@ class RaaS(Policy):
             weights = weights[:, 0].unflatten(1, (-1, step.page_size)).amax(2)
         stamps = (step.state["stamp"], step.slots, left.pinned, left.pages)
         kernels.renew_stamps(*stamps, step.lengths, weights, self.alpha)
-        return kernels.drop_oldest(*stamps, left.due) if left.due.any() else None
+        return kernels.drop_oldest(*stamps, left.goes) if left.due.any() else None

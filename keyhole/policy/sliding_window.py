@@ -8,6 +8,7 @@ Cost per step and layer: `token_budget` keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -25,12 +26,17 @@ class SlidingWindow(Policy):
     """The last `token_budget` tokens."""
 
     name: ClassVar[str] = "sliding_window"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head: the window")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the budget."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         return self
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return step.max_length <= self.token_budget
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The newest tokens, the same for all heads."""

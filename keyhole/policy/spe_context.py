@@ -19,8 +19,9 @@ else from those of its document's own encoding.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
@@ -39,6 +40,7 @@ class SpeContext(Policy):
 
     name: ClassVar[str] = "spe_context"
     wants_head: ClassVar[bool] = True
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and window included")
     sink_size: int = setting(4, "first tokens that are always read")
     window_size: int | None = setting(
@@ -91,17 +93,21 @@ class SpeContext(Policy):
         if self.refresh_every == 1:
             step.carry = self._choose(step, step.lengths)
             return
-        due = (step.host_lengths % self.refresh_every == 0) | step.fresh
-        # So far everything was read, and nothing may have been chosen yet.
-        due |= step.host_lengths <= self._exact_up_to + 1
-        if due.any():
+        if self._due(step.host_lengths, step.host_prompts).any():
             # A text within the budget is read whole: its beginning is kept, the rest is "since".
             lengths = step.lengths
             made_at = lengths.where(
                 lengths > self._exact_up_to, lengths.clamp(max=self._at_refresh)
             )
+            due = self._due(step.lengths, step.prompts)
             kernels.keep(step.state, step.slots, due, self._choose(step, made_at), made_at)
         step.carry = kernels.kept(step.state, step.slots, step.lengths, self.refresh_every - 1)
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read, and whether any sequence chooses."""
+        if step.max_length <= self._exact_up_to:
+            return "all"
+        return bool(self._due(step.host_lengths, step.host_prompts).any())
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The head's choice."""
@@ -123,6 +129,13 @@ class SpeContext(Policy):
     def _at_refresh(self) -> int:
         """Tokens that are chosen at once; the rest of the budget is for those to come."""
         return self.token_budget - (self.refresh_every - 1)
+
+    def _due(self, lengths: Any, prompts: Any) -> Any:
+        """Which sequences choose in this step, bool [B]. Arrays of the host or tensors."""
+        first = lengths == prompts + 1
+        # So far everything was read, and nothing may have been chosen yet.
+        first = first | (lengths <= self._exact_up_to + 1)
+        return first | (lengths % self.refresh_every == 0)
 
     def _choose(self, step: Step, lengths: Tensor) -> Selection:
         assert step.head_weights is not None, "the engine gives a head where wants_head is set"

@@ -11,6 +11,7 @@ cache; what leaves the window is skipped, not deleted.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -28,6 +29,7 @@ class StreamingLLM(Policy):
     """The first `sink_size` tokens and the newest `token_budget - sink_size`."""
 
     name: ClassVar[str] = "streaming_llm"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the sinks included")
     sink_size: int = setting(4, "first tokens that are always read")
 
@@ -38,6 +40,10 @@ class StreamingLLM(Policy):
         right = f"at least {least}: sink_size {self.sink_size} and the newest token"
         require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
         return self
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return step.max_length <= self.token_budget
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Sinks and the newest tokens, the same for all heads."""

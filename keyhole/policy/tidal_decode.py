@@ -20,6 +20,7 @@ left out.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -38,6 +39,7 @@ class TidalDecode(Policy):
     """Per KV head the tokens of largest attention weight in the selection layer before."""
 
     name: ClassVar[str] = "tidal_decode"
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a sparse layer reads per KV head")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     selection_layers: tuple[int, ...] | None = setting(
@@ -56,6 +58,10 @@ class TidalDecode(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """The sparse layers after the first one that chooses."""
         return choosing_layers.served(self.selection_layers, self.full_layers, geometry)
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return step.max_length <= self.token_budget
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Selection layers score tokens: the largest weight of each group of heads."""

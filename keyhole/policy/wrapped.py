@@ -7,9 +7,9 @@ a wrapper forgot would quietly be that of `Policy`, and the model would run unde
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Wrapped(Policy):
     """Behaves as `inner`, and has its settings as attributes."""
+
+    capturable: ClassVar[bool | str] = "who looks on is called by the host, in every step"
 
     inner: Policy
 
@@ -73,6 +75,10 @@ class Wrapped(Policy):
     ) -> None:
         """As the policy inside."""
         self.inner.on_append(key_pages, data, pages, filled)
+
+    def branch(self, step: Step) -> Hashable:
+        """As the policy inside."""
+        return self.inner.branch(step)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """As the policy inside."""

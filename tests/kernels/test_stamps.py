@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,7 +32,7 @@ def test_stamps_are_renewed_and_the_oldest_goes(seed: int) -> None:
     now = torch.tensor([9, 9, 9], dtype=torch.int32)
     some = torch.tensor(weights) if seed % 3 else None
     kernels.renew_stamps(*whose, now, some, 0.5)
-    victims = kernels.drop_oldest(*whose, np.array(due)).tolist()
+    victims = kernels.drop_oldest(*whose, torch.tensor(due)).tolist()
     for i, row in enumerate(rows):
         for place in range(counts[i]):
             heavy = some is not None and float(some[i, pinned[i] + place]) > 0.5

@@ -17,7 +17,8 @@ from keyhole.policy.wrapped import Wrapped
 from tests.policy.recording import Recording
 
 HOOKS = [name for name, _ in inspect.getmembers(Policy, callable) if not name.startswith("_")]
-VARIABLES = [name for name in Policy.__annotations__ if not name.startswith("_")]
+#: All but `capturable`: see below.
+VARIABLES = [n for n in Policy.__annotations__ if not n.startswith("_") and n != "capturable"]
 WRAPPERS = [Wrapped, Traced, Recording]
 
 
@@ -68,6 +69,13 @@ def test_what_is_settled_is_the_policy_inside(wrapper: Any) -> None:
     assert all(getattr(after, name) == getattr(settled, name) for name in VARIABLES)
     if wrapper is Traced:
         assert after.trace is before.trace
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_who_looks_on_sees_every_step(wrapper: Any) -> None:
+    """A step that is repeated from a recording calls no hooks."""
+    assert Delta.capturable is True
+    assert isinstance(wrapper(Delta()).capturable, str)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -1,0 +1,433 @@
+"""Decode steps that are repeated from a recording leave what steps launched one by one leave.
+
+Here a recording is run again over its fixed inputs (`RunAgain`); tests/gpu has CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import keyhole
+from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, SpeContext
+from keyhole.engine import core
+from keyhole.engine.core import Engine
+from keyhole.engine.recorded import Outputs, RecordedSteps, batch_bucket, width_bucket
+from keyhole.engine.sequence import Sequence as Request
+from keyhole.engine.step_inputs import StepInputs
+from keyhole.models.loading import Model, load
+from keyhole.policy import make_policy
+from tests.checkpoints import make_model
+from tests.engine.run_again import RunAgain
+from tests.policy.models import VOCAB, prompt, with_head
+from tests.policy.recording import PAGE, make_engine
+
+POLICIES = keyhole.policies()
+CAPTURABLE = [name for name, cls in POLICIES.items() if cls.capturable is True]
+_FIELDS = {"num_hidden_layers": 4, "vocab_size": VOCAB, "max_position_embeddings": 1024}
+MODELS = {
+    "gqa": ("llama_group3", _FIELDS),
+    "windows": ("gemma3", _FIELDS | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "latent": ("deepseek_v3", _FIELDS),
+}
+#: When each request comes, the length of its prompt, and how many tokens it wants. There are one,
+#: two and four of them, so that no row is nobody's; the budget of `SMALL` is passed on the way, and
+#: the tensors of the cache grow while they decode.
+COMING = ((0, 3, 60), (9, 90, 51), (22, 60, 26), (22, 70, 26))
+SMALL = {"token_budget": 5 * PAGE}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    folder: Path = tmp_path_factory.mktemp("models")
+    return {
+        name: with_head(make_model(kind, folder, **fields))
+        for name, (kind, fields) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def model(models: dict[str, Model]) -> Model:
+    return models["gqa"]
+
+
+def small(name: str) -> Policy:
+    cls = POLICIES[name]
+    return make_policy(name, SMALL if "token_budget" in cls.__dataclass_fields__ else {})
+
+
+def recorded_engine(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]
+) -> tuple[Engine, RunAgain]:
+    """An engine on a CPU that records its steps."""
+    recorder = RunAgain()
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "make_recorder", lambda _: recorder)
+        engine = make()
+    recorder.cache = engine.cache
+    return engine, recorder
+
+
+def steps_of(engine: Engine) -> RecordedSteps:
+    recorded = engine._runner._recorded
+    assert recorded is not None
+    return recorded
+
+
+class Pair:
+    """Two engines of the same pages, one of which repeats its steps, fed with the same requests."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, model: Model, policy: Policy, **settings: Any
+    ) -> None:
+        settings = {"max_batch": 4, "prefill_chunk": 256, **settings}
+
+        def make() -> Engine:
+            return make_engine(model, policy, **settings)
+
+        self.plain = make()
+        self.plain.cache.set_aside()
+        self.engine, self.recorder = recorded_engine(monkeypatch, make)
+        self.requests: list[tuple[Request, Request]] = []
+
+    def add(self, length: int, count: int) -> None:
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        tokens = prompt(length, len(self.requests))
+        one, other = (e.add(tokens, params, keep_logits=True) for e in (self.plain, self.engine))
+        self.requests.append((one, other))
+
+    def run(self, coming: Sequence[tuple[int, int, int]] = COMING, within: float = 0.0) -> None:
+        """Step by step; after each of them both have left the same."""
+        number = 0
+        while self.plain.has_work or number <= coming[-1][0]:
+            for when, length, count in coming:
+                if when == number:
+                    self.add(length, count)
+            self.plain.step()
+            self.engine.step()
+            self.engine.check_integrity()
+            self.compare(within)
+            number += 1
+        assert not self.engine.has_work
+        for one, other in self.requests:
+            same([torch.stack(one.logits)], [torch.stack(other.logits)], within)
+
+    def compare(self, within: float) -> None:
+        for one, other in self.requests:
+            assert one.tokens == other.tokens
+            assert one.counters == other.counters
+            assert (one.pages, one.leaving, one.slot) == (other.pages, other.leaving, other.slot)
+            assert one.num_computed == other.num_computed
+            assert one.stats().evicted_pages == other.stats().evicted_pages
+            if one.slot >= 0:
+                same(left(self.plain, one), left(self.engine, other), within)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor], within: float) -> None:
+    for x, y in zip(one, other, strict=True):
+        assert x.shape == y.shape
+        if within and x.dtype.is_floating_point:
+            assert (x - y).abs().max() <= within
+        else:
+            assert torch.equal(x, y)
+
+
+def left(engine: Engine, request: Request) -> list[torch.Tensor]:
+    """All that the engine keeps of a running request on the device, but for pages to come."""
+    cache, count = engine.cache, request.num_computed
+    pages = [page for page in request.pages[: -(-count // PAGE)] if page >= 0]
+    last = (count - 1) % PAGE + 1
+    found = []
+    token_data = [*cache.keys, *cache.values]
+    token_data += [x for name, x in cache.common.items() if name == "head_keys"]
+    for tensor in token_data:
+        rows = tensor[pages].transpose(1, 2).flatten(0, 1)
+        found.append(rows[: len(rows) - PAGE + last])
+    page_data = [x for data in cache.data for x in data.values()]
+    page_data += [x for name, x in cache.common.items() if name != "head_keys"]
+    found += [tensor[pages] for tensor in page_data]
+    return found + [x[request.slot] for x in engine._runner._state.tensors.values()]
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_repeated_steps_leave_what_single_steps_leave(
+    monkeypatch: pytest.MonkeyPatch, model: Model, name: str
+) -> None:
+    """Bit by bit: tokens, logits, keys, side data, state, pages, counters, after every step.
+
+    Hooks see the host's numbers of the step that was recorded, and would go wrong by others.
+    """
+    pair = Pair(monkeypatch, model, small(name))
+    pair.run()
+    steps, recorder = steps_of(pair.engine), pair.recorder
+    assert pair.engine.cache.capacity > 64  # the first tensors were too small
+    assert recorder.forgotten == 1
+    assert steps.replayed == recorder.repeated > 50
+    # Few recordings serve many steps.
+    assert recorder.recorded <= 18
+    if name == "raas":
+        assert all(other.evicted_pages for _, other in pair.requests)
+
+
+@pytest.mark.parametrize("kind", ["windows", "latent"])
+@pytest.mark.parametrize("name", ["delta", "quest", "spe_context", "raas"])
+def test_other_kinds_of_attention_are_repeated_too(
+    monkeypatch: pytest.MonkeyPatch, models: dict[str, Model], kind: str, name: str
+) -> None:
+    pair = Pair(monkeypatch, models[kind], small(name))
+    pair.run(((0, 3, 30), (2, 40, 20)))
+    assert pair.recorder.repeated > 20
+
+
+SETTINGS: list[Policy] = [
+    SpeContext(token_budget=20, refresh_every=4),
+    SpeContext(token_budget=20, recall=0.8),
+    Delta(token_budget=20, recall=0.8, delta_layers=(2,)),
+    RaaS(token_budget=20, alpha=0.05),
+]
+
+
+@pytest.mark.parametrize("policy", SETTINGS, ids=str)
+def test_settings_with_more_ways_to_go_are_repeated_too(
+    monkeypatch: pytest.MonkeyPatch, model: Model, policy: Policy
+) -> None:
+    pair = Pair(monkeypatch, model, policy)
+    pair.run(((0, 3, 40), (4, 26, 30)))
+    assert pair.recorder.repeated > 30
+
+
+@pytest.mark.parametrize("policy", [Delta(token_budget=20), RaaS(token_budget=20)], ids=str)
+def test_a_sequence_that_makes_room_for_others_is_repeated_again(
+    monkeypatch: pytest.MonkeyPatch, model: Model, policy: Policy
+) -> None:
+    """It enters anew, into a row of state and of the page table that another one has left."""
+    bytes_per_page = make_engine(model, policy).cache.page_bytes
+    pair = Pair(monkeypatch, model, policy, memory=31 * bytes_per_page, max_batch=2)
+    replays = [0]
+    schedule = pair.engine.scheduler.schedule
+
+    def counted() -> Any:
+        plan = schedule()
+        replays[0] += len(plan.preempted)
+        return plan
+
+    monkeypatch.setattr(pair.engine.scheduler, "schedule", counted)
+    pair.run(((0, 30, 50), (1, 33, 40), (2, 5, 20)))
+    assert pair.recorder.repeated > 50
+    assert replays[0] or policy.name == "raas"  # whose sequences stay small
+
+
+@pytest.mark.parametrize("name", [name for name in CAPTURABLE if name != "infllm"])
+def test_rows_of_nobody_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, model: Model, name: str
+) -> None:
+    """Three sequences in a recording for four. Products of four rows are rounded otherwise.
+
+    Not for infllm: of two keys in a page both are as far from their mean, and rounding decides.
+    """
+    pair = Pair(monkeypatch, model, small(name), max_batch=5)
+    pair.run(((0, 3, 24), (1, 18, 24), (1, 31, 20)), within=1e-4)
+    assert any(key[0] == 4 for key in steps_of(pair.engine)._shapes)
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_what_stands_in_the_rows_of_nobody_reaches_no_one(
+    monkeypatch: pytest.MonkeyPatch, model: Model, name: str
+) -> None:
+    """Bit by bit, with another token there, and a page and a row of state full of garbage."""
+    logits, contents = [], []
+    for token in (0, 7):
+        engine, _ = recorded_engine(
+            monkeypatch, lambda: make_engine(model, small(name), max_batch=5)
+        )
+        steps_of(engine)._nobody["token_ids"] = token
+        if token:
+            aside = engine.cache.set_aside()
+            for tensor in engine.cache._tensors():
+                tensor[aside] = torch.randn_like(tensor[aside])
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        requests = [engine.add(prompt(n), params, keep_logits=True) for n in (3, 18, 31)]
+        while engine.has_work:
+            running = [left(engine, x) for x in requests if x.slot >= 0 and x.num_computed]
+            contents.append(running)
+            engine.step()
+        logits.append([torch.stack(request.logits) for request in requests])
+    same(*logits, 0.0)
+    half = len(contents) // 2
+    for one, other in zip(contents[:half], contents[half:], strict=True):
+        for x, y in zip(one, other, strict=True):
+            same(x, y, 0.0)
+
+
+def test_a_recording_reads_its_fixed_inputs_alone(
+    monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    """Numbers of the host that are spoilt after recording change nothing."""
+    pair = Pair(monkeypatch, model, Quest(token_budget=20))
+    load_inputs = StepInputs.load
+
+    def spoilt(inputs: StepInputs, arrays: dict[str, np.ndarray]) -> None:
+        load_inputs(inputs, arrays)
+        for array in [*arrays.values(), *inputs._arrays.values()]:
+            array.fill(1 << 20 if array.dtype != bool else 1)
+
+    monkeypatch.setattr(StepInputs, "load", spoilt)
+    pair.run(((0, 3, 30), (2, 40, 20)))
+
+
+def test_a_policy_that_goes_by_numbers_of_the_host_without_saying_so_is_found(
+    monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    """The comparison above has teeth: without its branch, delta reads as it did when recorded."""
+    monkeypatch.setattr(Delta, "branch", Policy.branch)
+    pair = Pair(monkeypatch, model, Delta(token_budget=20, delta_layers=(2,)))
+    with pytest.raises(AssertionError):
+        pair.run(((0, 3, 30),))
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in CAPTURABLE])
+def test_what_cannot_be_recorded_says_why_and_runs_as_ever(
+    monkeypatch: pytest.MonkeyPatch, model: Model, name: str
+) -> None:
+    reason = POLICIES[name].capturable
+    assert isinstance(reason, str)
+    assert len(reason) > 20
+    engine, recorder = recorded_engine(monkeypatch, lambda: make_engine(model, small(name)))
+    engine.add(prompt(9), SamplingParams(max_tokens=4, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert recorder.recorded == 0
+
+
+def test_policies_do_not_claim_it_unasked() -> None:
+    """One that is written elsewhere may shape tensors by numbers of the host."""
+    assert isinstance(Policy.capturable, str)
+
+
+def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    engine, recorder = recorded_engine(
+        monkeypatch, lambda: LLM(model, graphs=False, page_size=PAGE, memory="16MiB").engine
+    )
+    engine.add(prompt(9), SamplingParams(max_tokens=4, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert recorder.recorded == 0
+    assert engine._runner._recorded is None
+
+
+def test_a_model_that_waits_for_the_device_is_run_step_by_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Dynamic RoPE asks how long the text is; there is one warning, and the numbers are right."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    path = make_model("llama", tmp_path, rope_parameters=rope)
+    pair = Pair(monkeypatch, load(path, "cpu", "float32"), Full())
+    with pytest.warns(RuntimeWarning, match="cannot be recorded .* waits for the device") as found:
+        pair.run(((0, 3, 20), (2, 40, 10)))
+    assert len(found) == 1
+    assert pair.recorder.repeated == 0
+    assert steps_of(pair.engine).why_not is not None
+
+
+def test_a_cache_of_one_page_has_none_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    page_bytes = make_engine(model, Full()).cache.page_bytes
+    engine, recorder = recorded_engine(
+        monkeypatch, lambda: make_engine(model, Full(), memory=page_bytes)
+    )
+    request = engine.add([5], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert len(request.generated) == 3
+    assert (engine.max_pages, recorder.recorded) == (1, 0)
+
+
+def test_the_page_of_nobody_is_not_offered_to_sequences(
+    monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    page_bytes = make_engine(model, Full()).cache.page_bytes
+    engine, _ = recorded_engine(
+        monkeypatch, lambda: make_engine(model, Full(), memory=4 * page_bytes)
+    )
+    assert engine.max_pages == engine.cache.max_pages == engine.cache.available == 3
+    with pytest.raises(keyhole.CapacityError):
+        engine.add(prompt(3 * PAGE), SamplingParams(max_tokens=1))
+    request = engine.add(prompt(3 * PAGE - 1), SamplingParams(max_tokens=1, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert request.finish_reason == "length"
+    assert engine.cache.peak_pages == 3
+
+
+def test_shapes_that_were_not_used_for_long_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    monkeypatch.setattr("keyhole.engine.recorded._MOST", 2)
+    pair = Pair(monkeypatch, model, Full())
+    pair.run()
+    assert len(steps_of(pair.engine)._shapes) == 2
+
+
+def test_buckets_hold_what_they_are_for_and_little_more() -> None:
+    for most in (1, 3, 8, 20, 64):
+        for count in range(1, most + 1):
+            rows = batch_bucket(count, most)
+            assert count <= rows <= most
+            assert rows < 2 * count
+            assert rows - count < 8
+    for pages in range(1, 5000):
+        wide = width_bucket(pages)
+        assert pages <= wide
+        assert wide <= max(16, 1.25 * pages + 16)
+    assert len({width_bucket(pages) for pages in range(1, 8193)}) < 50
+
+
+def test_inputs_lie_where_they_were_and_hold_nobody_beside() -> None:
+    like = {
+        "goes": np.array([True]),
+        "table": np.array([[3, 4, 5]], np.int32),
+        "slots": np.array([9]),
+    }
+    nobody = {"goes": 0, "table": 7, "slots": 70}
+    inputs = StepInputs(like, 3, {"table": 4}, nobody, torch.device("cpu"))
+    places = {name: x.data_ptr() for name, x in inputs.tensors.items()}
+    assert all(place % 16 == 0 for place in places.values())
+    inputs.load({name: x.repeat(2, 0) for name, x in like.items()})
+    inputs.load(like)
+    assert inputs.tensors["goes"].tolist() == [True, False, False]
+    assert inputs.tensors["table"].tolist() == [[3, 4, 5, 7], [7] * 4, [7] * 4]
+    assert inputs.tensors["slots"].tolist() == [9, 70, 70]
+    assert places == {name: x.data_ptr() for name, x in inputs.tensors.items()}
+    inputs.load({})
+    assert inputs.tensors["table"].unique().tolist() == [7]
+
+
+def test_results_are_read_before_they_are_overwritten(
+    monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    """As on a GPU, where every repetition writes into the same logits."""
+    pair = Pair(monkeypatch, model, Full())
+    record = pair.recorder.record
+
+    def fixed(work: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        run, places = record(work), work()
+
+        def repeat() -> Outputs:
+            for place, new in zip((places.logits, places.reads), _tensors(run()), strict=True):
+                place.copy_(new)
+            return places
+
+        return repeat
+
+    monkeypatch.setattr(pair.recorder, "record", fixed)
+    pair.run(((0, 3, 30), (2, 40, 20)))
+
+
+def _tensors(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return outputs.logits, outputs.reads
