@@ -159,7 +159,8 @@ def _num_pages(policies: Several[str], batch: int, context: int, steps: int) -> 
     """Pages for the prompts, for what every engine adds to them, and for copies of the prompts."""
     more = -(-(steps + 1) // PAGE_SIZE) + 1
     copies = sum(not make_policy(name).shares_pages for name in policies)
-    return batch * ((1 + copies) * (context // PAGE_SIZE) + len(policies) * more)
+    # And one that is nobody's, where steps are recorded.
+    return batch * ((1 + copies) * (context // PAGE_SIZE) + len(policies) * more) + 1
 
 
 def _page_data(model: Model, policies: Several[str]) -> list[dict[str, tuple[int, ...]]]:

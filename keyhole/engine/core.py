@@ -219,7 +219,8 @@ class Engine:
                 sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
         ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
         if ready:
-            self._advance([wanted[i] for i in ready], logits[ready])
+            rows = logits if len(ready) == len(wanted) else logits[ready]
+            self._advance([wanted[i] for i in ready], rows)
         self._count(plan, reads, time.perf_counter() - begin)
         self._runner.evict()
         return [wanted[i] for i in ready]
@@ -238,14 +239,16 @@ class Engine:
     def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
         """Samples a token for each sequence and ends those that are done."""
         # A masked vocabulary has -inf, a broken computation NaN, or nothing finite at all.
-        good = (~logits.isnan().any(-1) & logits.isfinite().any(-1)).tolist()
-        tokens = sample(logits if all(good) else logits.nan_to_num(), ready)
+        good = ~logits.isnan().any(-1) & logits.isfinite().any(-1)
+        tokens = sample(logits, ready)  # of a broken row any token, which nobody gets
         most = max((s.params.logprobs or 0 for s in ready), default=0)
         wanted = any(s.params.logprobs is not None for s in ready)
         best = [x.tolist() for x in top_logprobs(logits, tokens, most)] if wanted else None
+        # Here the host waits for the step.
+        found = torch.stack([tokens, good.long()], 1).tolist()
         now = time.perf_counter()
-        for i, (sequence, token) in enumerate(zip(ready, tokens.tolist(), strict=True)):
-            if not good[i]:
+        for i, (sequence, (token, is_good)) in enumerate(zip(ready, found, strict=True)):
+            if not is_good:
                 place = len(sequence.tokens)
                 sequence.error = NumericalError(
                     f"the model gave NaN logits after {place} tokens; try dtype='float32' or check "

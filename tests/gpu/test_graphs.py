@@ -1,0 +1,155 @@
+"""CUDA graphs on a GPU: steps that are repeated from a recording, and steps launched one by one.
+
+What stands in fixed inputs, and what a step leaves, is compared bit by bit without a GPU
+(tests/engine/test_recorded.py); here are the recordings themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from keyhole import LLM, Delta, Full, Policy, SamplingParams, SpeContext
+from keyhole.engine.core import Engine
+from keyhole.engine.sequence import Sequence as Request
+from keyhole.models.loading import HEAD_FOLDER, Model, load
+from keyhole.policy import make_policy
+from keyhole.retrieval.head import RetrievalHead
+from tests.checkpoints import make_model
+from tests.policy.recording import PAGE, make_engine
+
+pytestmark = pytest.mark.gpu
+
+POLICIES = [name for name, cls in keyhole.policies().items() if cls.capturable is True]
+#: When each request comes, the length of its prompt, and how many tokens it wants. There are up to
+#: four in rows for four, three among them; the cache grows while they decode, and budgets are
+#: passed on the way.
+COMING = ((0, 3, 60), (9, 90, 45), (22, 60, 38), (22, 70, 26))
+#: float32 on both sides, but a wider table is cut into other parts, which are added up otherwise.
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = make_model(
+        "llama",
+        tmp_path_factory.mktemp("model"),
+        num_hidden_layers=6,
+        max_position_embeddings=2048,
+    )
+    network = load(path, "cuda", "float32").network
+    RetrievalHead.random(network).save_pretrained(Path(path) / HEAD_FOLDER)
+    return load(path, "cuda", "float32")
+
+
+def tokens(count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(3, 250, (count,), generator=generator).tolist()
+
+
+def small(name: str) -> Policy:
+    cls = keyhole.policies()[name]
+    has_budget = "token_budget" in cls.__dataclass_fields__
+    return make_policy(name, {"token_budget": 5 * PAGE} if has_budget else {})
+
+
+def served(model: Model, policy: Policy, *, graphs: bool) -> tuple[Engine, list[Request]]:
+    """Every request's tokens are given, so that both runs compute the same."""
+    engine = make_engine(model, policy, graphs=graphs, max_batch=4, prefill_chunk=256)
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    requests: list[Request] = []
+    number = 0
+    while engine.has_work or number <= COMING[-1][0]:
+        for when, length, count in COMING:
+            if when == number:
+                given = tokens(count)
+                requests.append(engine.add(tokens(length), params, given=given, keep_logits=True))
+        engine.step()
+        engine.check_integrity()
+        number += 1
+    return engine, requests
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_graphs_give_what_single_launches_give(model: Model, name: str) -> None:
+    _, launched = served(model, small(name), graphs=False)
+    engine, repeated = served(model, small(name), graphs=True)
+    steps = engine._runner._recorded
+    assert steps is not None
+    assert steps.why_not is None
+    assert steps.replayed > 50
+    assert engine.cache.capacity > 64  # it has grown, and all was recorded anew
+    for one, other in zip(launched, repeated, strict=True):
+        assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < TOLERANCE
+        assert one.counters.kv_bytes == pytest.approx(other.counters.kv_bytes, rel=0.02)
+        assert one.evicted_pages == other.evicted_pages
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SpeContext(token_budget=20, refresh_every=4),
+        SpeContext(token_budget=20, recall=0.8),
+        Delta(token_budget=20, recall=0.8, delta_layers=(2,)),
+    ],
+    ids=str,
+)
+def test_settings_with_more_ways_to_go(model: Model, policy: Policy) -> None:
+    _, launched = served(model, policy, graphs=False)
+    engine, repeated = served(model, policy, graphs=True)
+    steps = engine._runner._recorded
+    assert steps is not None
+    assert steps.replayed > 50
+    for one, other in zip(launched, repeated, strict=True):
+        assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_step_never_waits_for_the_device(model: Model, name: str) -> None:
+    """torch itself says so of a step that is launched; a recording with one would have failed."""
+    engine = make_engine(model, small(name), max_batch=4)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    engine.add(tokens(30), params)
+    for _ in range(3):
+        engine.step()
+    steps = engine._runner._recorded
+    assert steps is not None
+    work = steps._work
+    waits = []
+
+    def watched(*given: object) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return work(*given)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            waits.append(str(error))
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    steps._work = watched  # type: ignore[assignment]
+    steps._forget()
+    engine.step()
+    assert not waits
+    assert steps.why_not is None
+
+
+def test_graphs_are_on_unless_they_are_turned_off(model: Model) -> None:
+    assert LLM(model, memory="16MiB").engine._runner._recorded is not None
+    assert LLM(model, memory="16MiB", graphs=False).engine._runner._recorded is None
+
+
+def test_a_long_text_in_many_buckets_stays_right(model: Model) -> None:
+    """A prompt of a few tokens that grows over many pages, through several widths."""
+    found = []
+    for graphs in (False, True):
+        engine = make_engine(model, Full(), graphs=graphs, memory="64MiB")
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        request = engine.add(tokens(5), params, given=tokens(700), keep_logits=True)
+        while engine.has_work:
+            engine.step()
+        found.append(torch.stack(request.logits))
+    assert (found[0] - found[1]).abs().max() < TOLERANCE
