@@ -101,7 +101,7 @@ class RecordedSteps:
         return sum(len(shape.ways) for shape in self._shapes.values())
 
     def run(self, numbers: Numbers, decodes: Sequence[Request]) -> Outputs | None:
-        """Repeats the step of these sequences; None: it cannot be recorded, and was not run."""
+        """Repeats the step of these sequences; None: it is not to be recorded, and was not run."""
         if self.why_not is not None:
             return None
         if self._moves != self._cache.moves:
@@ -112,6 +112,8 @@ class RecordedSteps:
         inputs, ways = self._shape(arrays)
         step = self._make_step(numbers, inputs.tensors)
         way = self._policy.branch(step)
+        if way is None:
+            return None
         if way not in ways:
             inputs.load({})
             try:

@@ -56,7 +56,7 @@ class Turns:
         rotary = model.network.base_model.rotary_emb
         layouts = families.layouts(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layouts)
-        by_kind = {kind: _frequencies(rotary, kind) for kind in set(kinds)}
+        by_kind = {kind: _frequencies(rotary, kind).to(model.device) for kind in set(kinds)}
         return cls(
             frequencies=tuple(by_kind[kind] for kind in kinds),
             rotated_last=tuple(layout.shared_values for layout in layouts),

@@ -144,9 +144,10 @@ class Policy:
         """Which way the hooks of this step go by what the host knows of it, such as `max_length`.
 
         Two steps of the same branch and shapes run the same operations: one is recorded, and
-        repeated for the other. For policies that are `capturable`.
+        repeated for the other. None: this step is not recorded, as its work is the host's choice.
+        For policies that are `capturable`.
         """
-        return None
+        return ()
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Scores that this layer must give; a layer that scores attends to everything."""

@@ -21,6 +21,7 @@ start of a prompt is copied, not shared.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -35,15 +36,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Numbers of centroids are rounded up to multiples of this.
+_ROUNDED = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterKV(Policy):
     """First and recent tokens, and the clusters of keys whose centroids score highest."""
 
     name: ClassVar[str] = "clusterkv"
     shares_pages: ClassVar[bool] = False
-    capturable: ClassVar[bool | str] = (
-        "k-means of some sequences, and as many centroids as the longest has, are the host's choice"
-    )
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and recent included")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     sink_size: int | None = setting(
@@ -85,11 +88,9 @@ class ClusterKV(Policy):
 
     def before_step(self, step: Step) -> None:
         """Clusters the prompts of new sequences, and generated tokens when there are enough."""
-        lengths, prompts = step.host_lengths, step.host_prompts
-        made = self._ends(prompts, lengths)
-        crossing = step.fresh | (lengths == self.token_budget + 1)
-        due = (made > 0) & (crossing | (made == lengths - 1) & (lengths - 1 > prompts))
-        for row in np.flatnonzero(due).tolist():
+        prompts, made = step.host_prompts, self._ends(step.host_prompts, step.host_lengths)
+        crossing = self._crossing(step)
+        for row in np.flatnonzero(self._due(step)).tolist():
             prompt, end = int(prompts[row]), int(made[row])
             if crossing[row]:
                 self._form(step, row, (self._sinks, prompt), 0)
@@ -98,15 +99,20 @@ class ClusterKV(Policy):
                 before = int(self._count(np.asarray(prompt), np.asarray(start + 1)))
                 self._form(step, row, (start, start + self._every), before)
 
+    def branch(self, step: Step) -> Hashable:
+        """How many centroids are read, 0 where all keys are; not where clusters are made."""
+        if self._due(step).any():
+            return None
+        return 0 if step.max_length <= self.token_budget else self._most(step)
+
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The tokens of each KV head's best clusters, the first and the recent ones among them."""
         if layer in self.full_layers or step.max_length <= self.token_budget:
             return None
         data = step.page_data[layer]
-        most = int(self._count(step.host_prompts, step.host_lengths).max())
         ends = self._ends(step.prompts, step.lengths)
         stored = data["centroid"], data["cluster"], step.page_table
-        scores = kernels.cluster_scores(query, *stored, self._sinks, ends, most)
+        scores = kernels.cluster_scores(query, *stored, self._sinks, ends, self._most(step))
         # Tokens of one cluster score the same, and the earlier ones of equals are taken first.
         return kernels.top_indices(scores, step.lengths, self.token_budget, 1, last=1)
 
@@ -117,8 +123,8 @@ class ClusterKV(Policy):
         layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
         heads = sum(layout.num_kv_heads for layout in layouts)
         numbers = sum(layout.num_kv_heads * layout.key_dim for layout in layouts)
-        count = self._count(step.host_prompts, step.host_lengths)
-        read = step.lengths.new_tensor(count) * numbers + step.lengths * heads
+        count = self._count(step.prompts, step.lengths)
+        read: Tensor = count * numbers + step.lengths * heads
         return read * geometry.itemsize
 
     def _form(self, step: Step, row: int, tokens: tuple[int, int], first: int) -> None:
@@ -134,21 +140,41 @@ class ClusterKV(Policy):
                     keys, data["centroid"], data["cluster"], pages, tokens, (first, first + number)
                 )
 
-    def _number(self, tokens: np.ndarray) -> np.ndarray:
-        """Clusters for so many tokens."""
-        return np.where(tokens > 0, np.maximum(1, tokens // self.cluster_size), 0)
+    def _crossing(self, step: Step) -> np.ndarray:
+        """Sequences of which nothing is in clusters yet, bool [B]."""
+        crossing: np.ndarray = step.fresh | (step.host_lengths == self.token_budget + 1)
+        return crossing
+
+    def _due(self, step: Step) -> np.ndarray:
+        """Sequences of which tokens go into clusters, bool [B]."""
+        known, prompts = step.host_lengths - 1, step.host_prompts
+        made = self._ends(prompts, step.host_lengths)
+        follows = (made == known) & (known > prompts)
+        due: np.ndarray = (made > 0) & (self._crossing(step) | follows)
+        return due
+
+    def _most(self, step: Step) -> int:
+        """The most clusters of any sequence, rounded up, so that many steps have shapes in common.
+
+        What is too many is read and compared with nothing.
+        """
+        most = int(self._count(step.host_prompts, step.host_lengths).max())
+        return -(-most // _ROUNDED) * _ROUNDED
+
+    def _number(self, tokens: Any) -> Any:
+        """Clusters for so many tokens. Arrays or tensors."""
+        return (tokens // self.cluster_size).clip(1) * (tokens > 0)
 
     def _ends(self, prompts: Any, lengths: Any) -> Any:
         """Tokens from here on are in no cluster; 0 up to the budget. Arrays or tensors."""
         made = prompts + (lengths - 1 - prompts) // self._every * self._every
         return made * (lengths > self.token_budget)
 
-    def _count(self, prompts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _count(self, prompts: Any, lengths: Any) -> Any:
         """Clusters of sequences of `lengths` tokens, of which the newest is in none."""
         pieces = (lengths - 1 - prompts) // self._every
-        each = self._number(np.asarray(self._every))
-        found: np.ndarray = self._number(prompts - self._sinks) + pieces * each
-        return found
+        each = int(self._number(np.asarray(self._every)))
+        return self._number(prompts - self._sinks) + pieces * each
 
     @property
     def _sinks(self) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -52,9 +52,7 @@ class ShadowKV(Policy):
 
     name: ClassVar[str] = "shadowkv"
     shares_pages: ClassVar[bool] = False
-    capturable: ClassVar[bool | str] = (
-        "decomposing the keys of some sequences is the host's choice, of as many as each has"
-    )
+    capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, in whole chunks")
     chunk_size: int | None = setting(
         None, "tokens in a chunk, a divisor of the page size; None: 8, or a smaller page"
@@ -136,9 +134,7 @@ class ShadowKV(Policy):
 
     def before_step(self, step: Step) -> None:
         """Decomposes the prompts, and finds the outliers, of sequences that outgrew the budget."""
-        lengths = step.host_lengths
-        due = (step.fresh & (lengths > self._covered)) | (lengths == self._covered + 1)
-        for row in np.flatnonzero(due).tolist():
+        for row in np.flatnonzero(self._due(step)).tolist():
             prompt, slot = int(step.host_prompts[row]), step.slots[row]
             pages = step.page_table[row].long()
             chunks = max(0, prompt // self._chunk - self._local)
@@ -154,6 +150,13 @@ class ShadowKV(Policy):
                     step.state[f"basis {layer}"][slot] = kernels.decompose(
                         step.keys[layer], coefficients, pages, prompt, turn
                     ).to(coefficients.dtype)
+
+    def branch(self, step: Step) -> Hashable:
+        """Whether everything is read; not where a prompt is decomposed, or texts set the shapes."""
+        reads_all = step.max_length <= self._covered
+        if self._due(step).any() or (self.keep_generated and not reads_all):
+            return None
+        return reads_all
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The tokens of the outlier chunks, the newest ones and the best of the others."""
@@ -199,6 +202,12 @@ class ShadowKV(Policy):
         read = step.lengths.clamp(max=self._covered)
         numbers = self._ends(step)[1] * keys + read * ranks + bases
         return numbers * geometry.itemsize
+
+    def _due(self, step: Step) -> np.ndarray:
+        """Sequences that outgrew the budget, or begin beyond it, bool [B]."""
+        lengths = step.host_lengths
+        due: np.ndarray = (step.fresh & (lengths > self._covered)) | (lengths == self._covered + 1)
+        return due
 
     def _taken(self, layer: int, step: Step) -> Tensor:
         """The outlier chunks, int32 [B, Hkv, n]; -1 in texts within the budget, which have none."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, SpeContext
+from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, ShadowKV, SpeContext
 from keyhole.engine import core
 from keyhole.engine.core import Engine
 from keyhole.engine.recorded import Outputs, RecordedSteps, batch_bucket, width_bucket
@@ -25,7 +25,7 @@ from keyhole.policy import make_policy
 from tests.checkpoints import make_model
 from tests.engine.run_again import RunAgain
 from tests.policy.models import VOCAB, prompt, with_head
-from tests.policy.recording import PAGE, make_engine
+from tests.policy.recording import PAGE, Recording, make_engine
 
 POLICIES = keyhole.policies()
 CAPTURABLE = [name for name, cls in POLICIES.items() if cls.capturable is True]
@@ -40,6 +40,12 @@ MODELS = {
 #: the tensors of the cache grow while they decode.
 COMING = ((0, 3, 60), (9, 90, 51), (22, 60, 26), (22, 70, 26))
 SMALL = {"token_budget": 5 * PAGE}
+
+
+@pytest.fixture(autouse=True)
+def zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages begin with zeros, so that what is not written can be compared too."""
+    monkeypatch.setattr("keyhole.cache.huge_pages.new_empty", torch.Tensor.new_zeros)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +173,9 @@ def test_repeated_steps_leave_what_single_steps_leave(
     steps, recorder = steps_of(pair.engine), pair.recorder
     assert pair.engine.cache.capacity > 64  # the first tensors were too small
     assert recorder.forgotten == 1
-    assert steps.replayed == recorder.repeated > 50
+    assert steps.replayed == recorder.repeated > 30
     # Few recordings serve many steps.
-    assert recorder.recorded <= 18
+    assert recorder.recorded <= 20
     if name == "raas":
         assert all(other.evicted_pages for _, other in pair.requests)
 
@@ -197,8 +203,8 @@ def test_settings_with_more_ways_to_go_are_repeated_too(
     monkeypatch: pytest.MonkeyPatch, model: Model, policy: Policy
 ) -> None:
     pair = Pair(monkeypatch, model, policy)
-    pair.run(((0, 3, 40), (4, 26, 30)))
-    assert pair.recorder.repeated > 30
+    pair.run(((0, 3, 32), (4, 26, 20)))
+    assert pair.recorder.repeated > 25
 
 
 @pytest.mark.parametrize("policy", [Delta(token_budget=20), RaaS(token_budget=20)], ids=str)
@@ -231,7 +237,7 @@ def test_rows_of_nobody_change_nothing(
     Not for infllm: of two keys in a page both are as far from their mean, and rounding decides.
     """
     pair = Pair(monkeypatch, model, small(name), max_batch=5)
-    pair.run(((0, 3, 24), (1, 18, 24), (1, 31, 20)), within=1e-4)
+    pair.run(((0, 3, 14), (1, 18, 13), (1, 31, 10)), within=1e-4)
     assert any(key[0] == 4 for key in steps_of(pair.engine)._shapes)
 
 
@@ -250,7 +256,7 @@ def test_what_stands_in_the_rows_of_nobody_reaches_no_one(
             aside = engine.cache.set_aside()
             for tensor in engine.cache._tensors():
                 tensor[aside] = torch.randn_like(tensor[aside])
-        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         requests = [engine.add(prompt(n), params, keep_logits=True) for n in (3, 18, 31)]
         while engine.has_work:
             running = [left(engine, x) for x in requests if x.slot >= 0 and x.num_computed]
@@ -290,23 +296,27 @@ def test_a_policy_that_goes_by_numbers_of_the_host_without_saying_so_is_found(
         pair.run(((0, 3, 30),))
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in CAPTURABLE])
-def test_what_cannot_be_recorded_says_why_and_runs_as_ever(
-    monkeypatch: pytest.MonkeyPatch, model: Model, name: str
-) -> None:
-    reason = POLICIES[name].capturable
-    assert isinstance(reason, str)
-    assert len(reason) > 20
-    engine, recorder = recorded_engine(monkeypatch, lambda: make_engine(model, small(name)))
+def test_policies_do_not_claim_it_unasked(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    """One that is written elsewhere may shape tensors by numbers of the host: it runs as ever."""
+    assert set(CAPTURABLE) == set(POLICIES)
+    assert isinstance(Policy.capturable, str)
+    seen = Recording(inner=Full())
+    engine, recorder = recorded_engine(monkeypatch, lambda: make_engine(model, seen))
     engine.add(prompt(9), SamplingParams(max_tokens=4, ignore_eos=True))
     while engine.has_work:
         engine.step()
     assert recorder.recorded == 0
+    assert len(seen.calls) == 3 * 4
 
 
-def test_policies_do_not_claim_it_unasked() -> None:
-    """One that is written elsewhere may shape tensors by numbers of the host."""
-    assert isinstance(Policy.capturable, str)
+@pytest.mark.parametrize("settings", [{}, {"keep_generated": True}, {"rank": 0}], ids=str)
+def test_shadowkv_decomposes_in_steps_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, model: Model, settings: dict[str, Any]
+) -> None:
+    """And is not recorded where it reads all generated tokens: their number is a shape."""
+    pair = Pair(monkeypatch, model, ShadowKV(token_budget=20, chunk_size=4, **settings))
+    pair.run(((0, 3, 32), (4, 26, 20)))
+    assert (pair.recorder.repeated > 20) == ("keep_generated" not in settings)
 
 
 def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
