@@ -107,6 +107,11 @@ class Engine:
         """Whether a sequence waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    @property
+    def replayed_steps(self) -> int:
+        """Decode steps that were repeated as CUDA graphs."""
+        return self._runner.replayed
+
     def add(
         self,
         prompt: Tokens[int],

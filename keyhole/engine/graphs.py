@@ -25,7 +25,11 @@ class CudaGraphs:
 
     def record(self, work: Work) -> Work:
         """Runs the work once, then records it; RuntimeError for what waits for the device."""
-        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            return self._record(work)
+
+    def _record(self, work: Work) -> Work:
+        current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()  # kernels are compiled, libraries take their working memory

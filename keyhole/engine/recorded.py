@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ _MOST = 32
 class Outputs:
     """What a step of B rows gives: logits [B, vocabulary], reads float64 [B, 3], victims int64 [B].
 
-    The next repetition of any recording may overwrite them.
+    The next repetition of any recording overwrites them.
     """
 
     logits: Tensor
@@ -91,14 +91,10 @@ class RecordedSteps:
         page = cache.set_aside()
         self._nobody = _nobody(page or 0, cache.page_size, max_batch)
         self._shapes: dict[tuple[int, ...], _Shape] = {}
+        self._logits: Tensor | None = None
         self._moves = cache.moves
         self.replayed = 0
         self.why_not = "the cache has no page to set aside" if page is None else None
-
-    @property
-    def count(self) -> int:
-        """Recordings there are."""
-        return sum(len(shape.ways) for shape in self._shapes.values())
 
     def run(self, numbers: Numbers, decodes: Sequence[Request]) -> Outputs | None:
         """Repeats the step of these sequences; None: it is not to be recorded, and was not run."""
@@ -118,7 +114,7 @@ class RecordedSteps:
             inputs.load({})
             try:
                 ways[way] = self._recorder.record(
-                    functools.partial(self._work, inputs.tensors, step)
+                    functools.partial(self._work_into_place, inputs.tensors, step)
                 )
             except RuntimeError as error:
                 self._give_up(str(error))
@@ -139,6 +135,14 @@ class RecordedSteps:
         if len(self._shapes) > _MOST:
             del self._shapes[next(iter(self._shapes))]
         return shape
+
+    def _work_into_place(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
+        """A step whose logits go where those of all recordings go: many would be too large."""
+        found = self._work(tensors, step)
+        rows, width = found.logits.shape
+        if self._logits is None:  # made when work runs for the first time, before it is recorded
+            self._logits = found.logits.new_empty(self._max_batch, width)
+        return replace(found, logits=self._logits[:rows].copy_(found.logits))
 
     def _forget(self) -> None:
         self._moves = self._cache.moves

@@ -75,6 +75,11 @@ class Runner:
         """What the last step's decoding sequences loaded; empty where no layer is below."""
         return self._traffic
 
+    @property
+    def replayed(self) -> int:
+        """Steps that were repeated from a recording."""
+        return 0 if self._recorded is None else self._recorded.replayed
+
     def run(self, plan: Plan) -> tuple[list[Sequence], Tensor, Tensor]:
         """One step. Returns the sequences whose logits are wanted, these logits, and reads.
 

@@ -62,4 +62,4 @@ class StepInputs:
                 place[tuple(slice(n) for n in arrays[name].shape)] = arrays[name]
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device.device))

@@ -17,7 +17,7 @@ import keyhole
 from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, ShadowKV, SpeContext
 from keyhole.engine import core
 from keyhole.engine.core import Engine
-from keyhole.engine.recorded import Outputs, RecordedSteps, batch_bucket, width_bucket
+from keyhole.engine.recorded import RecordedSteps, batch_bucket, width_bucket
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.engine.step_inputs import StepInputs
 from keyhole.models.loading import Model, load
@@ -170,10 +170,10 @@ def test_repeated_steps_leave_what_single_steps_leave(
     """
     pair = Pair(monkeypatch, model, small(name))
     pair.run()
-    steps, recorder = steps_of(pair.engine), pair.recorder
+    recorder = pair.recorder
     assert pair.engine.cache.capacity > 64  # the first tensors were too small
     assert recorder.forgotten == 1
-    assert steps.replayed == recorder.repeated > 30
+    assert pair.engine.replayed_steps == recorder.repeated > 30
     # Few recordings serve many steps.
     assert recorder.recorded <= 20
     if name == "raas":
@@ -298,7 +298,8 @@ def test_a_policy_that_goes_by_numbers_of_the_host_without_saying_so_is_found(
 
 def test_policies_do_not_claim_it_unasked(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
     """One that is written elsewhere may shape tensors by numbers of the host: it runs as ever."""
-    assert set(CAPTURABLE) == set(POLICIES)
+    ours = {name for name, cls in POLICIES.items() if cls.__module__.startswith("keyhole.")}
+    assert ours <= set(CAPTURABLE)
     assert isinstance(Policy.capturable, str)
     seen = Recording(inner=Full())
     engine, recorder = recorded_engine(monkeypatch, lambda: make_engine(model, seen))
@@ -416,28 +417,3 @@ def test_inputs_lie_where_they_were_and_hold_nobody_beside() -> None:
     assert places == {name: x.data_ptr() for name, x in inputs.tensors.items()}
     inputs.load({})
     assert inputs.tensors["table"].unique().tolist() == [7]
-
-
-def test_results_are_read_before_they_are_overwritten(
-    monkeypatch: pytest.MonkeyPatch, model: Model
-) -> None:
-    """As on a GPU, where every repetition writes into the same logits."""
-    pair = Pair(monkeypatch, model, Full())
-    record = pair.recorder.record
-
-    def fixed(work: Callable[[], Outputs]) -> Callable[[], Outputs]:
-        run, places = record(work), work()
-
-        def repeat() -> Outputs:
-            for place, new in zip((places.logits, places.reads), _tensors(run()), strict=True):
-                place.copy_(new)
-            return places
-
-        return repeat
-
-    monkeypatch.setattr(pair.recorder, "record", fixed)
-    pair.run(((0, 3, 30), (2, 40, 20)))
-
-
-def _tensors(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
-    return outputs.logits, outputs.reads
