@@ -20,6 +20,7 @@ from keyhole.engine.core import Engine
 from keyhole.engine.recorded import RecordedSteps, batch_bucket, width_bucket
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.engine.step_inputs import StepInputs
+from keyhole.kernels import cpu
 from keyhole.models.loading import Model, load
 from keyhole.policy import make_policy
 from tests.checkpoints import make_model
@@ -284,6 +285,21 @@ def test_a_recording_reads_its_fixed_inputs_alone(
 
     monkeypatch.setattr(StepInputs, "load", spoilt)
     pair.run(((0, 3, 30), (2, 40, 20)))
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_what_a_gpu_leaves_to_the_reference_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, model: Model, name: str
+) -> None:
+    """C++ is one operation to who watches; a GPU computes top-k and more by plain PyTorch."""
+    monkeypatch.setattr(cpu, "takes", lambda *_: False)
+    engine, recorder = recorded_engine(monkeypatch, lambda: make_engine(model, small(name)))
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    for length in (18, 26):
+        engine.add(prompt(length), params)
+    while engine.has_work:
+        engine.step()
+    assert recorder.repeated >= 4
 
 
 def test_a_policy_that_goes_by_numbers_of_the_host_without_saying_so_is_found(
