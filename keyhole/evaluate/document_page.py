@@ -141,19 +141,28 @@ def _times(results: list[Line]) -> float:
 
 
 def picture(lines: Lines, path: Path) -> None:
-    """Writes a PNG: right answers against time to first token, a panel for each shape."""
+    """Writes a PNG: right answers against time to first token.
+
+    A panel for each shape and place of what is needed: not every place is measured in every shape.
+    """
     pyplot = matplotlib()[0]
-    shapes = _shapes(lines)
+    panels = [
+        (shape, place, own)
+        for shape in _shapes(lines)
+        for place in ("ends", "middle")
+        if (own := [line for (kind, at), line in lines.items()
+                    if at == shape and kind.endswith(f"/{place}")])
+    ]  # fmt: skip
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(
-            1, len(shapes), figsize=(max(4.2, 2.4 * len(shapes) + 0.6), 3.4), layout="constrained",
+            1, len(panels), figsize=(max(4.2, 2.1 * len(panels) + 0.6), 3.5), layout="constrained",
             sharey=True, squeeze=False,
         )  # fmt: skip
-        for axis, shape in zip(axes[0], shapes, strict=True):
-            _panel(axis, [line for (_, at), line in lines.items() if at == shape])
+        for axis, (shape, place, own) in zip(axes[0], panels, strict=True):
+            _panel(axis, own)
             number, words = shape.split("x")
-            axis.set_title(f"{number} documents of {words} words")
-            axis.set_xlabel("time to first token / recompute")
+            axis.set_title(f"{number} documents of {words},\nneeded: their {place}")
+        axes[0, len(panels) // 2].set_xlabel("time to first token / recompute")
         axes[0, 0].set_ylabel("right answers, %")
         # Not every method was measured in every shape.
         found: dict[str, Any] = {}
@@ -161,7 +170,7 @@ def picture(lines: Lines, path: Path) -> None:
             marks, names = axis.get_legend_handles_labels()
             found |= dict(zip(names, marks, strict=True))
         labels = [name for name in METHODS if name in found]
-        columns = min(5, 1 + len(shapes))
+        columns = min(5, 1 + len(panels))
         figure.legend(
             [found[n] for n in labels],
             labels,
