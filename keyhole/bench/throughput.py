@@ -99,7 +99,10 @@ def most_requests(name: str, model: Model, settings: ThroughputSettings, room: i
         past = tokens * geometry.token_bytes
         each = past + passing_layers(name, geometry) * past // geometry.num_layers
     else:
-        each = needed_bytes(model, [name], 1, tokens, 1)
+        # A page is nobody's, however many requests there are.
+        one, two = (needed_bytes(model, [name], count, tokens, 1) for count in (1, 2))
+        each = two - one
+        room -= one - each
     return max(0, room // each)
 
 

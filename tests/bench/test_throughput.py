@@ -54,8 +54,10 @@ def test_requests_are_what_fits_beside_the_weights(smoke: model.Weights) -> None
     # Two of four layers may be twice there for a moment under sdpa, three under eager.
     assert most("transformers_sdpa", 15 * text) == 10
     assert most("transformers_eager", 7 * text) == 4
-    # Ten pages, one for new tokens, one in reserve.
-    assert most("full", 10 * text) == 10 * 10 // 12
+    # Ten pages, one for new tokens, one in reserve; and one that is nobody's.
+    assert most("full", 10 * text) == (10 * 10 - 1) // 12
+    page = text // 10
+    assert [most("full", pages * page) for pages in (12, 13, 24, 25)] == [0, 1, 1, 2]
     assert most("full", -1) == 0
     # Its head keeps keys of its own.
     assert most("spe_context", 100 * text) < most("full", 100 * text)
