@@ -57,7 +57,7 @@ def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:
     if not isinstance(text, str):
         return tuple(text)
     if is_size(field):
-        return parse_bytes(text)
+        return parse_bytes(text, name)
     try:
         return _BY_KIND[kind](text)
     except ValueError as error:
@@ -77,17 +77,17 @@ _BY_KIND: dict[str, Callable[[str], Any]] = {
 _RIGHT = {"int": "a whole number", "float": "a number"}
 
 
-def parse_bytes(value: int | str) -> int:
-    """Bytes from a number or from text like "2GiB" or "500 MB"."""
+def parse_bytes(value: int | str, name: str = "memory") -> int:
+    """Bytes from a number or from text like "2GiB" or "500 MB"; `name` as the user wrote it."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2].upper() not in _UNITS:
-            raise ConfigError(f"memory {value!r} is not a size; write for example 2GiB or 500MB")
+            raise ConfigError(f"{name} {value!r} is not a size; write for example 2GiB or 500MB")
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size <= 0:
-        raise ConfigError(f"memory {value!r} must be more than 0 bytes")
+        raise ConfigError(f"{name} {value!r} must be more than 0 bytes")
     return size
 
 

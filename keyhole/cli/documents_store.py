@@ -45,7 +45,7 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
     policy = flags.policy_of(arguments) if "policy" in arguments else None
     settings = flags.settings_of(arguments, EngineConfig)
     limit = getattr(arguments, "limit", None)
-    limit_bytes = None if limit is None else parse_bytes(limit)
+    limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
     model = flags.load_model(arguments)
     from keyhole.engine.llm import LLM
 

@@ -100,7 +100,7 @@ class LLM:
         chosen = make_policy(policy)
         loaded = model if isinstance(model, Model) else load(model, device, dtype)
         self.engine = Engine(loaded, chosen, config)
-        limit = None if documents_limit is None else parse_bytes(documents_limit)
+        limit = None if documents_limit is None else parse_bytes(documents_limit, "documents_limit")
         self._store = documents, limit
 
     @property

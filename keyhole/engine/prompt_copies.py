@@ -61,21 +61,21 @@ class PromptCopies:
         count = _full_pages(prompt, cache.page_size)
         if not count:
             return
-        known = self._copies.get(_key(prompt, cache.page_size))
-        kept, there = _Copy([]) if known is None else known, list(pages[:count])
+        key, there = _key(prompt, cache.page_size), list(pages[:count])
+        known = self._copies.get(key)
+        missing = list(cache.common.values())
+        if head is None or (known is not None and head in known.common):
+            missing = []
+        size = sum(tensor[:1].nbytes for tensor in missing)
         if known is None:
-            kept.pages = [tensor.cpu() for tensor in cache.content(there)]
-        fresh = [] if known else kept.pages
-        common = {}
-        if head is not None and head not in kept.common:
-            common = {name: tensor[there].cpu() for name, tensor in cache.common.items()}
-        size = sum(tensor.nbytes for tensor in [*fresh, *common.values()])
-        if self.used + size > self.limit:
+            size += cache.page_size * cache.geometry.token_bytes
+        if self.used + count * size > self.limit:
             return
-        self.used += size
-        if head is not None and common:
-            kept.common[head] = common
-        self._copies[_key(prompt, cache.page_size)] = kept
+        self.used += count * size
+        if known is None:
+            known = self._copies[key] = _Copy([x.cpu() for x in cache.content(there)])
+        if missing and head is not None:
+            known.common[head] = {name: x[there].cpu() for name, x in cache.common.items()}
 
     def give(
         self,

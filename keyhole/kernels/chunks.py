@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keyhole.kernels import reference
+
 # Pages whose keys are looked at together: 128 MiB of float32 for 8 heads of 128 numbers.
 _PAGES = 2048
 
@@ -64,7 +66,7 @@ def chunk_scores(
     heads = landmarks.shape[2]
     means = landmarks[page_table.long()].flatten(1, 2).transpose(1, 2).float()  # [B, Hkv, C, D]
     products = query.float().unflatten(1, (heads, -1)) @ means.transpose(-1, -2)
-    listed = _members(taken, means.shape[2])
+    listed = reference.members(taken, means.shape[2])
     place = torch.arange(means.shape[2], device=query.device)
     out = listed | (place >= (chunks - local)[:, None, None])
     products = products.masked_fill(out[:, :, None], float("-inf")) / math.sqrt(query.shape[-1])
@@ -72,11 +74,3 @@ def chunk_scores(
     weights = products.softmax(-1).nan_to_num(0.0).amax(2)
     scores: Tensor = weights.masked_fill(listed, float("inf"))
     return scores
-
-
-def _members(listed: Tensor, count: int) -> Tensor:
-    """Which of `count` entries are in lists [B, H, n] (-1 is none): bool [B, H, count]."""
-    found = listed.new_zeros(*listed.shape[:-1], count + 1, dtype=torch.bool)
-    found.scatter_(-1, listed.long().where(listed >= 0, count), True)
-    members: Tensor = found[..., :count]
-    return members

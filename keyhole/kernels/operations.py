@@ -20,6 +20,7 @@ from keyhole.kernels import (
     chunks,
     clusters,
     cpu,
+    elastic,
     gpu,
     keeping,
     low_rank,
@@ -266,7 +267,7 @@ def _top_indices(
 def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     *buffered, indices, unit = operands
     # The twin knows padding by -1 and asks for no counts.
-    found, moved = reference.exchange(*buffered, selection=Selection(indices, indices, unit))
+    found, moved = elastic.exchange(*buffered, selection=Selection(indices, indices, unit))
     return found.indices, found.counts, moved
 
 

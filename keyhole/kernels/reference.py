@@ -178,7 +178,7 @@ class _Reads:
         for start in range(0, entries, step):
             end = min(start + step, entries)
             index = tuple(i[..., start:end] if i.shape[-1] == entries else i for i in self.where)
-            part = _gathered(pages, index, self.valid.device)
+            part = gathered(pages, index, self.valid.device)
             part = part.flatten(2, 3) if part.dim() > 4 else part  # whole pages
             yield part.float(), slice(start * self.size, end * self.size)
 
@@ -262,7 +262,7 @@ def _window_pages(lengths: Tensor, window: int, page_size: int, num_pages: int) 
     return Selection(indices.int()[:, None], counts[:, None], page_size)
 
 
-def _gathered(pages: Tensor, index: tuple[Tensor, ...], device: torch.device) -> Tensor:
+def gathered(pages: Tensor, index: tuple[Tensor, ...], device: torch.device) -> Tensor:
     """What is at `index`, on `device`, wherever the pages are."""
     return pages[tuple(i.to(pages.device) for i in index)].to(device)
 
@@ -308,7 +308,7 @@ def prefill(
     pages = pages[skipped : -(-end // page_size)]
     first = skipped * page_size
     key, value = (
-        _gathered(x, (pages,), query.device).transpose(0, 1).flatten(1, 2)[:, : end - first]
+        gathered(x, (pages,), query.device).transpose(0, 1).flatten(1, 2)[:, : end - first]
         for x in (key_pages, value_pages)
     )
     grouped = _grouped(query, num_kv_heads).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
@@ -361,7 +361,7 @@ def page_bounds(
 
     low, high [P, Hkv, D]; pages int64 [n]; filled int64 [n]: tokens that each page holds now, >= 1.
     """
-    keys = _gathered(key_pages, (pages,), low.device)
+    keys = gathered(key_pages, (pages,), low.device)
     places = torch.arange(keys.shape[2], device=keys.device)
     empty = (places >= filled[:, None])[:, None, :, None]
     low[pages] = keys.masked_fill(empty, float("inf")).amin(2)
@@ -418,90 +418,12 @@ def recent_indices(lengths: Tensor, k: int, *, first: int = 0) -> Selection:
     return Selection(indices.int()[:, None], lengths.clamp(max=k).int()[:, None], 1)
 
 
-def exchange(
-    entries: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    key_pages: Tensor,
-    value_pages: Tensor | None,
-    page_table: Tensor,
-    lengths: Tensor,
-    rows: Tensor,
-    *,
-    selection: Selection,
-) -> tuple[Selection, Tensor]:
-    """Brings what is selected into the buffers of sequences; what is there already stays.
-
-    SpeContext's elastic loading (section 5.4): S_now - S_last is copied, in place of
-    S_last - S_now. keys [R * m, H, page_size, D], values [R * m, H, page_size, Dv]: the buffers of
-    R sequences, m pages each, written in place; the values are None where they are part of the
-    keys. A buffer is cut into S slots of one entry (token or page) each, and entries int32
-    [R, H, S] says which one is where, -1 for none.
-    key_pages [P, H, page_size, D] and so on: where all tokens are. rows int64 [B]: the buffer of
-    each sequence, all different. selection: indices [B, H or 1, n] with n < S, in any order, also
-    with repetitions.
-
-    The last slot belongs to the newest entry, so that places which are not filled yet come last; in
-    it all tokens but the newest are copied. The newest is left to `append`, since it may not be
-    written yet. Misses take empty slots first, then those of entries that are not selected, in
-    order. Entries without a place in the selection stay until then, as they may come back.
-
-    Returns the slots to attend to, [B, H, S], in the order of their entries, so that sums are made
-    in the order in which they are made over the pages; and int32 [B, H], tokens copied.
-    """
-    unit, size, heads = selection.unit, keys.shape[2], keys.shape[1]
-    num_entries, last = page_table.shape[1] * size // unit, entries.shape[2] - 1
-    rows, lengths = rows.long(), lengths.long()
-    newest = ((lengths - 1) // unit)[:, None, None]
-
-    held = entries[rows][..., :last].long()
-    held = held.masked_fill(held >= newest, -1)  # of a time when the sequence was longer
-    listed = selection.indices.long().expand(-1, heads, -1)
-    wanted = _members(listed.masked_fill(listed >= newest, -1), num_entries)
-    kept = (held >= 0) & wanted.gather(2, held.clamp(min=0))
-    missing = wanted & ~_members(held, num_entries)
-    free = (kept.int() + (held >= 0).int()).argsort(dim=-1, stable=True)  # empty, stale, kept
-    row, head, entry = missing.nonzero(as_tuple=True)
-    slot = free[row, head, (missing.cumsum(-1) - 1)[row, head, entry]]
-    held[row, head, slot] = entry
-    kept[row, head, slot] = True
-
-    token = torch.arange(unit, device=keys.device)
-    known = lengths - 1 - newest[:, 0, 0] * unit  # tokens of the newest entry that are written
-    newest_row, place = (token < known[:, None]).nonzero(as_tuple=True)
-    every = torch.arange(heads, device=keys.device)
-    copies = [
-        (row[:, None], head[:, None], entry[:, None] * unit + token, slot[:, None] * unit + token),
-        (
-            newest_row[:, None],
-            every,
-            newest[newest_row, 0] * unit + place[:, None],
-            (last * unit + place)[:, None],
-        ),
-    ]
-    num_pages = entries.shape[2] * unit // size
-    for row, head, source, target in copies:
-        page, own = page_table.long()[row, source // size], rows[row] * num_pages + target // size
-        for buffer, pages in ((keys, key_pages), (values, value_pages)):
-            if buffer is not None and pages is not None:
-                rows_below = _gathered(pages, (page, head, source % size), buffer.device)
-                buffer[own, head, target % size] = rows_below
-
-    entries[rows] = torch.cat([held, newest.expand(-1, heads, -1)], -1).int()
-
-    read = torch.cat([held.masked_fill(~kept, num_entries), newest.expand(-1, heads, -1)], -1)
-    read, slots = read.sort(dim=-1, stable=True)
-    counts = (read < num_entries).sum(-1, dtype=torch.int32)
-    moved = missing.sum(-1) * unit + known[:, None]
-    slots = slots.masked_fill(read == num_entries, -1)
-    return Selection(slots.int(), counts, unit), moved.int()
-
-
-def _members(listed: Tensor, count: int) -> Tensor:
+def members(listed: Tensor, count: int) -> Tensor:
     """Which of `count` entries are in lists [..., n]; -1 is none. Bool [..., count]."""
     found = listed.new_zeros(*listed.shape[:-1], count + 1, dtype=torch.bool)
-    found.scatter_(-1, listed.where(listed >= 0, count), True)
-    return found[..., :count]
+    found.scatter_(-1, listed.long().where(listed >= 0, count), True)
+    there: Tensor = found[..., :count]
+    return there
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

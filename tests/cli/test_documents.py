@@ -137,7 +137,7 @@ def test_what_is_no_text_is_refused_and_nothing_is_stored(
         (("x", "one/faq.md", "two/faq.md"), "two files would be document 'x/faq.md'"),
         (("x\ny", "one/faq.md"), "document name 'x\\ny' must be printable text in one line"),
         (("x", "one/faq.md", "--block-size", "0"), "block_size 0 must be at least 1"),
-        (("x", "one/faq.md", "--limit", "much"), "'much' is not a size"),
+        (("x", "one/faq.md", "--limit", "much"), "--limit 'much' is not a size"),
     ],
 )
 def test_wrong_files_and_names(

@@ -18,7 +18,7 @@ MISTAKES = [
     ("generate x --policy delta --token-budget much", "--token-budget 'much' must be a whole"),
     ("generate x --policy delta --delta-layers a,b", "--delta-layers 'a,b' must be numbers"),
     ("generate x --temperature -1", "temperature -1.0 must be at least 0"),
-    ("generate x --memory plenty", "memory 'plenty' is not a size"),
+    ("generate x --memory plenty", "--memory 'plenty' is not a size"),
     ("generate x --prefix-cache", "'--prefix-cache'; did you mean '--no-prefix-cache'?"),
     ("generate x y", "unexpected argument 'y'"),
     ("generate x --file y", "give either a prompt or --file"),

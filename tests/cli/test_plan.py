@@ -127,7 +127,7 @@ def test_one_length_can_be_drawn(llama: str, run: Run, tmp_path: Path) -> None:
 
 MISTAKES = [
     ("", "give --memory, for example --memory 8GiB"),
-    ("--memory plenty", "memory 'plenty' is not a size"),
+    ("--memory plenty", "--memory 'plenty' is not a size"),
     ("--memory 8GiB --token-budget 0", "token_budget 0 must be at least 1"),
     ("--memory 8GiB --requests none", "--requests 'none' must be a whole number"),
     ("--memory 8GiB --requests 0", "requests 0 must be at least 1"),

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keyhole.kernels import reference
+
 
 @triton.jit
 def _copy(
@@ -95,9 +97,9 @@ def exchange(
     held = entries[rows][..., :last].long()
     held = held.masked_fill(held >= newest, -1)  # of a time when the sequence was longer
     listed = indices.long().expand(-1, heads, -1)
-    wanted = _members(listed.masked_fill(listed >= newest, -1), num_entries)
+    wanted = reference.members(listed.masked_fill(listed >= newest, -1), num_entries)
     kept = (held >= 0) & wanted.gather(2, held.clamp(min=0))
-    missing = wanted & ~_members(held, num_entries)
+    missing = wanted & ~reference.members(held, num_entries)
     free = (kept.int() + (held >= 0).int()).argsort(dim=-1, stable=True)  # empty, stale, kept
     rank = (missing.cumsum(-1) - 1).clamp(min=0, max=last - 1)
     # What is not missing goes to the last slot, which then gets the newest entry.
@@ -146,10 +148,3 @@ def exchange(
     written = lengths - 1 - newest[:, 0, 0] * unit  # of the newest entry
     moved = (missing.sum(-1) * unit + written[:, None]).int()
     return slots.masked_fill(read == num_entries, -1).int(), counts, moved
-
-
-def _members(listed: Tensor, count: int) -> Tensor:
-    """Which of `count` entries are in lists [..., n]; -1 is none. Bool [..., count]."""
-    found = torch.zeros(*listed.shape[:-1], count + 1, dtype=torch.bool, device=listed.device)
-    found.scatter_(-1, listed.masked_fill(listed < 0, count), True)
-    return found[..., :count]
