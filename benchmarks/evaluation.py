@@ -52,10 +52,12 @@ OUTPUT = measure.results() / results_page.LINES
 ERRORS = measure.results() / results_page.ERRORS
 #: Answers that are looked into, for each cell with an eighth of so many tokens at most.
 _WRONG, _LONGEST = 8, 2048
-_CONFIG = EngineConfig(max_batch=64, prefix_cache=False)
+_PAGE_SIZE = EngineConfig().page_size
 #: Bytes for prompts that serve every policy: those of 200 samples of 8,192 tokens and a head's.
 _PROMPT_MEMORY = 7 * 2**30
 _DERIVE, *_LOOK_UPS = ASKED
+#: Requests in a step: nearly all of a derivation's time is in steps, which cost less in one.
+_AT_ONCE = {True: 200, False: 64}
 #: Seconds a sample takes on one core of an EPYC (family 26), by length: derivations, and look-ups
 #: whose text full attention has read.
 _SECONDS = {
@@ -134,7 +136,7 @@ class Cell:
     @property
     def tokens(self) -> int | None:
         """The budget; None for full attention."""
-        return self.method.tokens(self.length, _CONFIG.page_size)
+        return self.method.tokens(self.length, _PAGE_SIZE)
 
     @property
     def known_by(self) -> tuple[object, ...]:
@@ -258,7 +260,7 @@ def run(
             setups=[ASKED[cell.task].setup],
             methods=[FULL] if cell.method is FULL else [FULL, cell.method],
             samples=cell.samples,
-            config=_CONFIG,
+            config=EngineConfig(max_batch=_AT_ONCE[cell.task == _DERIVE], prefix_cache=False),
         )
         outcome = Evaluation(model, one, file, Header(note), copies).run()
         for refused in outcome.refused:
@@ -337,7 +339,7 @@ def look_into(model: Model, file: LineFile, errors: LineFile, note: str) -> list
         for seed in fields["seeds"]:
             one = first_error.find(
                 model,
-                policy.policy(line["length"], _CONFIG.page_size),
+                policy.policy(line["length"], _PAGE_SIZE),
                 make_task(line["task"]),
                 length=line["length"],
                 seed=seed,

@@ -35,6 +35,18 @@ def test_pieces_make_the_text_and_hold_whole_characters(text: str) -> None:
 
 
 @given(TEXT, st.data())
+def test_it_does_not_matter_when_the_text_is_asked_for(text: str, data: st.DataObject) -> None:
+    detokenizer, seen = Detokenizer(TOKENIZER), ""
+    for token in TOKENIZER(text, add_special_tokens=False).input_ids:
+        detokenizer.append(token)
+        if data.draw(st.booleans()):
+            assert detokenizer.text.startswith(seen)
+            seen = detokenizer.text
+    detokenizer.finish()
+    assert detokenizer.text == text
+
+
+@given(TEXT, st.data())
 def test_a_stop_text_cuts_at_its_first_place_and_never_leaks(
     text: str, data: st.DataObject
 ) -> None:
