@@ -36,11 +36,13 @@ class Waiting(Prefetcher):
 class Forgetful(Prefetcher):
     """Without elastic loading: everything that is selected is copied at every step."""
 
-    def begin(self, rows: Tensor, page_table: Tensor, lengths: Tensor) -> None:
+    def begin(
+        self, rows: Tensor, page_table: Tensor, lengths: Tensor, *, recorded: bool = False
+    ) -> None:
         """Forgets what the buffers of these sequences hold."""
-        super().begin(rows, page_table, lengths)
-        for row in rows.tolist():
-            self.reset(row)
+        super().begin(rows, page_table, lengths, recorded=recorded)
+        for buffer in self._buffers.values():
+            buffer.entries.index_fill_(0, rows, -1)
 
 
 #: The first step after a prompt loads everything, the next ones bring the systems to their pace.
@@ -79,7 +81,8 @@ class Loading:
 
     All layers that may are on the lower tier from the first token on, or as many as must where
     `memory` is what keys and values may take above; they are loaded as `kind` says. None: all are
-    above. folder: of the files that are the lower tier below a CPU.
+    above. folder: of the files that are the lower tier below a CPU. graphs: whether steps may be
+    repeated from a recording, in which `kind` is not called.
     """
 
     def __init__(
@@ -90,8 +93,10 @@ class Loading:
         head: RetrievalHead | None,
         folder: str,
         memory: int | None = None,
+        *,
+        graphs: bool = True,
     ) -> None:
-        config = EngineConfig(max_batch=1, page_size=PAGE_SIZE)
+        config = EngineConfig(max_batch=1, page_size=PAGE_SIZE, graphs=graphs)
         if kind is not None:
             config = replace(config, memory=memory or _MEMORY, offload=folder)
         self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)

@@ -92,7 +92,7 @@ def measure_budget(
     times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     below = dict.fromkeys(SYSTEMS, 0)
     for text in texts:
-        with Loading(None, model, policy, head, folder) as system:
+        with Loading(None, model, policy, head, folder, graphs=False) as system:
             expected = system.logits(text)
         right += int((expected[:-1].argmax(-1) == torch.tensor(text.answer)).sum())
         repeats.forget()
@@ -100,7 +100,7 @@ def measure_budget(
             if kind is None:
                 continue
             kind = recording(repeats) if name == ELASTIC else kind
-            with Loading(kind, model, policy, head, folder) as system:
+            with Loading(kind, model, policy, head, folder, graphs=False) as system:
                 found = system.logits(text)
                 counted[name] += system.traffic or Traffic()
                 below[name] = system.layers_below
@@ -143,9 +143,10 @@ def _timed(
     folder: str,
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
     """Milliseconds of the last `repeat` steps of each system, and what they loaded."""
+    graphs = not policy.reads_keys  # all systems the same
     with ExitStack() as stack:
         systems = {
-            name: stack.enter_context(Loading(kind, model, policy, head, folder))
+            name: stack.enter_context(Loading(kind, model, policy, head, folder, graphs=graphs))
             for name, kind in SYSTEMS.items()
         }
         for system in systems.values():

@@ -55,9 +55,11 @@ def recording(repeats: Repeats) -> type[Prefetcher]:
     """Elastic loading that tells `repeats` of every selection."""
 
     class Recording(Prefetcher):
-        def begin(self, rows: Tensor, page_table: Tensor, lengths: Tensor) -> None:
+        def begin(
+            self, rows: Tensor, page_table: Tensor, lengths: Tensor, *, recorded: bool = False
+        ) -> None:
             repeats.begin()
-            super().begin(rows, page_table, lengths)
+            super().begin(rows, page_table, lengths, recorded=recorded)
 
         def wait(self, layer: int, selection: Selection) -> Resident:
             repeats.record(layer, selection)

@@ -95,6 +95,7 @@ class ElasticBuffer:
 
     keys, values: [num_rows * m, H, page_size, D or Dv]; sequence r has m pages from r * m on.
     entries: int32 [num_rows, H, places], the token or page in each place, -1 for none.
+    cuts: how often it was made anew, for places of another unit.
     num_heads: H, where lists are longer than KV heads (MLA: a choice per query head over latents
     that all share); None: the layer's KV heads.
     """
@@ -120,6 +121,7 @@ class ElasticBuffer:
         self.keys, self.values = keys_and_values(pages, layout, page_size)
         self.token_bytes = layout.numbers_per_head * pages.itemsize
         self.entries = self._no_entries(page_size)
+        self.cuts = 0
 
     @property
     def unit(self) -> int:
@@ -136,6 +138,7 @@ class ElasticBuffer:
         """
         if selection.unit != self.unit:
             self.entries = self._no_entries(selection.unit)
+            self.cuts += 1
         heads = self.keys.shape[1]
         used, moved = kernels.exchange(
             self.entries,

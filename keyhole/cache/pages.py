@@ -50,6 +50,7 @@ class PageCache:
         self.max_pages = max_pages
         self.peak_pages = 0
         self.moves = 0
+        self._device = device
         self._shapes = page_data or [{} for _ in geometry.layers]
         self._common_shapes = common or {}
         self._refs: list[int] = []
@@ -172,6 +173,7 @@ class PageCache:
         fresh = self.allocate(1)
         if fresh is None:
             return None
+        self._settle()
         for tensor in self._tensors():
             tensor[fresh[0]] = tensor[page]
         self.release([page])
@@ -179,15 +181,18 @@ class PageCache:
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Gives the pages `target` the content of the pages `source`, side data included."""
+        self._settle()
         for tensor in self._tensors():
             tensor[list(target)] = tensor[list(source)]
 
     def content(self, pages: Sequence[int]) -> list[Tensor]:
         """Keys and values of some pages, a copy per layer, for `write`."""
+        self._settle()
         return [tensor[list(pages)] for tensor in self._pages]
 
     def write(self, pages: Sequence[int], content: Sequence[Tensor]) -> None:
         """Gives pages keys and values that `content` returned, maybe of another cache."""
+        self._settle()
         for tensor, layer in zip(self._pages, content, strict=True):
             tensor[list(pages)] = layer.to(tensor.device)
 
@@ -202,6 +207,11 @@ class PageCache:
             )
         free = sorted(self._free)
         assert free == [page for page, count in enumerate(self._refs) if count == 0], "free list"
+
+    def _settle(self) -> None:
+        """Before the host touches pages of the lower tier that a GPU may still write."""
+        if self._stores and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _tensors(self) -> Iterable[Tensor]:
         for pages, data in zip(self._pages, self.data, strict=True):
@@ -225,6 +235,7 @@ class PageCache:
     def _grow(self, least: int) -> None:
         """Doubles the tensors, one after the other, so that little is held twice at any time."""
         self.moves += 1
+        self._settle()
         capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))
         if self.before_growth is not None:
             least = min(least, capacity)

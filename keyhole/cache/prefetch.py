@@ -7,15 +7,19 @@ needed for a right result.
 
 One thread starts the copies. On a CPU it makes them, too; on a GPU they run on a stream of their
 own, between two events: they begin when all that was launched before `start` is done, so the last
-step's attention no longer reads the buffer, and attention begins when they are done.
+step's attention no longer reads the buffer, and attention begins when they are done. In a step that
+is recorded there is no thread, as what it launches would not be recorded; stream and events are
+the same, and so are the copies beside the computation when the step is repeated.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +59,17 @@ class Traffic:
         return self.hits / selected if selected else None
 
 
+class Loads(NamedTuple):
+    """What a step loaded, as the device has it.
+
+    counters: int64 [B, 3], hits, misses and moved bytes of each sequence. stall_ms: as in
+    `Traffic`; 0 for a step that was repeated from a recording, in which the device alone waits.
+    """
+
+    counters: Tensor
+    stall_ms: float = 0.0
+
+
 @dataclass(frozen=True)
 class _Load:
     """A copy under way, and what keeps its tensors alive. loaded: its end on a GPU."""
@@ -71,7 +86,7 @@ class Prefetcher:
     `end`. Called by one thread.
 
     num_rows: sequences that can run at once. token_budget: most tokens of a selection. num_heads:
-    see `ElasticBuffer`. total: the traffic of all steps.
+    see `ElasticBuffer`. total: the traffic of all steps that were counted.
     """
 
     def __init__(
@@ -94,6 +109,7 @@ class Prefetcher:
         self._loads: dict[int, _Load] = {}
         self._done: list[tuple[int, Resident]] = []
         self._stall = 0.0
+        self._recorded = False
         self.total = Traffic()
 
     def __contains__(self, layer: int) -> bool:
@@ -103,6 +119,11 @@ class Prefetcher:
     def layers(self) -> tuple[int, ...]:
         """Layers that have buffers, in order."""
         return tuple(sorted(self._buffers))
+
+    @property
+    def moves(self) -> int:
+        """How often a buffer was cut anew; what was recorded before then writes to old places."""
+        return sum(buffer.cuts for buffer in self._buffers.values())
 
     def offload(self, layer: int, tier: Tier) -> None:
         """Moves a layer of the cache to the lower tier, and gives it buffers where it was.
@@ -130,10 +151,15 @@ class Prefetcher:
         for buffer in self._buffers.values():
             buffer.reset(row)
 
-    def begin(self, rows: Tensor, page_table: Tensor, lengths: Tensor) -> None:
-        """A step of sequences in `rows` (int64 [B]); the rest is as in `policy.Step`."""
+    def begin(
+        self, rows: Tensor, page_table: Tensor, lengths: Tensor, *, recorded: bool = False
+    ) -> None:
+        """A step of sequences in `rows` (int64 [B]); the rest is as in `policy.Step`.
+
+        recorded: whether what is launched is recorded, to be repeated.
+        """
         self._drain()
-        self._step = rows, page_table, lengths
+        self._step, self._recorded = (rows, page_table, lengths), recorded
         self._frames.clear()
         self._done.clear()
         self._stall = 0.0
@@ -149,7 +175,7 @@ class Prefetcher:
             if layer in self._buffers:
                 self._finish(layer)
                 loaded = None if self._stream is None else torch.cuda.Event()
-                result = self._pool.submit(self._ahead, layer, selection, frame, ready, loaded)
+                result = self._submit(layer, selection, frame, ready, loaded)
                 self._loads[layer] = _Load(selection, result, loaded)
 
     def wait(self, layer: int, selection: Selection) -> Resident:
@@ -164,29 +190,40 @@ class Prefetcher:
         self._stall += time.perf_counter() - begin
         return resident
 
-    def end(self) -> list[Traffic]:
-        """What the step's sequences cost; each waited for all of them."""
+    def end(self) -> Loads:
+        """What the step's sequences cost, for `count`; nobody waits for the device."""
+        if self._recorded:
+            for layer in list(self._loads):  # what was begun in a recording ends in it
+                self._finish(layer)
         self._drain()
         assert self._step is not None, "begin comes first"
-        lengths = self._step[2].cpu().long()
-        counters = torch.zeros(3, len(lengths), dtype=torch.int64)
-        for unit in {resident.selection.unit for _, resident in self._done}:
-            done = [(i, r) for i, r in self._done if r.selection.unit == unit]
+        lengths = self._step[2].long()
+        counters = lengths.new_zeros(len(lengths), 3)
+        kinds = {(r.selection.unit, self._buffers[i].token_bytes) for i, r in self._done}
+        for unit, token_bytes in kinds:
+            done = [
+                r
+                for i, r in self._done
+                if (r.selection.unit, self._buffers[i].token_bytes) == (unit, token_bytes)
+            ]
             # One column per layer and head.
-            moved = torch.cat([r.moved for _, r in done], 1).cpu().long()
-            counts = torch.cat([r.selection.counts for _, r in done], 1).cpu().long()
+            moved = torch.cat([r.moved for r in done], 1).long()
+            counts = torch.cat([r.selection.counts for r in done], 1).long()
             # The newest token was neither here nor copied.
             read = (counts - 1) * unit + ((lengths - 1) % unit)[:, None]
-            sizes = [self._buffers[i].token_bytes for i, r in done for _ in range(r.moved.shape[1])]
-            counters[0] += (read - moved).sum(1)
-            counters[1] += moved.sum(1)
-            counters[2] += moved @ torch.tensor(sizes)
+            misses = moved.sum(1)
+            counters += torch.stack([(read - moved).sum(1), misses, misses * token_bytes], 1)
         self._step = None
         self._done.clear()
-        stall = 1e3 * self._stall
-        rows = torch.cat([counters.sum(1, keepdim=True), counters], 1).T.tolist()
-        total, *found = (Traffic(hits, misses, moved, stall) for hits, misses, moved in rows)
-        self.total += total
+        return Loads(counters, 0.0 if self._recorded else 1e3 * self._stall)
+
+    def count(self, loads: Loads) -> list[Traffic]:
+        """A step's sequences, each of which waited for all of them; waits for the device."""
+        found = [
+            Traffic(hits, misses, moved, loads.stall_ms)
+            for hits, misses, moved in loads.counters.tolist()
+        ]
+        self.total += dataclasses.replace(sum(found, Traffic()), stall_ms=loads.stall_ms)
         return found
 
     def close(self) -> None:
@@ -210,6 +247,20 @@ class Prefetcher:
         pages = self._cache.keys[layer], self._cache.values[layer]
         return self._buffers[layer].exchange(selection, frame, *pages)
 
+    def _submit(
+        self,
+        layer: int,
+        selection: Selection,
+        frame: Frame,
+        ready: torch.cuda.Event | None,
+        loaded: torch.cuda.Event | None,
+    ) -> Future[Resident]:
+        if not self._recorded:
+            return self._pool.submit(self._ahead, layer, selection, frame, ready, loaded)
+        result: Future[Resident] = Future()
+        result.set_result(self._ahead(layer, selection, frame, ready, loaded))
+        return result
+
     def _ahead(
         self,
         layer: int,
@@ -218,7 +269,7 @@ class Prefetcher:
         ready: torch.cuda.Event | None,
         loaded: torch.cuda.Event | None,
     ) -> Resident:
-        """The other thread's work."""
+        """The other thread's work, if there is one."""
         if ready is None or loaded is None:
             return self._exchange(layer, selection, frame)
         with torch.cuda.stream(self._stream):
@@ -243,6 +294,7 @@ class Prefetcher:
     def _drain(self) -> None:
         """Waits for what nobody has asked for; nobody wants to know if it failed, either."""
         for layer, load in list(self._loads.items()):
-            if load.result.exception() is None:
+            # A recording that came to no end left nothing to wait for.
+            if not self._recorded and load.result.exception() is None:
                 self._finish(layer)
         self._loads.clear()

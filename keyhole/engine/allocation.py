@@ -30,9 +30,12 @@ def allocate(
     policy: Policy,
     config: EngineConfig,
     head: RetrievalHead | None,
+    *,
+    num_rows: int,
 ) -> tuple[PageCache, Placement | None]:
     """An empty cache, and who moves its layers down where `config.offload` is given.
 
+    num_rows: sequences with buffers of layers below.
     ConfigError if not a page fits, or if the policy has no layers that may move.
     """
     page_data = [
@@ -43,7 +46,7 @@ def allocate(
     data = [*page_data, common]
     page_bytes = bytes_per_page(geometry, data)
     if config.offload is not None:
-        plan = make_plan(geometry, policy, config, data)
+        plan = make_plan(geometry, policy, config, data, num_rows)
         max_pages = max(plan.capacities)
     else:
         memory = free_memory(model.device) if config.memory is None else config.memory
@@ -61,7 +64,7 @@ def allocate(
     if config.offload is None:
         return cache, None
     tier, lists = make_tier(config.offload, model.device), policy.selection_heads(geometry)
-    return cache, Placement(plan, cache, tier, num_rows=config.max_batch, num_heads=lists)
+    return cache, Placement(plan, cache, tier, num_rows=num_rows, num_heads=lists)
 
 
 def too_long(

@@ -67,9 +67,15 @@ class Engine:
             raise ConfigError("copies of prompts go to engines without offload=; leave one out")
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
+        wanted = config.graphs and self.policy.capturable is True
+        recorder = make_recorder(model.device) if wanted else None
         self.placement: Placement | None = None
         if cache is None:
-            cache, self.placement = allocate(model, self.geometry, self.policy, config, head)
+            # A row more of buffers, where rows of a recorded step may stand for no sequence.
+            rows = config.max_batch + (recorder is not None)
+            cache, self.placement = allocate(
+                model, self.geometry, self.policy, config, head, num_rows=rows
+            )
         self.cache = cache
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
         self.scheduler = Scheduler(
@@ -90,7 +96,6 @@ class Engine:
             model.watch(head.config.feature_layers)
             self.lookahead = Lookahead(head, self.cache, choice_lists(self.geometry))
         prefetcher = None if self.placement is None else self.placement.prefetcher
-        wanted = config.graphs and self.policy.capturable is True
         self._runner = Runner(
             model,
             self.cache,
@@ -98,7 +103,7 @@ class Engine:
             config.max_batch,
             self.lookahead,
             prefetcher,
-            make_recorder(model.device) if wanted else None,
+            recorder,
         )
         self.max_pages = self.cache.max_pages
 
@@ -297,7 +302,7 @@ class Engine:
         if self.placement is not None:
             for sequence in plan.decodes:
                 sequence.offloaded = self.placement.offloaded
-        for sequence, load in zip(plan.decodes, self._runner.traffic, strict=False):
+        for sequence, load in zip(plan.decodes, self._runner.traffic(), strict=False):
             sequence.counters += Counters(
                 hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
             )

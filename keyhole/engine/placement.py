@@ -56,6 +56,7 @@ def make_plan(
     policy: Policy,
     config: EngineConfig,
     page_data: Sequence[Mapping[str, tuple[int, ...]]],
+    num_rows: int,
 ) -> Plan:
     """What fits into `config.memory` bytes of keys and values, with layers below and without.
 
@@ -76,7 +77,7 @@ def make_plan(
     )
     model = MemoryModel.measured(
         layers=layers,
-        requests=config.max_batch,
+        requests=num_rows,
         token_budget=budget,
         page_size=geometry.page_size,
         weight_bytes=0,

@@ -7,7 +7,7 @@ it is repeated. Rows that stand for no sequence have a page and a row of the pol
 own, which nobody else reads. What the host keeps of a step (lengths, pages, who is evicted,
 counters) is not in the recording: the runner does it in every step, recorded or not.
 
-All is recorded anew when the cache's tensors have moved.
+All is recorded anew when the cache's tensors have moved, or layers of it to the lower tier.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ _MOST = 32
 class Outputs:
     """What a step of B rows gives: logits [B, vocabulary], reads float64 [B, 3], victims int64 [B].
 
+    loads: what was loaded from the lower tier, as `Loads.counters`; None where no layer is there.
     The next repetition of any recording overwrites them.
     """
 
     logits: Tensor
     reads: Tensor
     victims: Tensor | None
+    loads: Tensor | None = None
 
 
 Work = Callable[[], Outputs]
@@ -67,7 +69,8 @@ class _Shape(NamedTuple):
 class RecordedSteps:
     """The steps of one runner. replayed: how many were repeated from a recording.
 
-    make_step: the step of some numbers, from the device's tensors. work: what a step does.
+    make_step: the step of some numbers, from the device's tensors. work: what a step does. moves:
+    how often tensors that a step reads or writes have been replaced by others so far.
     why_not: the reason why steps are not recorded any more, once one could not be.
     """
 
@@ -80,9 +83,10 @@ class RecordedSteps:
         device: torch.device,
         make_step: Callable[[Numbers, Mapping[str, Tensor]], Step],
         work: Callable[[Mapping[str, Tensor], Step], Outputs],
+        moves: Callable[[], int],
     ) -> None:
         self._recorder = recorder
-        self._cache = cache
+        self._count_moves = moves
         self._policy = policy
         self._max_batch = max_batch
         self._device = device
@@ -92,7 +96,7 @@ class RecordedSteps:
         self._nobody = _nobody(page or 0, cache.page_size, max_batch)
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._logits: Tensor | None = None
-        self._moves = cache.moves
+        self._moves = moves()
         self.replayed = 0
         self.why_not = "the cache has no page to set aside" if page is None else None
 
@@ -100,7 +104,7 @@ class RecordedSteps:
         """Repeats the step of these sequences; None: it is not to be recorded, and was not run."""
         if self.why_not is not None:
             return None
-        if self._moves != self._cache.moves:
+        if self._moves != self._count_moves():
             self._forget()
         arrays = numbers.sent | numbers.written
         arrays["token_ids"] = np.asarray([s.tokens[s.num_computed] for s in decodes], np.int64)
@@ -145,7 +149,7 @@ class RecordedSteps:
         return replace(found, logits=self._logits[:rows].copy_(found.logits))
 
     def _forget(self) -> None:
-        self._moves = self._cache.moves
+        self._moves = self._count_moves()
         self._shapes.clear()
         self._recorder.forget()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
 from keyhole.cache.remaining import Remaining
 from keyhole.cache.thinned import Rows, Thinned
 from keyhole.engine.eviction import Eviction
@@ -59,21 +59,31 @@ class Runner:
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
-        self._traffic: list[Traffic] = []
+        self._loads: Loads | None = None  # of the last step, until they are counted
         evicts = policy.most_pages(np.ones(1, np.int64), cache.page_size) is not None
         self._eviction = Eviction(policy, cache, max_batch) if evicts else None
         self._recorded: RecordedSteps | None = None
         if recorder is not None:
             self._recorded = RecordedSteps(
-                recorder, cache, policy, max_batch, model.device, self._step, self._decode
+                recorder,
+                cache,
+                policy,
+                max_batch,
+                model.device,
+                make_step=self._step,
+                work=self._decode,
+                moves=lambda: cache.moves + (0 if prefetcher is None else prefetcher.moves),
             )
         # Of the last step: which page each sequence gives up, who is due, and who they are.
         self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
-    @property
     def traffic(self) -> list[Traffic]:
-        """What the last step's decoding sequences loaded; empty where no layer is below."""
-        return self._traffic
+        """What the last step's decoding sequences loaded, once; waits for the device.
+
+        Empty where no layer is below.
+        """
+        loads, self._loads = self._loads, None
+        return [] if loads is None or self._prefetcher is None else self._prefetcher.count(loads)
 
     @property
     def replayed(self) -> int:
@@ -117,7 +127,7 @@ class Runner:
         """After the forward: advances `num_computed`; returns the reads, as `run`."""
         victims, reads = self._after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
-        self._traffic = self._prefetcher.end() if loading and self._prefetcher else []
+        self._loads = self._prefetcher.end() if loading and self._prefetcher else None
         if victims is not None and batch.step is not None and batch.step.remaining is not None:
             self._victims = victims, batch.step.remaining.due, plan.decodes
         for sequence in plan.decodes:
@@ -150,6 +160,10 @@ class Runner:
         numbers = numbers_of(
             decodes, self._cache.page_size, self._table, self._state, self._eviction
         )
+        if self._prefetcher is not None:
+            for sequence, new in zip(decodes, numbers.fresh.tolist(), strict=True):
+                if new:
+                    self._prefetcher.reset(sequence.slot)
         if self._lookahead is not None:
             self._lookahead.check(int(numbers.position.max()) + 1)
         return numbers
@@ -182,8 +196,9 @@ class Runner:
         return victims, counted(batch.reads, batch.step, self._cache.geometry, self._policy)
 
     def _is_plain(self, plan: Plan) -> bool:
-        """Whether a step is nothing but decoding, over all tokens and on one tier."""
-        if plan.chunks or self._cache.lower_layers:
+        """Whether a step is nothing but decoding, over all tokens."""
+        below = self._cache.lower_layers
+        if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
             return False
         return all(sequence.kept is None for sequence in plan.decodes)
 
@@ -203,17 +218,22 @@ class Runner:
             chunks=[],
             touched=tensors["touched"] if keep else None,
             filled=tensors["filled"] if keep else None,
+            prefetcher=self._prefetcher,
         )
+        if self._prefetcher is not None:
+            self._prefetcher.begin(step.slots, step.page_table, step.lengths, recorded=True)
         self._before(*row, batch)
         logits = self._model.forward(*row, batch, every)
         victims, reads = self._after(*row, batch)
-        return Outputs(logits, reads, victims)
+        loads = None if self._prefetcher is None else self._prefetcher.end().counters
+        return Outputs(logits, reads, victims, loads)
 
     def _finished(
         self, plan: Plan, numbers: Numbers, outputs: Outputs
     ) -> tuple[list[Sequence], Tensor, Tensor]:
         """What `run` gives, after a plain step; and all that it leaves on the host."""
-        count, self._traffic = len(plan.decodes), []
+        count = len(plan.decodes)
+        self._loads = None if outputs.loads is None else Loads(outputs.loads[:count])
         if outputs.victims is not None and numbers.due is not None:
             self._victims = outputs.victims[:count], numbers.due, plan.decodes
         wanted = [i for i, s in enumerate(plan.decodes) if s.wants_logits(s.num_computed + 1)]
@@ -299,9 +319,6 @@ class Runner:
             there = self._there(decodes, numbers.sent["left_lengths"])
             step.remaining = replace(step.remaining, thinned=there)
         if self._prefetcher is not None:
-            for sequence, new in zip(decodes, numbers.fresh.tolist(), strict=True):
-                if new:
-                    self._prefetcher.reset(sequence.slot)
             self._prefetcher.begin(step.slots, step.page_table, step.lengths)
         return step
 

@@ -65,7 +65,9 @@ class Hooks:
         self._model = model
         self._head = load_head(self.run.policy, model) if self.run.policy.wants_head else None
         self.pages: PageCache
-        self.pages, _ = allocate(model, geometry, self.run.policy, config, self._head)
+        self.pages, _ = allocate(
+            model, geometry, self.run.policy, config, self._head, num_rows=config.max_batch
+        )
         self._lookahead = None
         if self._head is not None:
             self._lookahead = Lookahead(self._head, self.pages, choice_lists(geometry))

@@ -91,6 +91,10 @@ class Policy:
     #: tensors and the settings alone, and go by what the host knows only as `branch` says.
     capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
+    #: Whether its hooks read keys of pages in every step. That waits for the host where a layer is
+    #: on the lower tier of a GPU; such steps are not recorded.
+    reads_keys: ClassVar[bool] = False
+
     def resolve(self, geometry: Geometry) -> Self:
         """This policy with every "auto" value settled for a model; the engine uses the result.
 

@@ -39,6 +39,7 @@ class InfLLM(Policy):
 
     name: ClassVar[str] = "infllm"
     capturable: ClassVar[bool | str] = True
+    reads_keys: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads, sinks and window included, in blocks")
     sink_size: int = setting(4, "first tokens that are always read, in whole blocks")
     window_size: int | None = setting(

@@ -53,6 +53,7 @@ class ShadowKV(Policy):
     name: ClassVar[str] = "shadowkv"
     shares_pages: ClassVar[bool] = False
     capturable: ClassVar[bool | str] = True
+    reads_keys: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, in whole chunks")
     chunk_size: int | None = setting(
         None, "tokens in a chunk, a divisor of the page size; None: 8, or a smaller page"

@@ -29,7 +29,7 @@ class Wrapped(Policy):
 
     def __post_init__(self) -> None:
         # Class variables of a policy; here they are those of the policy inside.
-        for name in ("name", "dense", "wants_head", "shares_pages"):
+        for name in ("name", "dense", "wants_head", "shares_pages", "reads_keys"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def __getattr__(self, name: str) -> Any:

@@ -93,7 +93,7 @@ class World:
         kernels.append(self.cache.keys[layer], values, key, value, torch.tensor(slots))
         return key, value
 
-    def begin(self, rows: list[int]) -> None:
+    def begin(self, rows: list[int], *, recorded: bool = False) -> None:
         """Each of these sequences gets a token; nothing of it is written yet."""
         for row in rows:
             self.texts[row].length += 1
@@ -103,7 +103,12 @@ class World:
         table = [self.texts[row].pages for row in rows]
         self.table = torch.tensor([pages + [0] * (width - len(pages)) for pages in table]).int()
         self.lengths = torch.tensor([self.texts[row].length for row in rows]).int()
-        self.loads.begin(torch.tensor(rows), self.table, self.lengths)
+        operands = torch.tensor(rows), self.table, self.lengths
+        self.loads.begin(*operands, recorded=recorded)
+
+    def end(self) -> list[Traffic]:
+        """What the step cost."""
+        return self.loads.count(self.loads.end())
 
     def layer(self, layer: int, selection: Selection) -> None:
         """What attention does in a layer, and the oracle: rows, and the result of attending."""
@@ -204,7 +209,7 @@ def test_resident_rows_are_those_of_the_lower_tier(data: st.DataObject, dtype: t
                 if data.draw(st.booleans()) and early is chosen:
                     world.loads.start(early, range(layer, last))
             world.layer(layer, chosen)
-        assert len(world.loads.end()) == len(world.rows)
+        assert len(world.end()) == len(world.rows)
     world.loads.close()
 
 
@@ -225,7 +230,7 @@ def step(world: World, tokens: list[int], unit: int = 1) -> Traffic:
     world.loads.start(selection, range(2))
     for layer in range(2):
         world.layer(layer, selection)
-    (traffic,) = world.loads.end()
+    (traffic,) = world.end()
     return traffic
 
 
@@ -291,7 +296,7 @@ def test_each_query_head_may_have_a_list_of_its_own_over_shared_latents() -> Non
         selection = world.select([[[head, 5 + head, newest] for head in range(4)]], 1)
         for layer in range(2):
             world.layer(layer, selection)
-        world.loads.end()
+        world.end()
     assert world.loads.total.hits == 2 * 4 * 2
     world.loads.close()
 
@@ -330,7 +335,38 @@ def test_starting_does_not_wait_and_waiting_does(monkeypatch: pytest.MonkeyPatch
     world.layer(0, selection)  # compares all rows
     world.layer(1, selection)
     assert [name.startswith("keyhole-prefetch") for name in gate.finished] == [True, True]
-    assert world.loads.end()[0].stall_ms > 0
+    assert world.end()[0].stall_ms > 0
+    world.loads.close()
+
+
+def test_what_is_recorded_is_launched_by_who_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording knows nothing of other threads; all is loaded when it is announced."""
+    world, gate = small_world(), Gate(monkeypatch)
+    gate.open.set()
+    world.begin([1], recorded=True)
+    selection = world.select([[[1, 2, 20]]], 1)
+    world.loads.start(selection, [0, 1])
+    assert gate.finished == [threading.current_thread().name] * 2
+    world.layer(0, selection)  # compares all rows
+    (traffic,) = world.end()  # with what nobody waited for
+    assert (traffic.misses, traffic.stall_ms) == (2 * 2 * 2, 0.0)
+    assert len(gate.finished) == 2
+    world.loads.close()
+
+
+def test_a_recording_that_came_to_no_end_leaves_nothing_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = small_world()
+    world.begin([1], recorded=True)
+    announced = world.select([[[1, 2, 20]]], 1)
+    world.loads.start(announced, [0, 1])
+    waited: list[int] = []
+    monkeypatch.setattr(world.loads, "_finish", waited.append)
+    world.begin([1])
+    assert waited == []
+    assert world.loads._loads == {}
+    monkeypatch.undo()
     world.loads.close()
 
 
@@ -347,7 +383,7 @@ def test_a_copy_that_nobody_waits_for_ends_before_its_buffer_is_used_again(
     elif what == "reset":
         world.loads.reset(1)
     elif what == "end":
-        assert world.loads.end()[0].misses == 2 * 2 * 2
+        assert world.end()[0].misses == 2 * 2 * 2
     else:
         world.loads.close()
     assert len(gate.finished) == 2

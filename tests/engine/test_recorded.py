@@ -97,10 +97,12 @@ class Pair:
         def make() -> Engine:
             return make_engine(model, policy, **settings)
 
-        self.plain = make()
-        self.plain.cache.set_aside()
+        # Made for recordings too, as these need room: a page, a row of state and of buffers.
+        self.plain, _ = recorded_engine(monkeypatch, make)
+        self.plain._runner._recorded = None
         self.engine, self.recorder = recorded_engine(monkeypatch, make)
         self.requests: list[tuple[Request, Request]] = []
+        self.repeated_below = 0  # with layers on the lower tier
 
     def add(self, length: int, count: int) -> None:
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
@@ -116,7 +118,10 @@ class Pair:
                 if when == number:
                     self.add(length, count)
             self.plain.step()
+            before = self.recorder.repeated
             self.engine.step()
+            if self.engine.placement is not None and self.engine.placement.offloaded:
+                self.repeated_below += self.recorder.repeated - before
             self.engine.check_integrity()
             self.compare(within)
             number += 1
@@ -130,6 +135,7 @@ class Pair:
             assert one.counters == other.counters
             assert (one.pages, one.leaving, one.slot) == (other.pages, other.leaving, other.slot)
             assert one.num_computed == other.num_computed
+            assert one.offloaded == other.offloaded
             assert one.stats().evicted_pages == other.stats().evicted_pages
             if one.slot >= 0:
                 same(left(self.plain, one), left(self.engine, other), within)
@@ -158,6 +164,9 @@ def left(engine: Engine, request: Request) -> list[torch.Tensor]:
     page_data = [x for data in cache.data for x in data.values()]
     page_data += [x for name, x in cache.common.items() if name != "head_keys"]
     found += [tensor[pages] for tensor in page_data]
+    if engine.placement is not None:
+        buffers = engine.placement.prefetcher._buffers
+        found += [buffers[layer].entries[request.slot] for layer in sorted(buffers)]
     return found + [x[request.slot] for x in engine._runner._state.tensors.values()]
 
 
@@ -206,6 +215,60 @@ def test_settings_with_more_ways_to_go_are_repeated_too(
     pair = Pair(monkeypatch, model, policy)
     pair.run(((0, 3, 32), (4, 26, 20)))
     assert pair.recorder.repeated > 25
+
+
+#: All that may have layers below; ShadowKV if it keeps its keys as they are.
+BELOW = {name: small(name) for name in CAPTURABLE if name not in ("full", "raas")} | {
+    "shadowkv": ShadowKV(**SMALL, rank=0),
+    "delta": Delta(**SMALL, full_layers=(), delta_layers=(1,)),
+}
+
+
+def offload_settings(model: Model, policy: Policy, folder: Path, max_batch: int) -> dict[str, Any]:
+    """The least memory with room for all of `COMING` once the last layer is below."""
+    wanted = sum(-(-(length + count) // PAGE) for _, length, count in COMING[:max_batch]) + 1
+    page_bytes = make_engine(model, policy).cache.page_bytes
+    settings = {"offload": str(folder), "max_batch": max_batch}
+    # A row of buffers more, as where steps are recorded.
+    for pages in range(wanted // 4, wanted + 20):
+        settings["memory"] = pages * page_bytes
+        engine = make_engine(model, policy, **settings | {"max_batch": max_batch + 1})
+        if engine.cache.max_pages >= wanted:
+            return settings
+    raise AssertionError("no memory is enough")
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_steps_with_layers_below_are_repeated_too(
+    monkeypatch: pytest.MonkeyPatch, model: Model, tmp_path: Path, name: str
+) -> None:
+    """Bit by bit, with what stands in the buffers, while layers go below one after the other."""
+    settings = offload_settings(model, BELOW[name], tmp_path, max_batch=4)
+    pair = Pair(monkeypatch, model, BELOW[name], **settings)
+    pair.run()
+    done = [other.counters for _, other in pair.requests]
+    assert all(counters.misses for counters in done)
+    assert any(counters.hits for counters in done)
+    assert pair.recorder.repeated > pair.repeated_below  # while all was above, too
+    assert (pair.repeated_below > 10) == (not BELOW[name].reads_keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    # Not SpeContext's lists per query head over latents: buffers for them are all the memory.
+    [(k, n) for k in ("windows", "latent") for n in ("delta", "quest", "spe_context")][:-1],
+)
+def test_other_kinds_of_attention_below_are_repeated_too(
+    monkeypatch: pytest.MonkeyPatch,
+    models: dict[str, Model],
+    tmp_path: Path,
+    kind: str,
+    name: str,
+) -> None:
+    settings = offload_settings(models[kind], BELOW[name], tmp_path, max_batch=2)
+    pair = Pair(monkeypatch, models[kind], BELOW[name], **settings)
+    pair.run(((0, 3, 60), (9, 90, 51)))
+    assert pair.repeated_below > 10
 
 
 @pytest.mark.parametrize("policy", [Delta(token_budget=20), RaaS(token_budget=20)], ids=str)

@@ -7,6 +7,7 @@ What stands in fixed inputs, and what a step leaves, is compared bit by bit with
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +57,12 @@ def small(name: str) -> Policy:
     return make_policy(name, {"token_budget": 5 * PAGE} if has_budget else {})
 
 
-def served(model: Model, policy: Policy, *, graphs: bool) -> tuple[Engine, list[Request]]:
+def served(
+    model: Model, policy: Policy, *, graphs: bool, **settings: Any
+) -> tuple[Engine, list[Request]]:
     """Every request's tokens are given, so that both runs compute the same."""
-    engine = make_engine(model, policy, graphs=graphs, max_batch=4, prefill_chunk=256)
+    settings = {"graphs": graphs, "max_batch": 4, "prefill_chunk": 256, **settings}
+    engine = make_engine(model, policy, **settings)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     requests: list[Request] = []
     number = 0
@@ -100,6 +104,26 @@ def test_settings_with_more_ways_to_go(model: Model, policy: Policy) -> None:
     assert engine.replayed_steps > 50
     for one, other in zip(launched, repeated, strict=True):
         assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < TOLERANCE
+
+
+#: Those that may have layers below and read keys of pages through attention alone.
+BELOW = [n for n in POLICIES if n not in ("full", "raas") and not keyhole.policies()[n].reads_keys]
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_graphs_load_from_the_lower_tier(model: Model, name: str, tmp_path: Path) -> None:
+    """Layers go below while texts grow: copies on a stream of their own, inside of the graph."""
+    page_bytes = make_engine(model, small(name)).cache.page_bytes
+    settings = {"memory": 90 * page_bytes, "offload": str(tmp_path)}
+    _, launched = served(model, small(name), graphs=False, **settings)
+    engine, repeated = served(model, small(name), graphs=True, **settings)
+    assert engine.placement is not None
+    assert engine.placement.offloaded
+    assert engine.replayed_steps > 50
+    for one, other in zip(launched, repeated, strict=True):
+        assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < TOLERANCE
+        assert other.counters.hits
+        assert other.counters.misses
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -33,7 +33,7 @@ class Odd(Policy):
 
 def test_there_is_something_to_hand_on() -> None:
     assert {"select", "after_step", "most_pages", "selection_heads"} <= set(HOOKS)
-    assert VARIABLES == ["name", "dense", "wants_head", "shares_pages"]
+    assert VARIABLES == ["name", "dense", "wants_head", "shares_pages", "reads_keys"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -44,8 +44,8 @@ _MODULES = {
     "rotate": "rotate",
     "exchange": "exchange",
 }
-#: Operations that read pages where they are, also in pinned memory of the host.
-_FROM_HOST = {"exchange"}
+#: Operations that read and write pages where they are, also in pinned memory of the host.
+_FROM_HOST = {"exchange", "append", "attend", "page_bounds"}
 #: Operations that torch computes: they need no Triton.
 _BY_TORCH = {"prefill"}
 #: Operations whose first operand alone is in the model's type: angles are float64.
