@@ -44,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kernels": kernels.backend(model.device),
+        "decode steps": "repeated as CUDA graphs"
+        if any(check.replayed for check in checks)
+        else "launched one by one",
     }
     head = _head(model, arguments)
     if arguments.json:

@@ -48,6 +48,7 @@ class Check:
     may send a token to another expert, so there it is the typical place that counts: per sequence
     the median over places of the root mean square difference, relative to the logits' own, and of
     these the worst. same_tokens: share of places where both have the same most likely token.
+    replayed: decode steps that were repeated as CUDA graphs.
     """
 
     policy: str
@@ -56,6 +57,7 @@ class Check:
     error: float
     tolerance: float
     same_tokens: float
+    replayed: int
 
     @property
     def passed(self) -> bool:
@@ -80,9 +82,9 @@ def verify(model: Model | str | Path, device: str = "auto", dtype: str = "auto")
     eager = _Eager(loaded)
     checks = []
     for name, policy, config, some, decoded in tqdm(runs, unit="run", disable=None, leave=False):
-        found = _generate(loaded, policy, config, some, decoded=decoded)
+        found, replayed = _generate(loaded, policy, config, some, decoded=decoded)
         pairs = [(logits, eager.logits(tokens)[-len(logits) :]) for tokens, logits in found]
-        checks.append(_compare(policy.name, name, pairs, loaded.dtype))
+        checks.append(_compare(policy.name, name, pairs, loaded.dtype, replayed))
     return checks
 
 
@@ -136,10 +138,11 @@ def _generate(
     prompts: Sequence[list[int]],
     *,
     decoded: bool,
-) -> list[tuple[tuple[int, ...], Tensor]]:
+) -> tuple[list[tuple[tuple[int, ...], Tensor]], int]:
     """Greedy runs: the tokens up to the last but one, and the logits after the last of them.
 
-    decoded: all of a prompt but its first token goes through the decode path.
+    And how many steps were repeated from a recording. decoded: all of a prompt but its first token
+    goes through the decode path.
     """
     # With a budget that covers everything any head must do.
     spare = policy.wants_head and model.head is None
@@ -160,11 +163,16 @@ def _generate(
     for sequence in sequences:
         if sequence.error is not None:
             raise sequence.error
-    return [(tuple(s.tokens[:-1]), torch.stack(s.logits)) for s in sequences]
+    found = [(tuple(s.tokens[:-1]), torch.stack(s.logits)) for s in sequences]
+    return found, engine.replayed_steps
 
 
 def _compare(
-    policy: str, run: str, pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype
+    policy: str,
+    run: str,
+    pairs: list[tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    replayed: int,
 ) -> Check:
     difference = max(float((ours - right).abs().max()) for ours, right in pairs)
     if dtype == torch.float32:
@@ -179,6 +187,7 @@ def _compare(
         error=error,
         tolerance=_TOLERANCE[dtype],
         same_tokens=float(same.double().mean()),
+        replayed=replayed,
     )
 
 

@@ -29,6 +29,7 @@ from keyhole.kernels import (
     stamps,
     trimming,
 )
+from keyhole.kernels.gpu import paged_flash
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 _library = Library("keyhole", "DEF")
@@ -214,6 +215,8 @@ def backend(device: torch.device) -> str:
     """Who computes on a device, for people."""
     if device.type == "cuda":
         who = "Triton" if gpu.usable() else "reference (PyTorch)"
+        dense = paged_flash.version() if gpu.usable() else None
+        who += "" if dense is None else f", dense steps by {dense}"
         return f"{who}, prompts by FlashAttention" if gpu.flash() else who
     if device.type != "cpu" or cpu.current() == cpu.REFERENCE:
         return "reference (PyTorch)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -23,9 +24,10 @@ CHECK = verify.Check(
     error=1e-6,
     tolerance=1e-4,
     same_tokens=1.0,
+    replayed=0,
 )
-WRONG = verify.Check(
-    policy="delta", run="ragged batch", difference=3.0, error=0.5, tolerance=1e-4, same_tokens=0.5
+WRONG = dataclasses.replace(
+    CHECK, policy="delta", run="ragged batch", difference=3.0, error=0.5, same_tokens=0.5
 )
 
 
@@ -35,9 +37,18 @@ def test_all_exact_is_exit_status_0(path: str, run: Run, monkeypatch: pytest.Mon
     assert ran.status == 0
     about, _, _, row, end = ran.out.splitlines()
     who = kernels.backend(torch.device("cpu"))
-    assert about == f"model llama-0, device cpu, dtype float32, kernels {who}"
+    assert about == (
+        f"model llama-0, device cpu, dtype float32, kernels {who}, decode steps launched one by one"
+    )
     assert row.split() == "full one request alone exact 1.0e-06 1.0e-04 1.0e-06 100.0%".split()
     assert end == "all checks passed"
+
+
+def test_recorded_steps_are_named(path: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [CHECK, dataclasses.replace(CHECK, replayed=3)]
+    monkeypatch.setattr(verify, "verify", lambda model: found)
+    ran = run("verify", path, "--device", "cpu")
+    assert ran.out.splitlines()[0].endswith(", decode steps repeated as CUDA graphs")
 
 
 def test_one_difference_is_exit_status_1(

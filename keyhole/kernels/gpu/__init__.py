@@ -15,6 +15,7 @@ cannot compile; `KEYHOLE_KERNELS=reference` in the environment asks for the refe
     rotate      one per block of tokens
     exchange    one per sequence, KV head and block of places of the buffer
     prefill     torch's FlashAttention over the gathered pages: no kernel of our own
+    paged_flash what `attend` calls where all is read, if a FlashAttention for pages is active
 
 Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
 Triton runs them on tensors of a CPU; so they are tested where there is no GPU.

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keyhole.kernels.gpu import paged_flash
 from keyhole.kernels.gpu.split import Split, in_float32, split, two_parts
 
 _LOG2E = math.log2(math.e)
@@ -317,6 +318,9 @@ def attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """As the reference, its selection in parts."""
+    if indices is None and paged_flash.takes(query, key_pages, value_pages, softcap, sinks):
+        paged = query, key_pages, value_pages, page_table, lengths
+        return paged_flash.attend(*paged, scale, window)
     tokens = page_table.shape[1] * key_pages.shape[2]
     if indices is not None:
         tokens = indices.shape[2] * unit
