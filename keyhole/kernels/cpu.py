@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from keyhole.errors import ConfigError
 
+#: The compiled module; None if it is not there.
+extension: Any
 try:
-    from keyhole.kernels import _cpu
+    from keyhole.kernels import _cpu as extension
 except ImportError:  # built without a compiler, or run from a bare copy of the source
-    _cpu = None  # type: ignore[assignment]
+    extension = None
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: The types that it takes, and how it numbers them.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_PAGE_SIZE = 1024
 _ENVIRONMENT = "KEYHOLE_KERNELS"
 REFERENCE = "reference"
@@ -30,7 +33,7 @@ REFERENCE = "reference"
 
 def paths() -> tuple[str, ...]:
     """What can compute here, best first."""
-    return (*([] if _cpu is None else _cpu.paths()), REFERENCE)
+    return (*([] if extension is None else extension.paths()), REFERENCE)
 
 
 def use(path: str | None = None) -> str:
@@ -43,8 +46,8 @@ def use(path: str | None = None) -> str:
     if wanted not in paths():
         raise ConfigError(f"no CPU kernels {wanted!r} here; there are {', '.join(paths())}")
     if wanted != REFERENCE:
-        _cpu.use(wanted)
-    elif path is None and _cpu is None:
+        extension.use(wanted)
+    elif path is None and extension is None:
         warnings.warn(
             "keyhole's CPU extension is not installed; attention is computed by plain PyTorch, many"
             " times slower at long contexts. `pip install keyhole` builds it where there is a C++"
@@ -69,21 +72,23 @@ def takes(*operands: object) -> bool:
     given = [x for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
     return (
         current() != REFERENCE
-        and given[0].dtype in _DTYPES
+        and given[0].dtype in DTYPES
         and all(x.dtype == given[0].dtype and x.stride(-1) == 1 for x in given)
         and all(x.shape[2] <= _MAX_PAGE_SIZE for x in given if x.dim() == 4)
     )
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
+    """Where its numbers begin; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _int32(tensor: Tensor) -> Tensor:
+def as_int32(tensor: Tensor) -> Tensor:
+    """The same numbers, one after the other."""
     return tensor.to(torch.int32).contiguous()
 
 
-def _rows(table: Tensor) -> Tensor:
+def as_rows(table: Tensor) -> Tensor:
     """A page table with contiguous rows."""
     table = table.to(torch.int32)
     return table if table.stride(-1) == 1 else table.contiguous()
@@ -101,7 +106,7 @@ def append(
     for pages, rows in ((key_pages, key), (value_pages, value)):
         if pages is not None and rows is not None:
             _, heads, size, dim = pages.shape
-            _cpu.append(
+            extension.append(
                 pages.itemsize,
                 len(rows),
                 heads,
@@ -116,218 +121,6 @@ def append(
             )
 
 
-def attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    indices: Tensor | None,
-    counts: Tensor | None,
-    unit: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """As the reference, its selection in parts."""
-    out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
-    _attend(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        indices=indices,
-        counts=counts,
-        unit=unit,
-        window=window,
-        out=out,
-    )
-    return out
-
-
-def attend_and_score(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    reduces: list[str],
-    units: list[int],
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, list[Tensor]]:
-    """As the reference, its requests in parts."""
-    tokens = page_table.shape[1] * key_pages.shape[2]
-    out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
-    scores, requests, weights = [], [], None
-    for reduce, unit in zip(reduces, units, strict=True):
-        if reduce == "group_max":  # what `head_scores` gives, from the same pass
-            if weights is None:
-                weights = torch.empty(len(query), key_pages.shape[1], tokens, dtype=torch.float32)
-            scores.append(weights)
-        else:
-            scores.append(torch.empty(len(query), 1, tokens // unit, dtype=torch.float32))
-            requests.append((reduce == "sum", unit, scores[-1].data_ptr()))
-    _attend(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        requests=requests,
-        weights=weights,
-        out=out,
-    )
-    pooled = [
-        score.unflatten(2, (-1, unit)).sum(3) if reduce == "group_max" and unit > 1 else score
-        for score, reduce, unit in zip(scores, reduces, units, strict=True)
-    ]
-    return out, pooled
-
-
-def head_scores(
-    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float
-) -> Tensor:
-    """As the reference."""
-    tokens = page_table.shape[1] * key_pages.shape[2]
-    out = torch.empty(len(query), key_pages.shape[1], tokens, dtype=torch.float32)
-    _attend(query, key_pages, key_pages, page_table, lengths, scale=scale, weights=out)
-    return out
-
-
-def _attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    indices: Tensor | None = None,
-    counts: Tensor | None = None,
-    unit: int = 1,
-    window: int | None = None,
-    requests: Sequence[tuple[bool, int, int]] = (),
-    weights: Tensor | None = None,
-    out: Tensor | None = None,
-) -> None:
-    query, page_table, lengths = query.contiguous(), _rows(page_table), _int32(lengths)
-    indices = None if indices is None else _int32(indices)
-    counts = None if counts is None else _int32(counts)
-    sinks = None if sinks is None else sinks.detach().float().contiguous()
-    selection = (1, 0, 1) if indices is None else (*indices.shape[1:], unit)
-    num_rows, num_heads, dim = query.shape
-    _, num_kv_heads, page_size, value_dim = value_pages.shape
-    _cpu.attend(
-        _DTYPES[query.dtype],
-        (num_rows, num_heads, num_kv_heads, dim, value_dim, page_size),
-        query.data_ptr(),
-        key_pages.data_ptr(),
-        key_pages.stride()[:3],
-        value_pages.data_ptr(),
-        value_pages.stride()[:3],
-        page_table.data_ptr(),
-        page_table.stride(0),
-        page_table.shape[1],
-        lengths.data_ptr(),
-        _address(indices),
-        _address(counts),
-        selection,
-        window or 0,
-        scale,
-        softcap or 0.0,
-        _address(sinks),
-        requests,
-        _address(weights),
-        _address(out),
-    )
-
-
-def prefill(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    pages: Tensor,
-    start: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """As the reference."""
-    size = key_pages.shape[2]
-    pages = pages[: -(-(start + len(query)) // size)]
-    paged = (query, key_pages, value_pages, pages)
-    return _prefill(*paged, start, (0, 0, 0), scale, window, softcap, sinks)
-
-
-def prefill_chosen(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    pages: Tensor,
-    positions: Tensor,
-    chosen: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """As the reference."""
-    positions, chosen = positions.to(torch.int64).contiguous(), chosen.int().contiguous()
-    places = (positions.data_ptr(), chosen.data_ptr(), len(chosen))
-    paged = (query, key_pages, value_pages, pages)
-    return _prefill(*paged, 0, places, scale, window, softcap, sinks)
-
-
-def _prefill(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    pages: Tensor,
-    start: int,
-    places: tuple[int, int, int],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
-    sinks = None if sinks is None else sinks.detach().float().contiguous()
-    num_tokens, num_heads, dim = query.shape
-    _, num_kv_heads, page_size, value_dim = value_pages.shape
-    out = query.new_empty(num_tokens, num_heads, value_dim)
-    _cpu.prefill(
-        _DTYPES[query.dtype],
-        (num_tokens, num_heads, num_kv_heads, dim, value_dim, page_size),
-        query.data_ptr(),
-        key_pages.data_ptr(),
-        key_pages.stride()[:3],
-        value_pages.data_ptr(),
-        value_pages.stride()[:3],
-        (pages.data_ptr(), len(pages)),
-        start,
-        window or 0,
-        places,
-        scale,
-        softcap or 0.0,
-        _address(sinks),
-        out.data_ptr(),
-    )
-    return out
-
-
 def page_bounds(
     key_pages: Tensor, low: Tensor, high: Tensor, pages: Tensor, filled: Tensor
 ) -> None:
@@ -335,8 +128,8 @@ def page_bounds(
     assert low.is_contiguous()  # the cache makes them so
     assert high.is_contiguous()
     pages, filled = pages.to(torch.int64).contiguous(), filled.to(torch.int64).contiguous()
-    _cpu.page_bounds(
-        _DTYPES[key_pages.dtype],
+    extension.page_bounds(
+        DTYPES[key_pages.dtype],
         len(pages),
         low.shape[1],
         low.shape[2],
@@ -351,13 +144,13 @@ def page_bounds(
 
 def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -> Tensor:
     """As the reference."""
-    query, page_table = query.contiguous(), _rows(page_table)
+    query, page_table = query.contiguous(), as_rows(page_table)
     low, high = low.contiguous(), high.contiguous()
     (num_rows, num_heads, dim), num_kv_heads = query.shape, low.shape[1]
     num_pages = page_table.shape[1]
     out = torch.empty(num_rows, num_kv_heads, num_pages, dtype=torch.float32)
-    _cpu.bound_scores(
-        _DTYPES[query.dtype],
+    extension.bound_scores(
+        DTYPES[query.dtype],
         (num_rows, num_heads, num_kv_heads, dim, num_pages),
         query.data_ptr(),
         low.data_ptr(),
@@ -373,11 +166,11 @@ def top_indices(
     scores: Tensor, valid: Tensor, k: int, first: int, last: int
 ) -> tuple[Tensor, Tensor]:
     """As the reference, the selection in parts."""
-    scores, valid = scores.contiguous(), _int32(valid)
+    scores, valid = scores.contiguous(), as_int32(valid)
     num_rows, num_lists, _ = scores.shape
     indices = torch.empty(num_rows, num_lists, k, dtype=torch.int32)
     counts = torch.empty(num_rows, num_lists, dtype=torch.int32)
-    _cpu.top_indices(
+    extension.top_indices(
         tuple(scores.shape),
         k,
         first,
@@ -404,23 +197,23 @@ def exchange(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference, the selection in parts."""
     assert entries.is_contiguous()  # the buffer makes them so
-    page_table, lengths, indices = _rows(page_table), _int32(lengths), _int32(indices)
+    page_table, lengths, indices = as_rows(page_table), as_int32(lengths), as_int32(indices)
     rows = rows.to(torch.int64).contiguous()
     num_slots, (_, num_heads, page_size, dim) = entries.shape[2], keys.shape
     used = torch.empty(len(rows), num_heads, num_slots, dtype=torch.int32)
     counts, moved = (torch.empty(len(rows), num_heads, dtype=torch.int32) for _ in range(2))
     value_dim = 0 if values is None else values.shape[3]
-    _cpu.exchange(
+    extension.exchange(
         keys.itemsize,
         (len(rows), num_heads, dim, value_dim, page_size, num_slots, unit),
         entries.data_ptr(),
         keys.data_ptr(),
         keys.stride()[:3],
-        _address(values),
+        address(values),
         (0, 0, 0) if values is None else values.stride()[:3],
         key_pages.data_ptr(),
         key_pages.stride()[:3],
-        _address(value_pages),
+        address(value_pages),
         (0, 0, 0) if value_pages is None else value_pages.stride()[:3],
         page_table.data_ptr(),
         page_table.stride(0),
@@ -441,15 +234,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # Kept in variables: a copy that only its address is known of would be freed at once.
     rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
     out = x.new_empty(*x.shape[:-1], len(weight))
-    _cpu.linear(
-        _DTYPES[x.dtype],
+    extension.linear(
+        DTYPES[x.dtype],
         len(rows),
         weight.shape[1],
         len(weight),
         rows.data_ptr(),
         rows.stride(0),
         weight.data_ptr(),
-        _address(bias),
+        address(bias),
         out.data_ptr(),
     )
     return out

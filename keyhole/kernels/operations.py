@@ -20,6 +20,7 @@ from keyhole.kernels import (
     chunks,
     clusters,
     cpu,
+    cpu_attention,
     elastic,
     gpu,
     keeping,
@@ -240,7 +241,7 @@ def _attend_and_score(*operands: Any) -> tuple[Tensor, list[Tensor]]:
 
 def _attend_and_score_on_cpu(*operands: Any) -> tuple[Tensor, list[Tensor]]:
     reduces = operands[5]
-    return (_attend_and_score if "none" in reduces else cpu.attend_and_score)(*operands)
+    return (_attend_and_score if "none" in reduces else cpu_attention.attend_and_score)(*operands)
 
 
 def _head_scores(*operands: Any) -> Tensor:
@@ -305,7 +306,7 @@ _register(
     f"{_PAGED}, Tensor? indices, Tensor? counts, int unit, float scale, int? window, {_REST}"
     " -> Tensor",
     _attend,
-    cpu.attend,
+    cpu_attention.attend,
 )
 _register(
     "attend_and_score",
@@ -317,20 +318,20 @@ _register(
     "head_scores",
     "(Tensor query, Tensor key_pages, Tensor page_table, Tensor lengths, float scale) -> Tensor",
     _head_scores,
-    cpu.head_scores,
+    cpu_attention.head_scores,
 )
 _register(
     "prefill",
     f"({_QKV}, Tensor pages, int start, float scale, int? window, {_REST} -> Tensor",
     _prefill,
-    cpu.prefill,
+    cpu_attention.prefill,
 )
 _register(
     "prefill_chosen",
     f"({_QKV}, Tensor pages, Tensor positions, Tensor chosen, float scale, int? window, {_REST}"
     " -> Tensor",
     _prefill_chosen,
-    cpu.prefill_chosen,
+    cpu_attention.prefill_chosen,
 )
 _register(
     "page_bounds",

@@ -29,6 +29,7 @@ def test_wilson_intervals_are_the_solutions_of_their_equation() -> None:
     (cell,) = cells([line(scores=[1.0] * 7 + [0.0] * 3)])
     assert cell.interval is not None
     for p in cell.interval:
+        # The interval is made with 1.95996...
         assert abs(0.7 - p) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / 10), rel=1e-4)
     assert cell.interval[0] < 0.7 < cell.interval[1]
 

@@ -85,6 +85,7 @@ def test_graphs_give_what_single_launches_give(model: Model, name: str) -> None:
     assert engine.cache.capacity > 64  # it has grown, and all was recorded anew
     for one, other in zip(launched, repeated, strict=True):
         assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < TOLERANCE
+        # Scores that are nearly equal may be put in another order by other sums.
         assert one.counters.kv_bytes == pytest.approx(other.counters.kv_bytes, rel=0.02)
         assert one.evicted_pages == other.evicted_pages
 

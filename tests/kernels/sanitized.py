@@ -26,7 +26,7 @@ def main() -> int:
 
     from keyhole.kernels import cpu
 
-    assert Path(str(cpu._cpu.__file__)) == Path(file).resolve()
+    assert Path(str(cpu.extension.__file__)) == Path(file).resolve()
     return pytest.main([str(Path(__file__).parent), "-k", "not reference", *arguments])
 
 

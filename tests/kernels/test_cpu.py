@@ -35,7 +35,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_extension_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEYHOLE_KERNELS", raising=False)
-    monkeypatch.setattr(cpu, "_cpu", None)
+    monkeypatch.setattr(cpu, "extension", None)
     monkeypatch.setattr(cpu, "_path", None)
     scores, valid = torch.tensor([[[1.0, 3.0, 2.0]]]), torch.tensor([3], dtype=torch.int32)
     with pytest.warns(RuntimeWarning, match="CPU extension is not installed") as caught:
