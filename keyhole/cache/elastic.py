@@ -95,7 +95,7 @@ class ElasticBuffer:
 
     keys, values: [num_rows * m, H, page_size, D or Dv]; sequence r has m pages from r * m on.
     entries: int32 [num_rows, H, places], the token or page in each place, -1 for none.
-    cuts: how often it was made anew, for places of another unit.
+    cuts: how often it was made anew while it was in use, for places of another unit.
     num_heads: H, where lists are longer than KV heads (MLA: a choice per query head over latents
     that all share); None: the layer's KV heads.
     """
@@ -122,6 +122,7 @@ class ElasticBuffer:
         self.token_bytes = layout.numbers_per_head * pages.itemsize
         self.entries = self._no_entries(page_size)
         self.cuts = 0
+        self._in_use = False
 
     @property
     def unit(self) -> int:
@@ -138,7 +139,8 @@ class ElasticBuffer:
         """
         if selection.unit != self.unit:
             self.entries = self._no_entries(selection.unit)
-            self.cuts += 1
+            self.cuts += self._in_use
+        self._in_use = True
         heads = self.keys.shape[1]
         used, moved = kernels.exchange(
             self.entries,

@@ -24,16 +24,26 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Work) -> Work:
-        """Runs the work once, then records it; RuntimeError for what waits for the device."""
+        """Runs the work, then records it; RuntimeError for what waits for the device.
+
+        That is found out before the recording begins: one that fails leaves torch's allocator in
+        a state from which it gives no memory back that several streams have used.
+        """
         with torch.cuda.device(self._device):
             return self._record(work)
 
     def _record(self, work: Work) -> Work:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()  # kernels are compiled, libraries take their working memory
-        current.wait_stream(self._stream)
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with torch.cuda.stream(self._stream):
+                work()  # kernels are compiled, libraries take their working memory
+                torch.cuda.set_sync_debug_mode("error")
+                work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads (a server's, one that copies) may go on with what a recording may not do.
         mode = "thread_local"

@@ -157,8 +157,8 @@ class RecordedSteps:
         self.why_not = why
         self._forget()
         warnings.warn(
-            f"decode steps of this model cannot be recorded as CUDA graphs and are launched one by "
-            f"one, which is slower: {why.splitlines()[0] if why else 'no reason given'}",
+            "decode steps cannot be recorded as CUDA graphs and are launched one by one, which is "
+            f"slower: {why.splitlines()[0] if why else 'no reason given'}",
             RuntimeWarning,
             stacklevel=2,
         )

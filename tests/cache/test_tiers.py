@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,6 +333,33 @@ def test_kernels_read_and_write_a_layer_below(tmp_path: Path) -> None:
             )
         )
     assert all(map(torch.equal, *found))
+
+
+def test_the_host_waits_for_a_gpu_before_it_touches_pages_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels write new keys there, and nobody has waited for them."""
+    cache = make_cache(PLAIN, PLAIN, most=64 * 4)
+    pages = cache.allocate(3)
+    assert pages is not None
+    waited: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(cache, "_device", torch.device("cuda"))
+    cache.content(pages)
+    assert waited == []  # all is above
+    cache.move_down(0, PinnedTier())
+    for touches in (
+        lambda: cache.content(pages),
+        lambda: cache.copy(pages[:1], pages[1:2]),
+        lambda: cache.write(pages[:1], [tensor[:1].clone() for tensor in cache._pages]),
+        lambda: cache.share(pages[:1]) or cache.writable(pages[0]),
+        lambda: cache.allocate(70),
+    ):
+        waited.clear()
+        touches()
+        assert waited, touches
+    assert cache.capacity > 64
 
 
 def test_a_full_disk_in_growth_changes_nothing(

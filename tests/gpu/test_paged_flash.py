@@ -126,7 +126,7 @@ def asked() -> str | None:
         return paged_flash.version.__wrapped__()
 
 
-def test_it_is_used_where_one_is_active_that_is_right(usable: pytest.MonkeyPatch) -> None:
+def test_it_is_used_where_one_is_active_for_this_gpu(usable: pytest.MonkeyPatch) -> None:
     assert asked() == "FA3"
     usable.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
     assert asked() is None  # FA3 is for Hopper
@@ -149,14 +149,6 @@ def test_it_is_not_used_where_something_is_missing(
     assert asked() is None
 
 
-def test_an_older_torch_has_none(usable: pytest.MonkeyPatch) -> None:
-    usable.delattr(torch_attention, "current_flash_attention_impl")
-    assert asked() is None
-    usable.setenv("KEYHOLE_FLASH", "FA3")
-    with pytest.warns(RuntimeWarning, match="KEYHOLE_FLASH=FA3 needs torch 2.12 or later"):
-        assert paged_flash.version.__wrapped__() is None
-
-
 def test_the_environment_activates_one(usable: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     usable.setattr("torch.nn.attention.activate_flash_attention_impl", names.append)
@@ -167,24 +159,59 @@ def test_the_environment_activates_one(usable: pytest.MonkeyPatch) -> None:
     assert asked() is None
 
 
-def test_one_that_is_not_there_is_told(usable: pytest.MonkeyPatch) -> None:
-    usable.setenv("KEYHOLE_FLASH", "FA3")  # and torch looks for it
-    with pytest.warns(RuntimeWarning, match="cannot be used here, our own kernels do its work: No"):
+def told(why: str) -> None:
+    begin = "FlashAttention over pages cannot be used here, our own kernels do its work"
+    with pytest.warns(RuntimeWarning, match=f"{begin}: {why}"):
         assert paged_flash.version.__wrapped__() is None
 
 
-def test_one_that_is_wrong_is_not_used(usable: pytest.MonkeyPatch) -> None:
-    def wrong(*operands: Any, **options: Any) -> Tensor:
-        return as_documented(*operands, **options) * 1.05
+def test_one_that_cannot_be_is_told_and_not_activated(usable: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    usable.setattr("torch.nn.attention.activate_flash_attention_impl", names.append)
+    usable.setattr("torch.nn.attention.current_flash_attention_impl", lambda: None)
+    usable.setenv("KEYHOLE_FLASH", "FA4")
+    told("KEYHOLE_FLASH=FA4: it does not read pages on a GPU of compute capability 9.0")
+    usable.delattr(torch_attention, "current_flash_attention_impl")
+    told("KEYHOLE_FLASH=FA4: it needs torch 2.12 or later")
+    assert names == []
 
-    def without_window(*operands: Any, **options: Any) -> Tensor:
-        return as_documented(*operands, **options | {"window_size": (-1, -1)})
 
-    for function in (wrong, without_window):
-        usable.setattr(varlen, "varlen_attn", function)
-        usable.setattr(paged_flash, "_active", lambda: "FA3")
-        with pytest.warns(RuntimeWarning, match="its results are wrong"):
-            assert paged_flash.version.__wrapped__() is None
+def test_one_that_is_not_installed_is_told(usable: pytest.MonkeyPatch) -> None:
+    usable.setenv("KEYHOLE_FLASH", "FA3")  # and torch looks for it
+    told("FA3 cannot be activated, No module")
+
+
+#: Type, group, head size, page size.
+KIND = (torch.float16, 3, 80, 4)
+
+
+def test_an_example_of_each_kind_must_come_out_right(usable: pytest.MonkeyPatch) -> None:
+    for kind in (KIND, (torch.bfloat16, 1, 64, 16), (torch.bfloat16, 8, 256, 1)):
+        assert paged_flash._is_right.__wrapped__(*kind)
+
+
+def wrong(*operands: Any, **options: Any) -> Tensor:
+    return as_documented(*operands, **options) * 1.05
+
+
+def without_window(*operands: Any, **options: Any) -> Tensor:
+    return as_documented(*operands, **options | {"window_size": (-1, -1)})
+
+
+def refused(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("head size 80 is not supported")
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [(wrong, "its results are wrong"), (without_window, "its results are"), (refused, "head size")],
+)
+def test_one_that_is_wrong_or_refuses_is_not_used(
+    usable: pytest.MonkeyPatch, function: Any, why: str
+) -> None:
+    usable.setattr(varlen, "varlen_attn", function)
+    with pytest.warns(RuntimeWarning, match=why):
+        assert not paged_flash._is_right.__wrapped__(*KIND)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +221,15 @@ def test_one_that_is_wrong_is_not_used(usable: pytest.MonkeyPatch) -> None:
         {"sinks": torch.ones(6)},
         {"value_pages": torch.zeros(2, 2, 16, 16, dtype=torch.bfloat16)},
         {"query": torch.zeros(3, 6, 32)},
-        {name: torch.zeros(2, 1, 16, 576).half() for name in ("query", "key_pages", "value_pages")},
+        {"query": torch.zeros(3, 8, 32, dtype=torch.bfloat16)},
     ],
-    ids=["softcap", "sinks", "smaller values", "float32", "large heads"],
+    ids=["softcap", "sinks", "smaller values", "float32", "another group"],
 )
 def test_what_it_does_not_know_our_kernels_compute(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(paged_flash, "version", lambda: "FA3")
+    monkeypatch.setattr(paged_flash, "_is_right", lambda _, group, *__: group == GROUP)
     query, keys, values, *_ = case()
     given = {"query": query, "key_pages": keys, "value_pages": values}
     given |= {"softcap": None, "sinks": None}

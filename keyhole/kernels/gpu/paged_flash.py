@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ except ImportError:  # torch before 2.10
     varlen = None
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_LARGEST_HEAD = 256
 #: Versions that read pages, by the first number of the GPU's compute capability.
 _VERSIONS = {9: "FA3", 10: "FA4"}
 #: Weights and results are rounded to bfloat16; the numbers of the example are below 4.
@@ -37,24 +37,20 @@ _TOLERANCE = 2.0**-5
 
 @functools.cache
 def version() -> str | None:
-    """Which one is used; found out once, by a small example. None: no version that reads pages."""
+    """Which one is used, found out once; None: there is none that reads pages."""
     if os.environ.get("KEYHOLE_KERNELS") == "reference" or not torch.cuda.is_available():
         return None
+    wanted = os.environ.get("KEYHOLE_FLASH")
     try:
-        name = _active()
-        if name is None:
-            return None
-        right = _is_right()
+        if wanted and _why_not(wanted) is None:
+            attention.activate_flash_attention_impl(wanted)
     except Exception as error:  # whatever it is, our own kernels do the work
-        warnings.warn(f"{_REFUSED}: {error}", RuntimeWarning, stacklevel=2)
+        _warn(f"{wanted} cannot be activated, {error}")
         return None
-    if not right:
-        warnings.warn(f"{_REFUSED}: its results are wrong", RuntimeWarning, stacklevel=2)
-        return None
-    return name
-
-
-_REFUSED = "FlashAttention over pages cannot be used here, our own kernels do its work"
+    active = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    if wanted and active != wanted:
+        _warn(f"KEYHOLE_FLASH={wanted}: {_why_not(wanted)}")
+    return active if active is not None and _why_not(active) is None else None
 
 
 def takes(
@@ -65,13 +61,15 @@ def takes(
     sinks: Tensor | None,
 ) -> bool:
     """Whether it computes dense attention over these."""
+    (_, num_heads, dim), (_, num_kv_heads, size, _) = query.shape, key_pages.shape
     return (
         query.dtype in _DTYPES
-        and query.shape[2] == value_pages.shape[3] <= _LARGEST_HEAD
+        and dim == value_pages.shape[3]
         and softcap is None
         and sinks is None
         and key_pages.device == value_pages.device == query.device
         and version() is not None
+        and _is_right(query.dtype, num_heads // num_kv_heads, dim, size)
     )
 
 
@@ -103,34 +101,48 @@ def attend(
     return out
 
 
-def _active() -> str | None:
-    """The version that torch calls, if it reads pages; activates the one that is asked for."""
-    wanted = os.environ.get("KEYHOLE_FLASH")
+def _why_not(name: str) -> str | None:
+    """Why a version cannot read our pages here; None if it may."""
     if varlen is None or not hasattr(attention, "current_flash_attention_impl"):
-        if wanted:
-            raise RuntimeError(f"KEYHOLE_FLASH={wanted} needs torch 2.12 or later")
-        return None
-    if wanted:
-        attention.activate_flash_attention_impl(wanted)
-    found = attention.current_flash_attention_impl()
-    major, _ = torch.cuda.get_device_capability()
-    if found is None or found != _VERSIONS.get(major):
-        return None
-    known = inspect.signature(varlen.varlen_attn).parameters
-    return found if {"block_table", "seqused_k", "enable_gqa"} <= known.keys() else None
+        return "it needs torch 2.12 or later"
+    if not {"block_table", "seqused_k", "enable_gqa"} <= {*_parameters(varlen.varlen_attn)}:
+        return "it needs torch 2.12 or later"
+    major, minor = torch.cuda.get_device_capability()
+    if name != _VERSIONS.get(major):
+        return f"it does not read pages on a GPU of compute capability {major}.{minor}"
+    return None
 
 
-def _is_right() -> bool:
-    """Two ragged sequences over mixed pages, as plain PyTorch has them."""
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+@functools.cache
+def _is_right(dtype: torch.dtype, group: int, dim: int, size: int) -> bool:
+    """Whether two ragged sequences over mixed pages of this kind come out right; tried once."""
     random = torch.Generator().manual_seed(0)
-    pages = torch.randn(5, 2, 16, 2 * 64, generator=random).to("cuda", torch.bfloat16)
-    keys, values = pages.split(64, -1)
-    query = torch.randn(2, 6, 64, generator=random).to("cuda", torch.bfloat16)
+    counts = [2 * size + (size + 1) // 2, size + 1]
+    lengths = torch.tensor(counts, dtype=torch.int32, device="cuda")
     table = torch.tensor([[3, 0, 4], [2, 1, 0]], dtype=torch.int32, device="cuda")
-    lengths = torch.tensor([37, 18], dtype=torch.int32, device="cuda")
-    paged = query, keys, values, table, lengths
-    for window in (None, 5):
-        wanted = reference.attend(*paged, scale=0.125, window=window)
-        if not torch.allclose(attend(*paged, 0.125, window), wanted, 0.0, _TOLERANCE):
-            return False
+    pages = torch.randn(5, 2, size, 2 * dim, generator=random).to("cuda", dtype)
+    keys, values = pages.split(dim, -1)
+    query = torch.randn(2, 2 * group, dim, generator=random).to("cuda", dtype)
+    paged, scale = (query, keys, values, table, lengths), dim**-0.5
+    try:
+        for window in (None, size + 1):
+            wanted = reference.attend(*paged, scale=scale, window=window)
+            if not torch.allclose(attend(*paged, scale, window), wanted, 0.0, _TOLERANCE):
+                _warn("its results are wrong")
+                return False
+    except Exception as error:
+        _warn(str(error))
+        return False
     return True
+
+
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"FlashAttention over pages cannot be used here, our own kernels do its work: {why}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
