@@ -70,12 +70,19 @@ def _found(name: str, bar: Bar, line: Line | None) -> list[str]:
     return [wanted, "not there"]
 
 
+def _is_replayed(result: dict[str, Any]) -> bool:
+    return bool(result.get("launches", {}).get("replayed_steps"))
+
+
 def _about(line: Line) -> str:
     versions = line["versions"]
     note = f" Note: {line['note']}." if line["note"] else ""
     speeds = ", ".join(f"`{name}` {speed:.4g}" for name, speed in line["speeds"].items())
+    graphs = [f"`{r['system']}`" for r in line["results"] if _is_replayed(r)]
+    launched = f" Steps as CUDA graphs: {', '.join(graphs)}." if graphs else ""
     return (
-        f"{line['headline']}, {line['unit']}: {speeds}.\n{line['machine']['device']}, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}; {line['date'][:10]}, "
-        f"commit {line['commit']}; `{shlex.join(tables.command(line))}`.{note}"
+        f"{line['headline']}, {line['unit']}: {speeds}.{launched}\n{line['machine']['device']}, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}; "
+        f"{line['date'][:10]}, commit {line['commit']}; "
+        f"`{shlex.join(tables.command(line))}`.{note}"
     )

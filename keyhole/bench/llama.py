@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.bench import llama_state
+from keyhole.bench import launches, llama_state
 from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.model import Numbers
 from keyhole.bench.settings import OUTSIDE
@@ -120,6 +120,7 @@ class Llama:
             "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
             "other_bytes": 0.0,
             "attended_fraction": 1.0,
+            "launches": launches.said(0, launches.OUTSIDE),
             "weight_bytes": self._file_bytes,
             "cache_bytes": self.cache_bytes,
             "workspace_bytes": 0,

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from keyhole.bench.launches import Launches, checked
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.bench.turns import Turn, take_turns
 from keyhole.cache.prefetch import Prefetcher, Traffic
@@ -101,6 +102,7 @@ class Loading:
             config = replace(config, memory=memory or _MEMORY, offload=folder)
         self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)
         self._prefetcher: Prefetcher | None = None
+        self._replayed = 0  # before the steps that count
         placement = self.engine.placement
         if kind is not None and placement is not None:
             self._prefetcher = placement.prefetcher
@@ -136,6 +138,11 @@ class Loading:
         sequence = self._add(text, keep_logits=False)
         while not sequence.is_decoding:
             self.engine.step()
+        self._replayed = self.engine.replayed_steps
+
+    def launches(self, name: str) -> Launches:
+        """How the steps after the prompt reached the device: see `keyhole.bench.launches`."""
+        return checked(name, self.engine, self._replayed, self.engine.model.device)
 
     def logits(self, text: Text) -> Tensor:
         """Decodes the whole answer: logits before and after each of its tokens, [1 + n, V]."""

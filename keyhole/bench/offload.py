@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from keyhole.bench import agreement, measure, offload_large, trace
+from keyhole.bench.launches import Launches, together
 from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.repeats import Repeats, recording
@@ -91,6 +92,7 @@ def measure_budget(
     stalled, errors = dict.fromkeys(SYSTEMS, 0.0), dict.fromkeys(SYSTEMS, 0.0)
     times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     below = dict.fromkeys(SYSTEMS, 0)
+    launches: dict[str, list[Launches]] = {name: [] for name in SYSTEMS}
     for text in texts:
         with Loading(None, model, policy, head, folder, graphs=False) as system:
             expected = system.logits(text)
@@ -108,8 +110,9 @@ def measure_budget(
             error = agreement.check(who, [found], [expected], _TOLERANCE)
             errors[name] = max(errors[name], error)
     for text in texts:
-        spent, loaded = _timed(model, policy, head, text, repeat, folder)
+        spent, loaded, launched = _timed(model, policy, head, text, repeat, folder)
         for name, traffic in loaded.items():
+            launches[name].append(launched[name])
             times[name] += spent[name]
             stalled[name] += 0.0 if traffic is None else traffic.stall_ms
     words, steps = sum(len(text.answer) for text in texts), repeats.steps
@@ -126,6 +129,7 @@ def measure_budget(
             "repeat_rate": repeats.repeated / repeats.selected,
             "right_share": right / words,
             "layers_below": below[name],
+            "launches": together(launches[name]),
             "steps_counted": steps,
             "steps_timed": len(times[name]),
             "relative_error": errors[name],
@@ -141,8 +145,8 @@ def _timed(
     text: Text,
     repeat: int,
     folder: str,
-) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
-    """Milliseconds of the last `repeat` steps of each system, and what they loaded."""
+) -> tuple[dict[str, list[float]], dict[str, Traffic | None], dict[str, Launches]]:
+    """Milliseconds of the last `repeat` steps of each system, what they loaded, and launches."""
     graphs = not policy.reads_keys  # all systems the same
     with ExitStack() as stack:
         systems = {
@@ -151,7 +155,8 @@ def _timed(
         }
         for system in systems.values():
             system.start(text.last(WARM_UP + repeat))
-        return timed(systems, repeat, model.device)
+        times, loaded = timed(systems, repeat, model.device)
+        return times, loaded, {name: system.launches(name) for name, system in systems.items()}
 
 
 def _trace(

@@ -111,6 +111,8 @@ def _measure(
         peers, wrong = _peers(case, theirs, short, steps)
         turns = {peer.name: Turn(call=peer.step, after=peer.rest) for peer in peers}
         times, traffic = timed(systems, repeat, model.device, turns)
+        launched = {name: system.launches(name) for name, system in systems.items()}
+        launched |= {peer.name: peer.launches for peer in peers}
         below = {name: system.layers_below for name, system in systems.items()}
         if traced and trace_file:
             trace.write(Path(trace_file), systems[ELASTIC].engine.step, model.device)
@@ -129,6 +131,7 @@ def _measure(
             "repeat_rate": None,
             "right_share": None,
             "layers_below": below.get(name),
+            "launches": launched[name],
             "steps_timed": repeat,
             "relative_error": errors[name],
         }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.bench import launches
 from keyhole.bench.model import Numbers
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.pages import PageCache, bytes_per_page
@@ -46,6 +47,7 @@ class Ours:
         head = head if policy.wants_head else None
         self.engine = Engine(model, policy, config, cache, head)
         self.sequences: list[Sequence] = []
+        self._replayed = 0  # before the steps that count
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
         """Logits [B, 1 + len(given), vocabulary] after the prompts and after each given token."""
@@ -61,6 +63,7 @@ class Ours:
         """Requests that live for `steps` steps at least."""
         params = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
         self.sequences = [self.engine.add(prompt, params) for prompt in prompts]
+        self._replayed = self.engine.replayed_steps
 
     def step(self) -> None:
         """One token for every request, scheduling and sampling included."""
@@ -71,7 +74,10 @@ class Ours:
         """Nothing: what a step has written is the past of the next one."""
 
     def cost(self) -> dict[str, Any]:
-        """What one step read, summed over the requests, and the policy as it was resolved."""
+        """What one step read, summed over the requests, the policy as it was resolved, launches.
+
+        NotRecordedError if its steps should have been repeated as CUDA graphs and were not.
+        """
         stats = [sequence.stats() for sequence in self.sequences]
         steps = [len(sequence.step_ms) for sequence in self.sequences]
         fractions = [s.attended_fraction for s in stats if s.attended_fraction is not None]
@@ -80,6 +86,9 @@ class Ours:
             "kv_bytes": sum(s.kv_bytes_read / n for s, n in zip(stats, steps, strict=True)),
             "other_bytes": sum(s.other_bytes_read / n for s, n in zip(stats, steps, strict=True)),
             "attended_fraction": statistics.mean(fractions),
+            "launches": launches.checked(
+                self.name, self.engine, self._replayed, self.engine.model.device
+            ),
         }
 
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 from keyhole.bench.captured import Captured
 from keyhole.bench.in_place import in_place_cache
+from keyhole.bench.launches import THEIRS, Launches, said
 from keyhole.bench.model import Numbers, Weights, without_copying_weights
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
 from keyhole.config import require
@@ -82,6 +83,7 @@ class Peer:
         self._context = context
         self._next = torch.empty(0)
         self._captured: Captured | None = None
+        self._replayed = 0
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
         """As `Ours.logits`."""
@@ -100,6 +102,7 @@ class Peer:
         """One token for every sequence, greedy."""
         if self._captured is not None:
             self._next = self._captured(self._next)
+            self._replayed += 1
         else:
             self._next = self._forward(self._next).argmax(-1)
 
@@ -121,7 +124,14 @@ class Peer:
             "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
             "other_bytes": 0.0,
             "attended_fraction": 1.0,
+            "launches": self.launches,
         }
+
+    @property
+    def launches(self) -> Launches:
+        """How its steps reached the device: transformers itself launches one by one."""
+        captured = self._captured is not None
+        return said(self._replayed, None if captured else THEIRS)
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor) -> Tensor:

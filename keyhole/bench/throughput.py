@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from keyhole.bench import measure, memory
+from keyhole.bench import launches, measure, memory
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.model import make_weights
 from keyhole.bench.ours import needed_bytes
@@ -43,6 +43,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
     room = settings.memory - weight_bytes - RESERVE_BYTES
     requests = {name: most_requests(name, weights.ours, settings, room) for name in asked.systems}
     step_ms: dict[str, list[float]] = {name: [] for name in requests}
+    launched: dict[str, list[dict[str, Any]]] = {name: [] for name in requests}
     errors: dict[str, float] = {}
     skipped: list[dict[str, Any]] = []
     for length in lengths:
@@ -53,6 +54,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
             sitting = sit(weights, replace(asked, batch=batch, systems=names), length)
             for name, measured in sitting.measured.items():
                 times.setdefault(name, []).extend(measured.step_ms)
+                launched[name].append(measured.cost["launches"])
             for name, error in sitting.errors.items():
                 errors[name] = max(error, errors.get(name, 0.0))
             skipped += [one.as_dict() for one in sitting.skipped]
@@ -72,6 +74,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
         "relative_error": errors,
         "results": [
             _result(name, requests[name], lengths, spent, settings.answer)
+            | {"launches": launches.together(launched[name])}
             for name, spent in step_ms.items()
         ],
         "skipped": skipped,

@@ -117,6 +117,20 @@ class Engine:
         """Decode steps that were repeated as CUDA graphs."""
         return self._runner.replayed
 
+    @property
+    def why_not_replayed(self) -> str | None:
+        """Why its decode steps are launched one by one; None where they are repeated."""
+        if not self.config.graphs:
+            return "graphs=False"
+        if self.policy.capturable is not True:
+            return str(self.policy.capturable)
+        recorded = self._runner._recorded
+        if recorded is None:
+            return f"there are no CUDA graphs on a device of kind {self.model.device.type}"
+        if self.policy.reads_keys and self.cache.lower_layers:
+            return "the policy reads keys, and layers are on the lower tier"
+        return recorded.why_not
+
     def add(
         self,
         prompt: Tokens[int],

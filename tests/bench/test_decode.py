@@ -56,6 +56,8 @@ def test_a_line_has_a_result_for_every_system_and_context(line: dict[str, Any]) 
     ]
     for result in results:
         assert len(result["all_step_ms"]) == 2
+        assert result["launches"]["replayed_steps"] == 0  # on a CPU
+        assert result["launches"]["why_not"]
         for field in ("step_ms", "gb_per_s", "bandwidth_share", "kv_bytes", "ratio_to_peer"):
             assert result[field] > 0
         if result["system"] in PEERS:

@@ -87,6 +87,7 @@ def test_a_line_has_a_throughput_for_every_system(
     for result in line["results"]:
         assert 1 <= result["requests"] <= 3
         assert len(result["step_ms"]) == 2
+        assert set(result["launches"]) == {"replayed_steps", "why_not"}
         seconds = throughput.answer_seconds(line["lengths"], result["step_ms"], 96)
         assert result["answer_s"] == seconds
         assert result["tokens_per_s"] == pytest.approx(result["requests"] * 96 / seconds)
