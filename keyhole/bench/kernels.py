@@ -2,13 +2,15 @@
 
 One layer of a given shape, one decode step. Results are compared with the reference before anything
 is timed; then paths and peers take turns, each on another part of the cache than the one before.
+On a GPU the calls of a turn are one CUDA graph, as they are in an engine's step: launching small
+ones takes the host longer than the device needs for them.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +26,7 @@ from keyhole.bench import (
     paths,
 )
 from keyhole.bench.bars import bars
+from keyhole.bench.captured import capture
 from keyhole.bench.cases import Case, System
 from keyhole.bench.layer import Layer
 from keyhole.bench.measure import Report, Result
@@ -51,8 +54,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 0.02}
 _WARM_UP = 2
 # A case ends early after about this long, but not before it has been measured a few times.
 _CASE_MS, _LEAST_ROUNDS = 60e3, 3
-# Calls in a turn: on a GPU the host launches the next one meanwhile, so that what it needs for that
-# is not measured where the device needs longer.
+# Calls in a turn: on a GPU so many that what it takes to launch their graph is small beside them.
 _CALLS = {"cpu": 1, "cuda": 10}
 # Beside the cache: the same without pages, and half of that again while it is made.
 _COPIES = 2.5
@@ -83,7 +85,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
             for result in found:
                 _add_rates(result, bandwidth, copying)
             results += found
-            report(found, [])
+            report(found, _notes(found, device))
     finally:
         paths.use(before, device)
     return {
@@ -130,14 +132,17 @@ def measure_case(
     del expected
     numbers, calls = itertools.count(), _CALLS[device.type]
 
-    def turn(path: str, system: System) -> Turn:
+    def turn(path: str, system: System) -> tuple[Turn, str | None]:
         def call() -> None:
             for _ in range(calls):
                 system.run(next(numbers) % case.variants)
 
-        return Turn(before=lambda: paths.use(path, device), call=call)
+        paths.use(path, device)
+        ready, why_not = _ready(call, device)
+        return Turn(before=lambda: paths.use(path, device), call=ready), why_not
 
-    turns = {name: turn(path, system) for name, (path, system) in systems.items()}
+    made = {name: turn(path, system) for name, (path, system) in systems.items()}
+    turns = {name: one for name, (one, _) in made.items()}
     warm = take_turns(turns, _WARM_UP, device)
     round_ms = sum(min(spent) for spent in warm.values())
     rounds = min(repeat, max(_LEAST_ROUNDS, int(_CASE_MS / round_ms)))
@@ -156,6 +161,7 @@ def measure_case(
             "least_ms": min(times[name]),
             "rounds": rounds,
             "calls": calls,
+            "why_not_replayed": made[name][1],
             "moved_bytes": case.moved_bytes,
             "flops": case.flops,
             "relative_error": errors[name],
@@ -165,6 +171,29 @@ def measure_case(
             ),
         }
         for name in systems
+    ]
+
+
+def _ready(
+    call: Callable[[], None], device: torch.device
+) -> tuple[Callable[[], object], str | None]:
+    """The calls of a turn as a CUDA graph, or as they are, and why."""
+    if device.type != "cuda":
+        return call, f"there are no CUDA graphs on a device of kind {device.type}"
+    try:
+        replay, _ = capture(call, device)
+    except RuntimeError as error:  # plain PyTorch may ask the device for sizes
+        return call, str(error) or "no reason given"
+    return replay, None
+
+
+def _notes(found: Sequence[Result], device: torch.device) -> list[str]:
+    """Who was not replayed on a GPU: the host's launches are part of its times."""
+    return [
+        f"{one['op']}, {one['about']}, {one['system']}: launched one by one, as it cannot be a "
+        f"CUDA graph: {one['why_not_replayed'].splitlines()[0]}"
+        for one in found
+        if device.type == "cuda" and one["why_not_replayed"] is not None
     ]
 
 

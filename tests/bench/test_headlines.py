@@ -11,7 +11,7 @@ import pytest
 from benchmarks import headlines as program
 from keyhole.bench import headline, memory
 from keyhole.bench.headlines import HEADLINES, Bar, Headline, judged
-from keyhole.bench.settings import ALL_PEERS, DecodeSettings, ThroughputSettings
+from keyhole.bench.settings import ALL_PEERS, DecodeSettings, KernelSettings, ThroughputSettings
 from keyhole.errors import UnknownNameError
 
 
@@ -45,6 +45,12 @@ def test_the_sizes_are_those_of_the_papers() -> None:
         for prompt, answer in ((2048, 32768), (32768, 2048))
     ]
     assert all(t.points == 8 and t.decode.token_budget == 2048 for t in table)
+
+
+def test_kernels_are_measured_from_batch_16_on() -> None:
+    asked = [h for h in HEADLINES.values() if isinstance(h.settings, KernelSettings)]
+    assert [(h.settings.batch, h.settings.repeat) for h in asked] == [(64, 21), (16, 21)]
+    assert len({h.bars for h in asked}) == 1
 
 
 def test_what_is_wanted_is_said_of_systems_that_are_measured() -> None:

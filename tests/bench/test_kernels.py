@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +128,56 @@ def test_a_path_that_writes_nothing_is_seen(
         benchmark.measure_case(case, PATHS, 1, 0.02)
     assert calls[0] == cpu.REFERENCE
     cpu.use(before)
+
+
+class Graphs:
+    """Graphs without a GPU: a replay makes the calls again. replayed: how often."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def capture(
+        self, call: Callable[[], None], device: torch.device
+    ) -> tuple[Callable[[], None], None]:
+        assert device.type == "cuda"
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            call()
+
+        return replay, None
+
+
+def test_on_a_gpu_a_turn_is_a_graph(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's launches of ten small calls were measured in place of what they compute."""
+    graphs, real = Graphs(), benchmark._ready
+    monkeypatch.setattr(benchmark, "capture", graphs.capture)
+    monkeypatch.setattr(benchmark, "_ready", lambda call, _: real(call, torch.device("cuda")))
+    found = benchmark.measure_case(case, PATHS, 2, 0.02)
+    assert graphs.captured == len(found) == len(PATHS) + len(case.peers)
+    assert graphs.replayed == (benchmark._WARM_UP + 2) * len(found)
+    assert {result["why_not_replayed"] for result in found} == {None}
+    assert benchmark._notes(found, torch.device("cuda")) == []
+
+
+def test_who_cannot_be_a_graph_is_launched_and_named(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not permitted\nmore of it")
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(benchmark, "capture", refuse)
+    ready, why_not = benchmark._ready(lambda: calls.append("called"), cuda)
+    ready()
+    assert (calls, why_not) == (["called"], "operation not permitted\nmore of it")
+    (*_, last) = benchmark.measure_case(case, PATHS, 1, 0.02)
+    (note,) = benchmark._notes([last | {"why_not_replayed": why_not}], cuda)
+    assert note.endswith("cannot be a CUDA graph: operation not permitted")
+    assert benchmark._notes([last], torch.device("cpu")) == []
 
 
 def test_variants_do_not_overlap(layer: Layer) -> None:
