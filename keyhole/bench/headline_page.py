@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from keyhole.bench import headline, tables
-from keyhole.bench.headlines import HEADLINES, Bar, Headline, named
+from keyhole.bench.headlines import FLASH, HEADLINES, Bar, Headline, named
+from keyhole.bench.ideal import ideal
+from keyhole.bench.settings import ThroughputSettings
 
 Line = dict[str, Any]
 
 UNMEASURED = "unmeasured"
+#: Who reads everything, once, in place.
+_DENSE = ("full", FLASH)
 _HEADS = "setting;speed;in the paper;wanted;found".split(";")
 
 
@@ -32,7 +36,34 @@ def section(lines: Sequence[Line]) -> list[str]:
         f"integrated; prompts are not counted. Of {len(HEADLINES)} settings {left} are\n"
         f"{UNMEASURED}:",
         tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
+        *dict.fromkeys(one.note for one in HEADLINES.values() if one.note),
+        *_arithmetic(),
         *(_about(line) for line in last.values()),
+    ]
+
+
+def _arithmetic() -> list[str]:
+    """What the bytes of a step say of the bars over a dense step of the same number of requests."""
+    rows = []
+    for one in HEADLINES.values():
+        if not isinstance(one.settings, ThroughputSettings):
+            continue
+        wanted = max(bar.wanted for bar in one.bars if bar.by in _DENSE)
+        found = ideal(one.settings)
+        reach = "" if found.gain >= wanted else ": out of reach without the lower tier"
+        plural = "" if found.requests == 1 else "s"
+        sizes = one.about.removesuffix(f", budget {one.settings.decode.token_budget:,}")
+        rows.append(
+            f"- {sizes}: {found.requests} request{plural}, by bytes at most {found.gain:.2f}, "
+            f"wanted {wanted}{reach}"
+        )
+    return [
+        "What arithmetic says of these bars: a step must read the weights, without the input\n"
+        "embedding, and keys and values: all of them, or the budget's and the keys of\n"
+        "`spe_context`'s head. Where everything lies above, every system has room for the same\n"
+        f"number of requests, and at one bandwidth `spe_context` can be so much faster than\n"
+        f"{' and '.join(f'`{name}`' for name in _DENSE)}, over the whole answer:",
+        "\n".join(rows),
     ]
 
 

@@ -1,0 +1,62 @@
+"""What arithmetic says of a bar is counted from shapes, as a run counts it from a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keyhole.bench import throughput
+from keyhole.bench.headline_page import section
+from keyhole.bench.headlines import HEADLINES
+from keyhole.bench.ideal import ideal, num_weights
+from keyhole.bench.model import make_weights
+from keyhole.bench.room import RESERVE_BYTES
+from keyhole.bench.settings import DecodeSettings, ThroughputSettings
+
+
+def small() -> ThroughputSettings:
+    decode = DecodeSettings(
+        shape="smoke", device="cpu", dtype="float32", systems=("full",), token_budget=64
+    )
+    return ThroughputSettings(
+        prompt=64, answer=160, memory=RESERVE_BYTES + (4 << 20), decode=decode
+    )
+
+
+def test_weights_and_requests_are_those_of_a_run() -> None:
+    asked = small()
+    model = make_weights(replace(asked.decode, contexts=(64,))).ours
+    assert num_weights("smoke") == sum(x.numel() for x in model.network.parameters())
+    room = asked.memory - RESERVE_BYTES - 4 * num_weights("smoke")
+    most = throughput.most_requests("full", model, asked, room)
+    # A run keeps some pages for each request in reserve.
+    assert 1 <= most <= ideal(asked).requests <= most + most // 5 + 1
+
+
+def test_the_gain_is_a_ratio_of_bytes() -> None:
+    asked = small()
+    found = ideal(asked)
+    token, weights = 2 * 4 * 2 * 16 * 4, 4 * num_weights("smoke")  # a tied embedding is read
+    dense = weights + found.requests * 144 * token
+    sparse = weights + found.requests * (64 * token + 144 * 2 * 16 * 4)
+    assert found.gain == pytest.approx(dense / sparse)
+
+
+def test_the_papers_settings_have_room_for_these() -> None:
+    """As `throughput.most_requests` counted them from a model of that shape."""
+    found = {
+        name: ideal(one.settings)
+        for name, one in HEADLINES.items()
+        if isinstance(one.settings, ThroughputSettings)
+    }
+    assert [one.requests for one in found.values()] == [13, 13, 1, 1]
+    assert [round(one.gain, 2) for one in found.values()] == [2.44, 3.74, 1.14, 1.27]
+
+
+def test_the_page_says_what_is_out_of_reach() -> None:
+    text = "\n".join(section([]))
+    lines = [line for line in text.splitlines() if line.startswith("- ") and "bytes" in line]
+    assert len(lines) == 4
+    assert [("out of reach" in line) for line in lines] == [False, False, True, True]
+    assert "not those of its long answers" in text.replace("\n", " ")
