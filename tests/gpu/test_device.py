@@ -18,6 +18,7 @@ from keyhole.models.loading import Model, load
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
 from tests.checkpoints import make_model
+from tests.policy.models import with_head
 from tests.policy.recording import PAGE, forced, forced_logits, make_engine, run
 
 pytestmark = pytest.mark.gpu
@@ -32,13 +33,19 @@ LENGTHS = ((5, 12), (37, 7), (2 * PAGE, 9), (61, 11))
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    return make_model(request.param, folder, max_position_embeddings=2048, num_hidden_layers=6)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+def checkpoint(kind: str, folder: Path) -> str:
+    """Weights, and a retrieval head beside them, which some policies need."""
+    path = make_model(kind, folder, max_position_embeddings=2048, num_hidden_layers=6)
+    with_head(path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def model(path: Path) -> Model:
+def model(path: str) -> Model:
     return load(path, DEVICE, "float32")
 
 
@@ -51,7 +58,7 @@ TEXTS = [(tokens(n, n), tokens(more, 100 + n)) for n, more in LENGTHS]
 
 
 def eager(
-    path: Path, prompt: list[int], given: list[int], dtype: torch.dtype = torch.float32
+    path: str, prompt: list[int], given: list[int], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Logits of transformers on the device, after the prompt and after each given token."""
     network = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype)
@@ -72,7 +79,7 @@ def small(name: str) -> Policy:
     return make_policy(name, {"token_budget": 3 * PAGE} if hasattr(cls, "token_budget") else {})
 
 
-def test_a_ragged_batch_equals_eager_attention(path: Path, model: Model) -> None:
+def test_a_ragged_batch_equals_eager_attention(path: str, model: Model) -> None:
     engine = make_engine(model, make_policy(None), prefill_chunk=PAGE + 1)
     requests = [forced(engine, prompt, given) for prompt, given in TEXTS]
     run(engine)
@@ -89,7 +96,7 @@ def test_a_policy_whose_budget_covers_all_is_dense(model: Model, name: str) -> N
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_small_budget_reads_the_same_as_on_the_cpu(path: Path, model: Model, name: str) -> None:
+def test_a_small_budget_reads_the_same_as_on_the_cpu(path: str, model: Model, name: str) -> None:
     prompt, given = TEXTS[3]
     plain = forced_logits(load(path, "cpu", "float32"), small(name), prompt, given)
     same(forced_logits(model, small(name), prompt, given), plain)
@@ -111,7 +118,7 @@ def test_requests_beside_each_other_do_not_change_each_other(model: Model, name:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_pages_move_to_larger_tensors_while_they_are_used(
-    path: Path, model: Model, name: str
+    path: str, model: Model, name: str
 ) -> None:
     long, given = tokens(70 * PAGE, 1), tokens(5, 2)
     engine = make_engine(model, small(name), prefill_chunk=16 * PAGE)
@@ -126,7 +133,7 @@ def test_pages_move_to_larger_tensors_while_they_are_used(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(path: Path, name: str) -> None:
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(path: str, name: str) -> None:
     prompt, given = TEXTS[1]
     found = forced_logits(load(path, DEVICE, "bfloat16"), make_policy(name), prompt, given)
     exact, rounded = (

@@ -16,10 +16,9 @@ import keyhole
 from keyhole import LLM, Delta, Full, Policy, SamplingParams, SpeContext
 from keyhole.engine.core import Engine
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.models.loading import HEAD_FOLDER, Model, load
+from keyhole.models.loading import Model, load
 from keyhole.policy import make_policy
-from keyhole.retrieval.head import RetrievalHead
-from tests.checkpoints import make_model
+from tests.gpu.test_device import checkpoint
 from tests.policy.recording import PAGE, make_engine
 
 pytestmark = pytest.mark.gpu
@@ -35,15 +34,7 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = make_model(
-        "llama",
-        tmp_path_factory.mktemp("model"),
-        num_hidden_layers=6,
-        max_position_embeddings=2048,
-    )
-    network = load(path, "cuda", "float32").network
-    RetrievalHead.random(network).save_pretrained(Path(path) / HEAD_FOLDER)
-    return load(path, "cuda", "float32")
+    return load(checkpoint("llama", tmp_path_factory.mktemp("model")), "cuda", "float32")
 
 
 def tokens(count: int) -> list[int]:
@@ -90,15 +81,15 @@ def test_graphs_give_what_single_launches_give(model: Model, name: str) -> None:
         assert one.evicted_pages == other.evicted_pages
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        SpeContext(token_budget=20, refresh_every=4),
-        SpeContext(token_budget=20, recall=0.8),
-        Delta(token_budget=20, recall=0.8, delta_layers=(2,)),
-    ],
-    ids=str,
-)
+#: Policies whose steps are of more than one kind, or that choose until enough is read.
+MORE = [
+    SpeContext(token_budget=20, refresh_every=4),
+    SpeContext(token_budget=20, recall=0.8),
+    Delta(token_budget=20, recall=0.8, delta_layers=(2,)),
+]
+
+
+@pytest.mark.parametrize("policy", MORE, ids=str)
 def test_settings_with_more_ways_to_go(model: Model, policy: Policy) -> None:
     _, launched = served(model, policy, graphs=False)
     engine, repeated = served(model, policy, graphs=True)
@@ -111,11 +102,16 @@ def test_settings_with_more_ways_to_go(model: Model, policy: Policy) -> None:
 BELOW = [n for n in POLICIES if n not in ("full", "raas") and not keyhole.policies()[n].reads_keys]
 
 
+def below(model: Model, name: str, folder: Path) -> dict[str, Any]:
+    """Settings with less memory than `COMING` needs, so that layers have to go below."""
+    page_bytes = make_engine(model, small(name)).cache.page_bytes
+    return {"memory": 90 * page_bytes, "offload": str(folder)}
+
+
 @pytest.mark.parametrize("name", BELOW)
 def test_graphs_load_from_the_lower_tier(model: Model, name: str, tmp_path: Path) -> None:
     """Layers go below while texts grow: copies on a stream of their own, inside of the graph."""
-    page_bytes = make_engine(model, small(name)).cache.page_bytes
-    settings = {"memory": 90 * page_bytes, "offload": str(tmp_path)}
+    settings = below(model, name, tmp_path)
     _, launched = served(model, small(name), graphs=False, **settings)
     engine, repeated = served(model, small(name), graphs=True, **settings)
     assert engine.placement is not None
