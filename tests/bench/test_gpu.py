@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,43 @@ def test_every_part_has_a_number_and_a_place_in_the_order() -> None:
     assert (
         sorted(part.number for part in found)
         == sorted(gpu.ORDER)
-        == list(range(1, 4 + len(HEADLINES)))
+        == list(range(1, 4 + len(HEADLINES) + len(gpu.TESTS) - 1))
     )
+    assert all(0 < part.least_s <= part.limit_s <= 530 for part in found if part.number != 3)
+
+
+def test_every_part_is_described() -> None:
+    description = (gpu.__doc__ or "").split("\n\n")[1]
+    named = {int(number) for number in re.findall(r"^ +(\d+) ", description, re.MULTILINE)}
+    assert named | set(gpu.SETTINGS) == set(gpu.ORDER)
+    assert f"4  to {max(gpu.SETTINGS)}: " in description
+
+
+def test_every_test_file_for_a_device_is_in_one_part() -> None:
+    there = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    named = [name for _, files in gpu.TESTS.values() for name in files]
+    assert len(named) == len(set(named))
+    assert set(named) < there
+    rest = gpu._tests(15, ROOT / "log")
+    assert "tests/gpu" in rest
+    assert {arg for arg in rest if arg.startswith("--ignore")} == {
+        f"--ignore=tests/gpu/{name}" for name in named
+    }
+
+
+def test_a_failure_is_told_at_once(tmp_path: Path) -> None:
+    """Also where a run is stopped in the next test."""
+    (tmp_path / "test_two.py").write_text(
+        "import os\ndef test_bad():\n    assert 1 == 2\ndef test_end():\n    os._exit(9)\n"
+    )
+    log = tmp_path / "new" / "tests.log"
+    command = [sys.executable, "-m", "pytest", str(tmp_path), "-p", "no:cacheprovider"]
+    command += ["-p", "tests.gpu.at_once", "--log", str(log)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 9
+    assert "assert 1 == 2" in done.stdout
+    assert "assert 1 == 2" in log.read_text()
+    assert log.read_text().endswith("test_two.py::test_end\n")
 
 
 def test_what_there_is_no_time_for_is_named(
@@ -47,17 +83,19 @@ def test_what_there_is_no_time_for_is_named(
 ) -> None:
     ran: list[tuple[int, float]] = []
     monkeypatch.setattr(gpu, "run", lambda part, limit: ran.append((part.number, limit)) or True)
-    clock = iter([0.0, 0.0, 100.0, 480.0])
+    clock = iter([0.0, 0.0, 100.0, 200.0, 200.0, 480.0])
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
-    assert gpu.run_parts((1, 5, 3), None, tmp_path)
-    assert ran == [(1, 270), (5, 430)]  # its own limit, then what is left
-    last = "== part 3: training of the bundled model: no time left; `make gpu PART=3`\n"
-    assert capsys.readouterr().out == last
+    assert gpu.run_parts((1, 13, 5, 2, 3), None, tmp_path)
+    assert ran == [(1, 520), (13, 430), (2, 150)]  # its own limit, or what is left
+    assert capsys.readouterr().out == (
+        "== part 5: spe_context_80gb_long_answer: not run: no time left, PART=5\n"
+        "== part 3: training of the bundled model: not run: no time left, PART=3\n"
+    )
 
 
 def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "json.tool", "--no-such-thing"]
-    part = gpu.Part(number=9, title="wrong", limit_s=1, commands=[command])
+    part = gpu.Part(number=9, title="wrong", limit_s=1, least_s=1, commands=[command])
     assert not gpu.dry_run([part])
     assert "could not run" in capsys.readouterr().out
 
@@ -65,7 +103,8 @@ def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFix
 def test_a_part_that_fails_or_takes_too_long_is_not_good() -> None:
     def run(code: str, limit_s: float = 60) -> bool:
         command = [sys.executable, "-c", code]
-        return gpu.run(gpu.Part(number=9, title="", limit_s=9, commands=[command]), limit_s)
+        part = gpu.Part(number=9, title="", limit_s=9, least_s=1, commands=[command])
+        return gpu.run(part, limit_s)
 
     assert run("pass")
     assert not run("raise SystemExit(3)")
