@@ -28,7 +28,10 @@ MLA = ((96, 40), (24, 16), (576, 512))
 #: KV heads, group, key dim, value dim.
 SHAPES = ((2, 3, 64, 32), (1, 1, 16, 16), (2, 4, 80, 80), (1, 20, 96, 40), (1, 66, 24, 16))
 LENGTHS = (2 * PAGE, 150) if INTERPRETED else (1, PAGE - 1, PAGE, 300, 4097, 9000)
+#: With the values among the keys, one KV head for all query heads.
+LATENTS = ((1, 20, 96, 40), (1, 6, 24, 16))
 if not INTERPRETED:
+    LATENTS += ((1, 16, 576, 512),)
     SHAPES += ((8, 4, 128, 128), (2, 2, 256, 256), (1, 128, 576, 512))
 
 
@@ -151,14 +154,61 @@ def test_attend_to_a_selection(
 ) -> None:
     cache = Cache(shape, dtype)
     chosen = cache.selection(144 // unit, unit, shape[0] if per_head else 1)
-    lists = (chosen.indices, chosen.counts, unit)
-    for window, softcap, sinks in ((None, None, None), (50, 5.0, cache.sinks)):
-        if per_head and window is not None:
-            continue
-        found = run("attend", *cache.paged, *lists, cache.scale, window, softcap, sinks)
-        options = {"window": window, "softcap": softcap, "sinks": sinks}
+    compare_selected(cache, chosen)
+    if not per_head:
+        compare_selected(cache, chosen, window=50, softcap=5.0, sinks=cache.sinks)
+
+
+def compare_selected(
+    cache: Cache,
+    chosen: Selection,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    lists = (chosen.indices, chosen.counts, chosen.unit)
+    found = run("attend", *cache.paged, *lists, cache.scale, window, softcap, sinks)
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    wanted = reference.attend(*cache.paged, selection=chosen, scale=cache.scale, **options)
+    check(found, wanted, cache.dtype)
+
+
+@cases(LATENTS)
+@pytest.mark.parametrize("unit", [1, PAGE])
+def test_latents_with_a_selection(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> None:
+    cache = Cache(shape, dtype)
+    compare_selected(cache, cache.selection(144 // unit, unit, 1))
+
+
+@cases(LATENTS)
+def test_latents_with_a_selection_per_query_head(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """As if each query head had keys of its own, which all lie in one place: a stride of 0."""
+    cache = Cache(shape, dtype)
+    heads = shape[1]
+    cache.keys, cache.values = (x.expand(-1, heads, -1, -1) for x in (cache.keys, cache.values))
+    assert cache.keys.stride(1) == cache.values.stride(1) == 0
+    compare_selected(cache, cache.selection(48, 1, heads))
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "sinks"])
+@pytest.mark.parametrize("selected", [False, True])
+def test_each_option_alone(name: str, selected: bool) -> None:
+    cache = Cache(SHAPES[0], torch.float32)
+    options = {name: {"window": 50, "softcap": 0.5, "sinks": cache.sinks}[name]}
+    if selected:
+        chosen = cache.selection(144 // PAGE, PAGE, 1)
+        compare_selected(cache, chosen, **options)
         wanted = reference.attend(*cache.paged, selection=chosen, scale=cache.scale, **options)
-        check(found, wanted, dtype)
+        plain = reference.attend(*cache.paged, selection=chosen, scale=cache.scale)
+    else:
+        operands = (options.get("window"), options.get("softcap"), options.get("sinks"))
+        found = run("attend", *cache.paged, None, None, 1, cache.scale, *operands)
+        wanted = reference.attend(*cache.paged, scale=cache.scale, **options)
+        plain = reference.attend(*cache.paged, scale=cache.scale)
+        check(found, wanted, torch.float32)
+    assert (wanted - plain).abs().max() > 0.01  # the option matters here
 
 
 @cases(SHAPES[:4:3])
@@ -316,6 +366,21 @@ def test_a_captured_step_follows_its_operands() -> None:
     row, slot = torch.zeros_like(cache.keys[:1, :, 0]), torch.zeros_like(pages[:1])
     options = (cache.scale, None, None, None)
     guesses = torch.randn(len(LENGTHS), 2, 300, device=DEVICE)
+    place = torch.zeros(len(LENGTHS), 1, dtype=torch.int64, device=DEVICE)
+    frequencies = (10000.0 ** -(torch.arange(32) / 32)).double().to(DEVICE)
+    below = (cache.keys.cpu(), cache.values.cpu())
+    if not INTERPRETED:
+        below = (below[0].pin_memory(), below[1].pin_memory())
+    rows = torch.arange(len(LENGTHS), device=DEVICE)
+    picked = chosen.indices[:, :, :16].clone()
+    slots = 16 + PAGE
+    above = [
+        torch.full((len(LENGTHS), 2, slots), -1, dtype=torch.int32, device=DEVICE),
+        *(
+            torch.zeros(len(LENGTHS) * slots // PAGE, 2, *pages.shape[2:]).to(cache.keys)
+            for pages in below
+        ),
+    ]
 
     def step() -> list[Tensor]:
         paged = (*cache.paged[:4], lengths)
@@ -330,6 +395,9 @@ def test_a_captured_step_follows_its_operands() -> None:
             scores,
             bounds,
             run("top_indices", guesses, lengths.clamp(max=300), 20, 1, 2)[0],
+            run("head_scores", cache.query, cache.keys, cache.table, lengths, cache.scale),
+            run("rotate", cache.query, place, frequencies, False),
+            run("exchange", *above, *below, cache.table, lengths, rows, picked, 1)[0],
         ]
 
     if INTERPRETED:
@@ -347,11 +415,16 @@ def test_a_captured_step_follows_its_operands() -> None:
     slot.copy_(cache.table[-1, 2:3] * PAGE + 1)
     cache.query.normal_()
     guesses.normal_()
+    place.fill_(1000)
+    picked.copy_(chosen.indices[:, :, 16:32])
+    twins = [tensor.clone() for tensor in above]
     replayed = replay() or found
     paged = (*cache.paged[:4], lengths)
     whole, scores = reference.attend_and_score(
         *paged, requests=(ScoreRequest("max", PAGE),), scale=cache.scale
     )
+    operands = (*twins, *below, cache.table, lengths, rows)
+    used, _ = elastic.exchange(*operands, selection=Selection(picked, picked, 1))
     wanted = [
         reference.attend(*paged, scale=cache.scale),
         reference.attend(*paged, scale=cache.scale, selection=chosen),
@@ -359,7 +432,12 @@ def test_a_captured_step_follows_its_operands() -> None:
         *scores,
         reference.bound_scores(cache.query, low, high, cache.table),
         reference.top_indices(guesses, lengths.clamp(max=300), 20, 1, first=1, last=2).indices,
+        reference.head_scores(cache.query, cache.keys, cache.table, lengths, scale=cache.scale),
+        rotation.rotate(cache.query, place, frequencies, False),
+        used.indices,
     ]
+    for ours, twin in zip(above, twins, strict=True):
+        assert torch.equal(ours, twin)
     assert torch.equal(cache.keys[cache.table[-1, 2].long(), :, 1], row[0])
     for ours, twin, old in zip(replayed, wanted, before, strict=True):
         check(ours, twin, torch.float16 if ours.dtype == torch.float16 else torch.float32)
