@@ -12,10 +12,17 @@ from keyhole.bench.headlines import HEADLINES
 from keyhole.bench.model import Numbers, make_weights, prompts
 from keyhole.bench.peers import Past, Peer
 from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.tiers import PinnedTier
+from keyhole.kernels import Selection
+from tests.gpu.streams import beside_each_other
 
 pytestmark = pytest.mark.gpu
 
 CONTEXT, STEPS = 64, 8
+DEVICE = "cuda"
 
 
 @pytest.mark.parametrize("name", HEADLINES)
@@ -67,3 +74,42 @@ def test_a_trace_shows_what_ran_on_the_gpu(tmp_path: Path) -> None:
     numbers = torch.ones(1 << 20, device="cuda")
     trace.write(tmp_path / "trace.json", lambda: numbers.mul(2), torch.device("cuda"))
     assert '"cat": "kernel"' in (tmp_path / "trace.json").read_text()
+
+
+def test_elastic_loads_run_beside_other_work(tmp_path: Path) -> None:
+    """Some 1,500 tokens of a layer are new in a step: 12 MB, which take longer than a launch."""
+    size, num_pages, budget, heads = 16, 512, 2048, 8
+    layout = LayerLayout(num_kv_heads=heads, key_dim=128, value_dim=128)
+    layers = (layout,) * 4
+    geometry = Geometry(layers=layers, num_query_heads=heads, page_size=size, itemsize=4)
+    cache = PageCache(geometry, num_pages, dtype=torch.float32, device=torch.device(DEVICE))
+    loads = Prefetcher(cache, num_rows=1, token_budget=budget)
+    pages = cache.allocate(num_pages)
+    assert pages is not None
+    for layer in reversed(range(len(layers))):
+        loads.offload(layer, PinnedTier())
+    length = num_pages * size
+    rows = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    table = torch.tensor([pages], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+    count = torch.full((1, heads), budget, dtype=torch.int32, device=DEVICE)
+    numbers = torch.randn(4096, 4096, device=DEVICE)
+
+    def step() -> None:
+        others = torch.rand(1, heads, length - 1, device=DEVICE).topk(budget - 1).indices.sort()[0]
+        newest = torch.full((1, heads, 1), length - 1, device=DEVICE)
+        selection = Selection(torch.cat([others, newest], -1).int(), count, 1)
+        loads.begin(rows, table, lengths)
+        loads.start(selection, range(len(layers)))
+        for _ in range(4):
+            torch.matmul(numbers, numbers)
+        for layer in range(len(layers)):
+            loads.wait(layer, selection)
+        loads.count(loads.end())
+
+    step()  # compiles
+    file = tmp_path / "trace.json"
+    trace.write(file, step, torch.device(DEVICE))
+    loads.close()
+    assert loads.total.misses > 0
+    assert beside_each_other(file)
