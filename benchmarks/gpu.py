@@ -15,13 +15,14 @@ bare copy of the tree, with nothing installed beside torch, transformers, safete
 pytest, and without a network. Every part is a process with a time limit. Results go to the folder
 in the environment variable OUT, or to `benchmarks/results/` and `runs/tiny-gpu/`; an earlier
 training state in `runs/tiny-gpu/` is taken up again. Without a CUDA device it imports, parses and
-collects what a device would run, prints it, and ends well.
+collects what a device would run, runs each part in small on the CPU, and ends well.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -34,7 +35,7 @@ import tempfile
 import time
 import unittest.mock
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,7 +80,7 @@ ORDER = (*TESTS, 2, *SETTINGS, _TRAINING)
 class Part:
     """A number, what it is, its share of the time, its commands, and what they need around them.
 
-    least_s: with less left it is not begun.
+    least_s: with less left it is not begun. small: what stands for the commands without a device.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Part:
     limit_s: float
     least_s: float
     commands: list[list[str]]
+    small: list[list[str]] = field(default_factory=list)
     before: Callable[[], None] = lambda: None
     after: Callable[[], None] = lambda: None
 
@@ -96,19 +98,25 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
     results = out or ROOT / "benchmarks/results"
     state = out / "tiny" if out else STATE
     python = [sys.executable, "-m"]
-    decode = [*python, "keyhole", "bench", "decode", "--device", "cuda", "--repeat", "21"]
-    # What the time limit allows.
-    decode += ["--contexts", "2048,8192,32768"]
+    decode = [*python, "keyhole", "bench", "decode"]
     decode += ["--systems", "transformers_sdpa,full,delta,streaming_llm"]
+    small_decode = [*decode, "--device", "cpu", "--shape", "smoke", "--contexts", "64"]
+    small_decode += ["--repeat", "1", "--output", str(work / "decode.jsonl")]
+    # What the time limit allows.
+    decode += ["--device", "cuda", "--repeat", "21", "--contexts", "2048,8192,32768"]
     decode += ["--output", str(results / "decode.jsonl")]
-    train = [*python, "keyhole.models.tiny.train", "--device", "cuda", "--out", str(work)]
+    train = [*python, "keyhole.models.tiny.train", "--out", str(work)]
+    small_train = [*train, "--minutes", "0.05"]
+    train += ["--device", "cuda"]
     train += ["--batch-scale", "8", "--workers", "8"]
     train += ["--minutes", f"{max(0.1, (limit_s - _AROUND_TRAINING_S) / 60):.2f}"]
     if pieces(STATE / "training.pt"):
         train.append("--resume")
     export = [*python, "keyhole.models.tiny.export", "--run", str(work)]
     export += ["--out", str(work / "checkpoint")]
-    headlines = [*python, "benchmarks.headlines", "--device", "cuda"]
+    headlines = [*python, "benchmarks.headlines"]
+    small_headlines = [*headlines, "--small", "--device", "cpu"]
+    headlines += ["--device", "cuda"]
     headlines += ["--output", str(results / "headlines.jsonl")]
     return [
         *(
@@ -118,6 +126,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
                 limit_s=_ALONE_S,
                 least_s=_TESTS_S,
                 commands=[_tests(number, (out or ROOT / "runs/gpu") / f"tests-{number}.log")],
+                small=_small_tests(number),
             )
             for number, (title, _) in TESTS.items()
         ),
@@ -127,6 +136,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             limit_s=_DECODE_S,
             least_s=_DECODE_S,
             commands=[decode],
+            small=[small_decode],
         ),
         *(
             Part(
@@ -135,6 +145,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
                 limit_s=_ALONE_S,
                 least_s=_ALONE_S,
                 commands=[[*headlines, name]],
+                small=[[*small_headlines, name]],
             )
             for number, name in SETTINGS.items()
         ),
@@ -144,6 +155,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             limit_s=_BUDGET_S,
             least_s=2 * _AROUND_TRAINING_S,
             commands=[train, export],
+            small=[small_train, export],
             before=lambda: restore(STATE, work),
             after=lambda: keep(work, state),
         ),
@@ -161,6 +173,20 @@ def _tests(number: int, log: Path) -> list[str]:
     options += ["-p", "tests.gpu.at_once", "--log", str(log)]
     chosen = [f"tests/gpu/{name}" for name in files] or folder
     return [sys.executable, "-m", "pytest", *chosen, *options]
+
+
+def _small_tests(number: int) -> list[list[str]]:
+    """What of a part with tests, or of their cases, runs without a device."""
+    chosen = {
+        1: ["tests/gpu/test_interpreted.py"],
+        12: ["tests/gpu/test_cases.py", "-k", "recorded"],
+        13: ["tests/gpu/test_cases.py", "-k", "decodes"],
+        14: ["tests/gpu/test_streams.py"],
+    }
+    if number == 1 and importlib.util.find_spec("triton") is None:
+        return []
+    options = ["-W", "default", "-p", "no:cacheprovider"]
+    return [[sys.executable, "-m", "pytest", *chosen[number], *options]]
 
 
 def run_parts(numbers: Iterable[int], out: Path | None, work: Path) -> bool:
@@ -205,7 +231,7 @@ def environment() -> dict[str, str]:
 
 
 def dry_run(chosen: list[Part]) -> bool:
-    """Everything that can be checked without a device: imports, arguments, the tests' names."""
+    """All that can be checked without a device: imports, arguments, tests' names, tiny shapes."""
     print("no CUDA device here: a dry run")
     good = True
     for part in chosen:
@@ -213,6 +239,12 @@ def dry_run(chosen: list[Part]) -> bool:
         for command in part.commands:
             print("$", *command)
             good = _is_understood(*command[2:]) and good
+    for part in chosen:
+        in_small = replace(part, commands=part.small, before=lambda: None, after=lambda: None)
+        if part.small:
+            good = run(in_small, _ALONE_S) and good
+        else:
+            print(f"== part {part.number}: not run in small: triton cannot be imported")
     print("a device would run this" if good else "a device could not run this")
     return good
 

@@ -16,9 +16,17 @@ from keyhole.bench.headlines import HEADLINES
 ROOT = Path(__file__).parents[2]
 
 
+#: A dry run but for the tiny shapes, which take minutes; other tests have them.
+PLAN = """
+from benchmarks import gpu
+gpu.run = lambda part, limit_s: print("in small:", part.number, *part.commands[0]) or True
+gpu.main()
+"""
+
+
 def test_without_a_device_it_says_what_it_would_run() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py"],
+        [sys.executable, "-c", PLAN],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -31,6 +39,9 @@ def test_without_a_device_it_says_what_it_would_run() -> None:
         assert module in done.stdout
     for name in HEADLINES:
         assert f"headlines.jsonl {name}\n" in done.stdout
+    small = re.findall(r"^in small: (\d+) .* -m (.*)$", done.stdout, re.MULTILINE)
+    assert {int(number) for number, _ in small} | {1} == set(gpu.ORDER)  # 1 needs triton
+    assert ("4", "benchmarks.headlines --small --device cpu delta_figure_4") in small
     assert done.stdout.endswith("a device would run this\n")
 
 
@@ -98,6 +109,24 @@ def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFix
     part = gpu.Part(number=9, title="wrong", limit_s=1, least_s=1, commands=[command])
     assert not gpu.dry_run([part])
     assert "could not run" in capsys.readouterr().out
+
+
+def test_a_dry_run_fails_where_a_part_fails_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_is_understood", lambda *_: True)
+    for code, good in (("pass", True), ("raise SystemExit(3)", False)):
+        small = [[sys.executable, "-c", code]]
+        part = gpu.Part(number=9, title="", limit_s=9, least_s=1, commands=[], small=small)
+        assert gpu.dry_run([part]) == good
+
+
+def test_a_dry_run_says_that_there_is_no_triton(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda _: None)
+    part = gpu.Part(number=1, title="", limit_s=9, least_s=1, commands=[])
+    assert gpu._small_tests(1) == []
+    assert gpu.dry_run([part])
+    assert "triton cannot be imported" in capsys.readouterr().out
 
 
 def test_a_part_that_fails_or_takes_too_long_is_not_good() -> None:
