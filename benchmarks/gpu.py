@@ -179,9 +179,9 @@ def _small_tests(number: int) -> list[list[str]]:
     """What of a part with tests, or of their cases, runs without a device."""
     chosen = {
         1: ["tests/gpu/test_interpreted.py"],
-        12: ["tests/gpu/test_cases.py", "-k", "recorded"],
-        13: ["tests/gpu/test_cases.py", "-k", "decodes"],
-        14: ["tests/gpu/test_streams.py"],
+        13: ["tests/gpu/test_cases.py", "-k", "recorded"],
+        14: ["tests/gpu/test_cases.py", "-k", "decodes"],
+        15: ["tests/gpu/test_streams.py"],
     }
     if number == 1 and importlib.util.find_spec("triton") is None:
         return []
