@@ -36,7 +36,8 @@ from tests.reuse import oracle
 LENGTHS = {"a": 61, "b": 20, "c": 90, "tiny": 1}
 TEXTS = {name: tokens(length, seed) for seed, (name, length) in enumerate(LENGTHS.items())}
 INPUTS = ["tokens", "tokens+features"]
-NAMES, PREFIX, SEPARATOR, QUESTION = ["c", "a", "tiny", "b"], [1, 5], [7], tokens(9, 99)
+#: With another question two blocks were so nearly alike that the processor's rounding chose.
+NAMES, PREFIX, SEPARATOR, QUESTION = ["c", "a", "tiny", "b"], [1, 5], [7], tokens(9, 98)
 AROUND = {"prefix": PREFIX, "separator": SEPARATOR}
 SMALL = SpeContext(token_budget=14, sink_size=2, window_size=3)
 
