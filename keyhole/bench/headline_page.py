@@ -33,8 +33,11 @@ def section(lines: Sequence[Line]) -> list[str]:
         "numbers (`make gpu PART=4` and on; `keyhole/bench/headlines.py` has the settings).\n"
         "SpeContext's table 3 is of whole answers: as many requests at once as a system has room\n"
         "for beside its weights, steps timed at 8 lengths along the answer, and their times\n"
-        f"integrated; prompts are not counted. Of {len(HEADLINES)} settings {left} are\n"
-        f"{UNMEASURED}:",
+        "integrated; prompts are not counted. With 24 GB one request has room above, so what is\n"
+        "wanted there is of `spe_context_below`: its layers go to the host as texts grow, as\n"
+        "many requests run as memory and 32 GiB of the host allow, and its head chooses about\n"
+        "four of five tokens again at the next step, as in the paper's figure 6b.\n"
+        f"Of {len(HEADLINES)} settings {left} are {UNMEASURED}:",
         tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
         *dict.fromkeys(one.note for one in HEADLINES.values() if one.note),
         *_arithmetic(),
@@ -50,7 +53,8 @@ def _arithmetic() -> list[str]:
             continue
         wanted = max(bar.wanted for bar in one.bars if bar.by in _DENSE)
         found = ideal(one.settings)
-        reach = "" if found.gain >= wanted else ": out of reach without the lower tier"
+        far = ": out of reach without the lower tier, which `spe_context_below` uses"
+        reach = "" if found.gain >= wanted else far
         plural = "" if found.requests == 1 else "s"
         sizes = one.about.removesuffix(f", budget {one.settings.decode.token_budget:,}")
         rows.append(

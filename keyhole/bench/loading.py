@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from keyhole.bench.launches import Launches, checked
+from keyhole.bench.model import Numbers
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.bench.turns import Turn, take_turns
 from keyhole.cache.prefetch import Prefetcher, Traffic
@@ -78,7 +80,7 @@ class Text:
 
 
 class Loading:
-    """One engine, with one request for a text whose tokens are given.
+    """One engine, with `requests` requests at most, for texts whose tokens are given.
 
     All layers that may are on the lower tier from the first token on, or as many as must where
     `memory` is what keys and values may take above; they are loaded as `kind` says. None: all are
@@ -95,9 +97,10 @@ class Loading:
         folder: str,
         memory: int | None = None,
         *,
+        requests: int = 1,
         graphs: bool = True,
     ) -> None:
-        config = EngineConfig(max_batch=1, page_size=PAGE_SIZE, graphs=graphs)
+        config = EngineConfig(max_batch=requests, page_size=PAGE_SIZE, graphs=graphs)
         if kind is not None:
             config = replace(config, memory=memory or _MEMORY, offload=folder)
         self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)
@@ -133,10 +136,37 @@ class Loading:
         """What all steps so far have loaded; None where no layer is below."""
         return None if self._prefetcher is None else self._prefetcher.total
 
-    def start(self, text: Text) -> None:
-        """Computes the prompt; each step from here on decodes a token of the answer."""
-        sequence = self._add(text, keep_logits=False)
-        while not sequence.is_decoding:
+    def fill(self, numbers: Numbers, prompts: Several[list[int]]) -> None:
+        """Writes the pages of prompts but for their last tokens, and makes them known.
+
+        numbers: of as many sequences at least, `numbers.context` tokens each.
+        """
+        for sequence, prompt in enumerate(prompts):
+            self._fill(numbers, sequence, prompt)
+
+    def _fill(self, numbers: Numbers, sequence: int, prompt: list[int]) -> None:
+        cache, policy, prefix = self.engine.cache, self.engine.policy, self.engine.prefix
+        listed = cache.allocate(numbers.context // PAGE_SIZE)
+        assert listed is not None
+        assert prefix is not None
+        pages = torch.tensor(listed, device=numbers.device)
+        generator = torch.Generator().manual_seed(sequence)
+        for tensor in cache.common.values():
+            tensor[pages] = torch.randn(tensor[pages].shape, generator=generator).to(tensor)
+        filled = torch.full_like(pages, PAGE_SIZE)
+        for layer in range(numbers.num_layers):
+            for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
+                tensor = stored[layer]  # on the host if it is below a GPU
+                drawn = draw(layer, sequence).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+                tensor[pages.to(tensor.device)] = drawn.to(tensor.device)
+            policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
+        prefix.insert(prompt[:-1], listed, len(prompt))
+        cache.release(listed)
+
+    def start(self, *texts: Text) -> None:
+        """Computes the prompts; each step from here on decodes a token of every answer."""
+        sequences = [self._add(text, keep_logits=False) for text in texts]
+        while not all(sequence.is_decoding for sequence in sequences):
             self.engine.step()
         self._replayed = self.engine.replayed_steps
 

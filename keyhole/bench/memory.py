@@ -66,6 +66,9 @@ def give_back() -> None:
     """Returns what is free inside this process to the system, where it would count as used."""
     gc.collect()
     torch.cuda.empty_cache()  # nothing where no GPU was used
+    pinned = getattr(torch.accelerator, "empty_host_cache", None)  # newer than what we ask for
+    if pinned is not None and torch.cuda.is_available():
+        pinned()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)

@@ -12,19 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from keyhole.bench import agreement, memory, trace
 from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
 from keyhole.bench.measure import Result
 from keyhole.bench.model import Numbers, Weights, make_weights, prompts
 from keyhole.bench.peers import Past, Peer
 from keyhole.bench.room import RESERVE_BYTES
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, OffloadSettings
+from keyhole.bench.settings import ALL_PEERS, DecodeSettings, OffloadSettings
 from keyhole.bench.sitting import TOLERANCE, allowed
 from keyhole.bench.turns import Turn
 from keyhole.config import require
-from keyhole.engine.core import Engine
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
 from keyhole.policy.full import Full
@@ -100,7 +97,7 @@ def _measure(
         for name, kind in SYSTEMS.items():
             settings = (model, policy, head, case.folder, case.room)
             system = stack.enter_context(Loading(kind, *settings))
-            _fill(system.engine, case.numbers, texts[0])
+            system.fill(case.numbers, texts)
             systems[name] = system
         expected = systems[ABOVE].logits(short)
         for name, system in systems.items():
@@ -147,7 +144,7 @@ def _peers(
         return [], {}
     model, context = case.weights.ours, case.numbers.context
     with Loading(None, model, Full(), None, case.folder) as dense:
-        _fill(dense.engine, case.numbers, text.prompt)
+        dense.fill(case.numbers, [text.prompt])
         expected = dense.logits(text)
     peers, errors = [], {}
     for name in names:
@@ -160,24 +157,3 @@ def _peers(
         peer.start([text.prompt], steps)
         peers.append(peer)
     return peers, errors
-
-
-def _fill(engine: Engine, numbers: Numbers, prompt: list[int]) -> None:
-    """Writes the pages of a prompt but for its last token, and makes them known."""
-    cache = engine.cache
-    listed = cache.allocate(numbers.context // PAGE_SIZE)
-    assert listed is not None
-    assert engine.prefix is not None
-    pages = torch.tensor(listed, device=numbers.device)
-    generator = torch.Generator().manual_seed(0)
-    for tensor in cache.common.values():
-        tensor[pages] = torch.randn(tensor[pages].shape, generator=generator).to(tensor)
-    filled = torch.full_like(pages, PAGE_SIZE)
-    for layer in range(numbers.num_layers):
-        for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
-            tensor = stored[layer]  # on the host if it is below a GPU
-            drawn = draw(layer, 0).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
-            tensor[pages.to(tensor.device)] = drawn.to(tensor.device)
-        engine.policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
-    engine.prefix.insert(prompt[:-1], listed, len(prompt))
-    cache.release(listed)

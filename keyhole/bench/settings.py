@@ -45,6 +45,9 @@ ALL_PEERS = PEERS | MORE_PEERS
 #: computes flash attention.
 OUTSIDE = {"llama_cpp": False, "llama_cpp_flash": True}
 
+#: Policies of whole answers whose layers go to the lower tier as their texts grow.
+LOWERED = {"spe_context_below": "spe_context"}
+
 #: Policies that are timed unless others are asked for.
 POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 
@@ -130,19 +133,20 @@ class DecodeSettings(Settings):
 class ThroughputSettings:
     """Whole answers by the decode benchmark; `keyhole.bench.headlines` names such settings.
 
-    prompt, answer: tokens of every text. memory: bytes that requests are counted for. points: how
-    many lengths along the answer are measured. decode: the rest; its contexts and batch are not
-    used.
+    prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
+    bytes that layers on the lower tier may take, of the systems in LOWERED. points: how many
+    lengths along the answer are measured. decode: the rest; its contexts and batch are not used.
     """
 
     prompt: int
     answer: int
     memory: int
+    host_memory: int = 32 << 30
     points: int = 8
     decode: DecodeSettings
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "memory"):
+        for name in ("prompt", "memory", "host_memory"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
         require(is_count(self.points, 2), "points", self.points, "at least 2")
         least = (self.points - 1) * PAGE_SIZE

@@ -5,7 +5,8 @@ texts, and what a step copies must fit. A full run of long answers takes hours, 
 at some lengths along the way, each as in the decode benchmark, and their times are integrated by
 the trapezoidal rule over the answer's tokens. Prompts are not computed and not counted. Systems
 with the same number of requests take turns; those of another number, and other people's caches,
-have a sitting of their own, beside ours where the numbers are equal.
+have a sitting of their own, beside ours where the numbers are equal. So have policies whose layers
+go to the lower tier (`keyhole.bench.lowered`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from keyhole.bench import launches, measure, memory
+from keyhole.bench.lowered import Lowered
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.model import make_weights
 from keyhole.bench.ours import needed_bytes
 from keyhole.bench.room import RESERVE_BYTES, passing_layers
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, ThroughputSettings, require_known
+from keyhole.bench.settings import (
+    ALL_PEERS,
+    LOWERED,
+    PAGE_SIZE,
+    ThroughputSettings,
+    require_known,
+)
 from keyhole.bench.sitting import WARM_UP, sit
 from keyhole.kernels import operations
 from keyhole.models.loading import Model
@@ -33,7 +41,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
 
     Gives each length's step times to `report`, with notes on what was left out.
     """
-    require_known("system", settings.decode.systems, (*ALL_PEERS, *policies()))
+    require_known("system", settings.decode.systems, (*ALL_PEERS, *policies(), *LOWERED))
     lengths = lengths_along(settings.prompt, settings.answer, settings.points)
     asked = replace(settings.decode, contexts=lengths)
     device = measure.device(asked.device)
@@ -41,9 +49,16 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
     weights = make_weights(asked)
     weight_bytes = sum(parameter.nbytes for parameter in weights.ours.network.parameters())
     room = settings.memory - weight_bytes - RESERVE_BYTES
-    requests = {name: most_requests(name, weights.ours, settings, room) for name in asked.systems}
-    step_ms: dict[str, list[float]] = {name: [] for name in requests}
-    launched: dict[str, list[dict[str, Any]]] = {name: [] for name in requests}
+    beside = [name for name in asked.systems if name not in LOWERED]
+    requests = {name: most_requests(name, weights.ours, settings, room) for name in beside}
+    lowered = {
+        name: Lowered(name, weights.ours, settings, room)
+        for name in asked.systems
+        if name in LOWERED
+    }
+    step_ms: dict[str, list[float]] = {name: [] for name in asked.systems}
+    launched: dict[str, list[dict[str, Any]]] = {name: [] for name in asked.systems}
+    loads: dict[str, list[dict[str, Any]]] = {name: [] for name in lowered}
     errors: dict[str, float] = {}
     skipped: list[dict[str, Any]] = []
     for length in lengths:
@@ -60,10 +75,20 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
             skipped += [one.as_dict() for one in sitting.skipped]
             notes += map(str, sitting.skipped)
             memory.give_back()  # the next one needs this one's
+        for name, system in lowered.items():
+            if not system.requests:
+                continue
+            own = system.measure(length)
+            times[name] = own.step_ms
+            launched[name].append(own.launches)
+            errors[name] = max(own.error, errors.get(name, 0.0))
+            loads[name].append(own.as_dict())
+            memory.give_back()
         for name, spent in times.items():
             step_ms[name].append(statistics.median(spent))
             found.append({"context": length, "system": name, "step_ms": step_ms[name][-1]})
         report(found, notes)
+    requests |= {name: system.requests for name, system in lowered.items()}
     return {
         "settings": asdict(settings) | {"page_size": PAGE_SIZE, "warm_up": WARM_UP},
         "kernels": operations.backend(device),
@@ -75,6 +100,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
         "results": [
             _result(name, requests[name], lengths, spent, settings.answer)
             | {"launches": launches.together(launched[name])}
+            | ({"loads": loads[name]} if name in loads else {})
             for name, spent in step_ms.items()
         ],
         "skipped": skipped,
