@@ -1,4 +1,7 @@
-"""Without a GPU the Triton kernels are compared with their twins under Triton's interpreter."""
+"""Without a GPU the Triton kernels are compared with their twins under Triton's interpreter.
+
+And they are compiled for one, as the compiler refuses some of what the interpreter runs.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,26 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
+
 def test_the_kernels_equal_their_twins_under_the_interpreter() -> None:
-    # A process of its own: the variable counts from the import of triton on, and for all of it.
+    printed = run_tests({"TRITON_INTERPRET": "1"})
+    assert re.search(r"^\d+ passed(, \d+ warnings?)? in", printed, re.MULTILINE), printed
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    chosen = {"KEYHOLE_COMPILE_ONLY": "few", "TRITON_CACHE_DIR": str(tmp_path)}
+    printed = run_tests(chosen, "-p", "tests.gpu.compile_only")
+    assert "not compiled" not in printed, printed
+
+
+def run_tests(settings: dict[str, str], *more: str) -> str:
+    """What pytest printed of the kernels' tests; all must have passed."""
+    # A process of its own: Triton reads such variables when it is imported, and for all of it.
     command = [sys.executable, "-m", "pytest", "tests/gpu/test_kernels.py", "-W", "default"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", *more]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"^\d+ passed(, \d+ warnings?)? in", done.stdout, re.MULTILINE), done.stdout
+    return done.stdout

@@ -1,6 +1,7 @@
 """The Triton kernels equal their twins: on a GPU, and under Triton's interpreter without one.
 
-`test_interpreted.py` runs this file with TRITON_INTERPRET=1, on tensors of the CPU.
+`test_interpreted.py` runs this file with TRITON_INTERPRET=1, on tensors of the CPU; and with
+KEYHOLE_COMPILE_ONLY, where a launch only compiles and no result counts (`compile_only.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 from keyhole.kernels import ScoreRequest, Selection, elastic, operations, reference, rotation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-if not INTERPRETED:
+COMPILED = os.environ.get("KEYHOLE_COMPILE_ONLY")  # all, few, or not at all
+DEVICE = "cpu" if INTERPRETED or COMPILED else "cuda"
+if DEVICE == "cuda":
     pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -27,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 MLA = ((96, 40), (24, 16), (576, 512))
 #: KV heads, group, key dim, value dim.
 SHAPES = ((2, 3, 64, 32), (1, 1, 16, 16), (2, 4, 80, 80), (1, 20, 96, 40), (1, 66, 24, 16))
-LENGTHS = (2 * PAGE, 150) if INTERPRETED else (1, PAGE - 1, PAGE, 300, 4097, 9000)
+LENGTHS = (2 * PAGE, 150) if DEVICE == "cpu" else (1, PAGE - 1, PAGE, 300, 4097, 9000)
 #: With the values among the keys, one KV head for all query heads.
 LATENTS = ((1, 20, 96, 40), (1, 6, 24, 16))
 if not INTERPRETED:
@@ -41,14 +43,16 @@ def cases(shapes: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
     On a GPU each is compiled, which takes a second; under the interpreter it takes one to run.
     """
     found = [(shape, DTYPES[i % len(DTYPES)]) for i, shape in enumerate(shapes)]
-    if not INTERPRETED:
+    if COMPILED == "few":
+        found = [(shapes[0], torch.bfloat16)]
+    elif not INTERPRETED:
         found += [
             (shape, torch.bfloat16) for shape in shapes if (shape, torch.bfloat16) not in found
         ]
     return pytest.mark.parametrize(("shape", "dtype"), found)
 
 
-gpu = pytest.importorskip("keyhole.kernels.gpu") if INTERPRETED else None
+gpu = pytest.importorskip("keyhole.kernels.gpu") if DEVICE == "cpu" else None
 
 
 @dataclass
@@ -104,6 +108,8 @@ def run(name: str, *operands: object) -> object:
 
 
 def check(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    if COMPILED:  # what follows is to be compiled, too
+        return
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape
     assert not found.isnan().any()
@@ -247,11 +253,8 @@ def test_a_broken_key_shows_in_the_result() -> None:
     assert not found[:-1].isnan().any()
 
 
-@cases(SHAPES[:3])
-@pytest.mark.parametrize("size", [5, 32])
-def test_page_bounds_and_their_scores(
-    shape: tuple[int, ...], dtype: torch.dtype, size: int
-) -> None:
+def bounded(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> tuple[Cache, Tensor, Tensor]:
+    """A cache with one NaN among its keys; its pages, and how many tokens each of them has."""
     cache = Cache(shape, dtype, size=size)
     last = (cache.lengths - 1) // size
     rows = [table[: end + 1] for table, end in zip(cache.table, last.tolist(), strict=True)]
@@ -259,14 +262,27 @@ def test_page_bounds_and_their_scores(
     ends = torch.tensor([len(row) for row in rows], device=DEVICE).cumsum(0) - 1
     filled[ends] = (cache.lengths - 1) % size + 1
     cache.keys[rows[-1][1].long(), 0, 2, 3] = torch.nan
+    return cache, torch.cat(rows).long(), filled.long()
+
+
+@cases(SHAPES[:3])
+@pytest.mark.parametrize("size", [5, 32])
+def test_page_bounds(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
+    cache, *where = bounded(shape, dtype, size)
     bounds = torch.zeros(4, *cache.keys.shape[:2], shape[2], device=DEVICE).to(dtype)
-    where = torch.cat(rows).long(), filled.long()
     run("page_bounds", cache.keys, bounds[0], bounds[1], *where)
     reference.page_bounds(cache.keys, bounds[2], bounds[3], *where)
     torch.testing.assert_close(bounds[:2], bounds[2:], rtol=0, atol=0, equal_nan=True)
     assert bounds[0].isnan().sum() == 1
 
-    operands = cache.query, bounds[0], bounds[1], cache.table
+
+@cases(SHAPES[:3])
+@pytest.mark.parametrize("size", [5, 32])
+def test_scores_of_page_bounds(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
+    cache, *where = bounded(shape, dtype, size)
+    low, high = torch.zeros(2, *cache.keys.shape[:2], shape[2], device=DEVICE).to(dtype)
+    reference.page_bounds(cache.keys, low, high, *where)
+    operands = cache.query, low, high, cache.table
     found, wanted = run("bound_scores", *operands), reference.bound_scores(*operands)
     assert torch.equal(found.isnan(), wanted.isnan())
     check(found.nan_to_num(0), wanted.nan_to_num(0), torch.float32)
