@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels import reference
+from keyhole.kernels import low_rank, reference
 
 # Pages whose keys are looked at together: 128 MiB of float32 for 8 heads of 128 numbers.
 _PAGES = 2048
@@ -64,7 +64,7 @@ def chunk_scores(
     on mean nothing.
     """
     heads = landmarks.shape[2]
-    means = landmarks[page_table.long()].flatten(1, 2).transpose(1, 2).float()  # [B, Hkv, C, D]
+    means = low_rank.gather_landmarks(landmarks, page_table).float()  # [B, Hkv, C, D]
     products = query.float().unflatten(1, (heads, -1)) @ means.transpose(-1, -2)
     listed = reference.members(taken, means.shape[2])
     place = torch.arange(means.shape[2], device=query.device)

@@ -7,13 +7,21 @@ a vector at position p by the angle p * frequency. Pairs are held in halves: (i,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, MutableMapping
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 #: Numbers turned at a time on a CPU, 2 MiB in float32: what is between stays in the cache, and no
 #: large block of memory is made anew, which costs more than the arithmetic.
 _PIECE = 1 << 19
+
+#: So few turns are as well computed as looked up.
+_FEW = 64
+
+#: What `_kept_angles` keeps, for as long as somebody has the frequencies.
+_kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
 
 
 def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
@@ -25,29 +33,73 @@ def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
     dtype. Returns a new tensor.
     """
     by = by[(None,) * (x.dim() - 1 - by.dim())]
-    if x.dim() == 1 or x.device.type != "cpu":
-        return _turned(x, by, frequencies, last).to(x.dtype)
     turned = torch.empty_like(x)
+    if x.dim() == 1 or x.device.type != "cpu":
+        _turn(turned, x, _angles(by, frequencies), last)
+        return turned
+    kept = _kept_angles(by, frequencies) if by.numel() > _FEW else None
+    for out, piece, place in _pieces(turned, x, by):
+        if kept is None:
+            angles = _angles(place, frequencies)
+        else:
+            lowest, table = kept
+            angles = table.index_select(0, (place - lowest).flatten()).view(*place.shape, -1)
+        _turn(out, piece, angles, last)
+    return turned
+
+
+def _kept_angles(by: Tensor, frequencies: Tensor) -> tuple[int, Tensor] | None:
+    """The lowest turn of a table, and the table [turns, 3 * pairs]; None: it is not worth it.
+
+    A CPU keeps the angles of a range of turns, as they cost more than the turns themselves. The
+    range grows with what is asked for, but not far beyond as many as are asked for at a time, which
+    had to be computed anyway.
+    """
+    lowest, table = _kept.get(frequencies, (0, frequencies[:0]))
+    first, after = int(by.min()), int(by.max()) + 1
+    start, stop = min(lowest, first), max(lowest + len(table), after)
+    size = stop - start
+    if size == len(table):
+        return lowest, table
+    if size > max(by.numel(), 2 * len(table)):
+        return None
+    # Some more, as texts grow by a token at a time.
+    start -= (size // 8 + _FEW) * (start < lowest)
+    stop += (size // 8 + _FEW) * (stop > lowest + len(table))
+    parts = torch.arange(start, stop).split(8192)  # float64 angles of few at a time
+    table = torch.cat([_angles(part, frequencies) for part in parts])
+    # Both at once, as other threads may turn with the old ones.
+    _kept[frequencies] = start, table
+    return start, table
+
+
+def _pieces(turned: Tensor, x: Tensor, by: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+    """Rows of what comes out, goes in, and the places; by broadcasts against x.shape[:-1]."""
     rows = max(1, _PIECE // max(1, x[:1].numel()))
     pieces = turned.split(rows)
     places = by.split(rows) if len(by) == len(x) else [by] * len(pieces)
-    for out, piece, place in zip(pieces, x.split(rows), places, strict=True):
-        out.copy_(_turned(piece, place, frequencies, last))
-    return turned
+    return zip(pieces, x.split(rows), places, strict=True)
 
 
-def _turned(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
-    """Float32 x [..., D] turned by places that broadcast against x.shape[:-1]."""
+def _angles(by: Tensor, frequencies: Tensor) -> Tensor:
+    """Of each place the cosines of all pairs, the same again, and the sines: float32."""
     # float64 up to the wrap: in float32 the angle at position 100,000 is wrong by 0.004.
     angle = (by[..., None] * frequencies).remainder(2 * math.pi).float()
-    cos, sin = angle.cos(), angle.sin()
-    pairs = len(frequencies)
+    cos = angle.cos()
+    return torch.cat([cos, cos, angle.sin()], -1)
+
+
+def _turn(out: Tensor, x: Tensor, angles: Tensor, last: bool) -> None:
+    """Writes x [..., D], turned by `angles` of places that broadcast against x.shape[:-1]."""
+    pairs = angles.shape[-1] // 3
     start = x.shape[-1] - 2 * pairs if last else 0
-    first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)
-    scale = cos.new_ones(*cos.shape[:-1], x.shape[-1])
-    scale[..., first] = scale[..., second] = cos
-    x = x.float()
-    turned = x * scale
-    turned[..., first].addcmul_(x[..., second], sin, value=-1)
-    turned[..., second].addcmul_(x[..., first], sin)
-    return turned
+    turned = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    if 2 * pairs < x.shape[-1]:
+        turned.copy_(x)
+    x, part = (one[..., start : start + 2 * pairs] for one in (x.float(), turned))
+    sin = angles[..., 2 * pairs :]
+    torch.mul(x, angles[..., : 2 * pairs], out=part)
+    part[..., :pairs].addcmul_(x[..., pairs:], sin, value=-1)
+    part[..., pairs:].addcmul_(x[..., :pairs], sin)
+    if turned is not out:
+        out.copy_(turned)

@@ -179,18 +179,22 @@ class ShadowKV(Policy):
         """Keys of the prompt rebuilt, but for outlier chunks, the newest ones and short texts."""
         if self.rank == 0:
             return None
-        tokens, taken = selection.indices, self._taken(layer, step)
-        chunk, first_local = tokens // self._chunk, self._ends(step)[1] - self._local
-        own = (chunk[..., None] == taken[:, :, None]).any(-1)
-        own = own | (tokens >= step.prompts[:, None, None])
-        own = own | (chunk >= first_local[:, None, None])
-        own = own | (step.lengths <= self._covered)[:, None, None]
-        basis = step.state[f"basis {layer}"][step.slots]
-        coefficients = step.page_data[layer]["coefficient"]
-        rebuilt = kernels.rebuilt_keys(coefficients, basis, step.page_table, selection)
-        rebuilt = step.turn(layer, rebuilt, tokens.long())
-        exact = kernels.gather_selected(step.keys[layer], step.page_table, selection)
-        return exact.where(own[..., None], rebuilt)
+        # From here on keys are the tokens' own: generated ones, newest chunks, and short texts.
+        newest = (self._ends(step)[1] - self._local) * self._chunk
+        first = newest.minimum(step.prompts).masked_fill(step.lengths <= self._covered, 0)
+        own = selection.indices >= first[:, None, None]
+        return kernels.rebuilt_keys(
+            step.keys[layer],
+            step.page_data[layer]["coefficient"],
+            step.state[f"basis {layer}"].index_select(0, step.slots),
+            step.page_table,
+            selection,
+            functools.partial(step.turn, layer),
+            own=own,
+            taken=self._taken(layer, step),
+            chunk=self._chunk,
+            most=self._most_rebuilt,
+        )
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """Landmarks of all chunks, numbers of low rank of what is read, and bases."""
@@ -226,6 +230,16 @@ class ShadowKV(Policy):
         Small models have less to spare: of the bundled one's 64, 10 are too few.
         """
         return min(160, _width(layout) // 2) if self.rank is None else self.rank
+
+    @property
+    def _most_rebuilt(self) -> int:
+        """Of how many selected chunks keys may be rebuilt, at most.
+
+        Those beside outliers and newest ones. A prompt with fewer outliers than there may be has
+        them everywhere but in the chunks that were its newest, and in one that it did not fill.
+        """
+        count = self.token_budget // self._chunk
+        return max(count - self._outliers - self._local, min(count, self._local + 1))
 
     @property
     def _covered(self) -> int:

@@ -312,3 +312,19 @@ def test_learned_positions_are_refused_by_name(tmp_path: Path) -> None:
     model = load(make_model("gpt_bigcode", tmp_path), "cpu")
     with pytest.raises(ConfigError, match=r"family 'gpt_bigcode'.*cannot be shifted"):
         Turns.of(model)
+
+
+def test_turns_that_are_kept_are_those_that_are_computed(llama: Turns) -> None:
+    """Back, forth, further and far beyond what is kept, for all vectors in the same places too."""
+
+    def one_by_one(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """So few turns are computed."""
+        return torch.stack([llama.turn(0, *one) for one in zip(x, by, strict=True)])
+
+    x = torch.randn(80, 3, 8)
+    for most in (0, 100, 130, 300, 2000, 1_000_000, 50):
+        for sign in (1, -1):
+            by = sign * torch.randint(0, most + 1, (80, 3))
+            assert torch.equal(llama.turn(0, x, by), one_by_one(x, by))
+            half = x.bfloat16()
+            assert torch.equal(llama.turn(0, half, by[:, :1]), one_by_one(half, by[:, :1]))
