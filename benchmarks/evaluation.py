@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import shlex
 import statistics
 import sys
@@ -248,7 +249,7 @@ def run(
     begin, lines = time.monotonic(), []
     workloads: dict[str, Answered] = {}
     copies = PromptCopies(_PROMPT_MEMORY)
-    for cell in cells:
+    for cell in readers_first(cells, file.lines):
         if time.monotonic() - begin >= seconds:
             print("the time is over; the same command goes on", file=sys.stderr)
             break
@@ -258,7 +259,7 @@ def run(
             workloads=[workloads[cell.task]],
             lengths=[cell.length],
             setups=[ASKED[cell.task].setup],
-            methods=[FULL] if cell.method is FULL else [FULL, cell.method],
+            methods=[cell.method],
             samples=cell.samples,
             config=EngineConfig(max_batch=_AT_ONCE[cell.task == _DERIVE], prefix_cache=False),
         )
@@ -274,6 +275,21 @@ def run(
             flush=True,
         )
     return lines
+
+
+def readers_first(cells: Sequence[Cell], lines: Sequence[Line]) -> list[Cell]:
+    """Where several cells in turn begin with the same prompts, one with a head before the others.
+
+    What it reads serves all of them; without a head's keys it would be read again for the head.
+    """
+    found: list[Cell] = []
+    for _, same in itertools.groupby(cells, lambda cell: (cell.task, cell.length)):
+        group = list(same)
+        lacking = [cell for cell in group if not _stored(cell, lines)]
+        reader = next((c for c in lacking if policies()[c.method.name].wants_head), None)
+        first = [] if reader is None else [reader]
+        found += first + [cell for cell in group if cell is not reader]
+    return found
 
 
 def plan(cells: Sequence[Cell], file: LineFile) -> str:
@@ -303,7 +319,7 @@ def plan(cells: Sequence[Cell], file: LineFile) -> str:
 def seconds(cell: Cell, lines: Iterable[Line]) -> float:
     """Processor time of a cell, from stored lines of the task and length if there are any.
 
-    Full attention, which reads the prompts for all, is a kind of its own.
+    Full attention, which may have read the prompts for all, is a kind of its own.
     """
     place = (cell.task, cell.length, cell.method is FULL)
     known = [

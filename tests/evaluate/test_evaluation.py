@@ -75,6 +75,21 @@ def test_a_run_goes_on_where_it_was_stopped(
     assert "the time is over" in capsys.readouterr().err
 
 
+def test_prompts_are_read_with_a_head_if_a_cell_wants_one() -> None:
+    head = Method(label="spe_context", name="spe_context", budget=Budget.parse("64"))
+    window = Method(label="sliding_window", name="sliding_window", budget=Budget.parse("64"))
+    cells = [
+        evaluation.Cell(part=1, task="tiny_derive", length=length, method=method, samples=2)
+        for length in (256, 512)
+        for method in (FULL, window, head)
+    ]
+    found = evaluation.readers_first(cells, [])
+    assert [cells.index(cell) for cell in found] == [2, 0, 1, 5, 3, 4]
+    line = {"task": "tiny_derive", "length": 256, "method": head.label, "budget": 64, "samples": 2}
+    found = evaluation.readers_first(cells, [line])
+    assert [cells.index(cell) for cell in found] == [0, 1, 2, 5, 3, 4]
+
+
 def test_wrong_answers_are_looked_into_once(tmp_path: Path) -> None:
     model, file = load(keyhole.tiny(), "cpu"), LineFile(tmp_path / "a.jsonl")
     window = Method(label="sliding_window", name="sliding_window", budget=Budget.parse("32"))
