@@ -36,7 +36,7 @@ class Attention {
         query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
         for (int64_t i = 0; i < a.B * a.Hq; i++)
             keep_query(static_cast<const T*>(a.query) + i * a.D, a.D, query_ + i * query_stride_);
-        part_ = static_cast<float*>(workspace(2, num_tasks_ * G_ * (out_stride_ + 2) * 4));
+        part_ = static_cast<float*>(workspace(2, num_tasks_ * G_ * part_size() * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
         block_ = kBlock / a.page_size * a.page_size;  // whole pages
@@ -88,9 +88,13 @@ class Attention {
                 length};
     }
 
+    // Numbers that a row leaves behind.
+    int64_t part_size() const { return out_stride_ + Vector::width + 1; }
+
     Rows part(int64_t task) const {
-        float* p = part_ + task * G_ * (out_stride_ + 2);
-        return {G_, out_stride_, p, p + G_, out_stride_ ? p + 2 * G_ : nullptr};
+        float* p = part_ + task * G_ * part_size();
+        float *weight = p + G_ * out_stride_, *largest = weight + G_ * Vector::width;
+        return {G_, out_stride_, largest, weight, out_stride_ ? p : nullptr};
     }
 
     // The list with first_task_[list] <= task < first_task_[list + 1].
@@ -112,7 +116,8 @@ class Attention {
         if (end > begin + size) end = begin + size;
         const Rows rows = part(task);
         rows.clear();
-        for (Tiles<T> tiles(source(b, h), begin, end); tiles.left(); tiles.advance()) {
+        Tiles<T> tiles(source(b, h), begin, end, a_.D + a_.Dv);
+        for (; tiles.left(); tiles.advance()) {
             const Tile<T>& tile = tiles.tile();
             float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
             attend_tile<T>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
@@ -146,7 +151,7 @@ class Attention {
             for (int64_t i = first_task_[list]; i < first_task_[list + 1]; i++) {
                 const Rows rows = part(i);
                 rows.largest[g] = expf(rows.largest[g] - origin);  // from here on: its share
-                weight += rows.weight[g] * rows.largest[g];
+                weight += total(load(rows.weight + g * Vector::width)) * rows.largest[g];
             }
             total_[2 * row] = origin;
             total_[2 * row + 1] = 1.0f / weight;

@@ -17,7 +17,7 @@ class CausalAttention {
         query_ = static_cast<Query*>(
             workspace(1, omp_get_max_threads() * rows_ * query_stride_ * sizeof(Query)));
         sums_ = static_cast<float*>(
-            workspace(2, omp_get_max_threads() * rows_ * (out_stride_ + 2) * 4));
+            workspace(2, omp_get_max_threads() * rows_ * (out_stride_ + Vector::width + 1) * 4));
         sight_ = static_cast<int64_t*>(
             workspace(3, omp_get_max_threads() * 2 * rows_ * sizeof(int64_t)));
         for (int64_t i = 0; i < table_size_; i++) table_[i] = static_cast<int32_t>(a.pages[i]);
@@ -62,9 +62,10 @@ class CausalAttention {
         const int64_t first = position(begin), last = position(begin + tokens - 1);
         const int thread = omp_get_thread_num();
         Query* query = query_ + thread * rows_ * query_stride_;
-        float* sums = sums_ + thread * rows_ * (out_stride_ + 2);
+        float* sums = sums_ + thread * rows_ * (out_stride_ + Vector::width + 1);
         int64_t *after = sight_ + thread * 2 * rows_, *until = after + rows_;
-        const Rows rows{tokens * G_, out_stride_, sums, sums + rows_, sums + 2 * rows_};
+        float *weight = sums + rows_ * out_stride_, *largest = weight + rows_ * Vector::width;
+        const Rows rows{tokens * G_, out_stride_, largest, weight, sums};
         rows.clear();
         for (int64_t row = 0; row < rows.count; row++) {
             const int64_t from = ((begin + row / G_) * a_.Hq + h * G_ + row % G_) * a_.D;
@@ -73,7 +74,7 @@ class CausalAttention {
             after[row] = first_seen(until[row]) - 1;
             if (a_.scoring.sinks) {  // a logit that takes weight and gives no value
                 rows.largest[row] = a_.scoring.sinks[h * G_ + row % G_];
-                rows.weight[row] = 1.0f;
+                rows.weight[row * Vector::width] = 1.0f;
             }
         }
         const Source<T> from{static_cast<const T*>(a_.keys.data) + h * a_.keys.head_stride,
@@ -87,7 +88,8 @@ class CausalAttention {
                              0,
                              last + 1};
         const int64_t low = reading(first_seen(first)), high = reading(last + 1);
-        for (Tiles<T> tiles(from, low, high); tiles.left(); tiles.advance()) {
+        Tiles<T> tiles(from, low, high, a_.D + a_.Dv);
+        for (; tiles.left(); tiles.advance()) {
             const Tile<T>& tile = tiles.tile();
             const bool seen = tile.position[tile.count - 1] <= first &&
                               tile.position[0] >= first_seen(last);
@@ -98,9 +100,10 @@ class CausalAttention {
         for (int64_t row = 0; row < rows.count; row++) {
             const int64_t t = begin + row / G_, head = h * G_ + row % G_;
             T* out = static_cast<T*>(a_.out) + (t * a_.Hq + head) * a_.Dv;
+            const Vector weight = broadcast(total(load(rows.weight + row * Vector::width)));
             for (int64_t d = 0; d < a_.Dv; d += Vector::width) {
                 const int64_t n = a_.Dv - d < Vector::width ? a_.Dv - d : Vector::width;
-                store(out + d, load(rows.out + row * out_stride_ + d) / broadcast(rows.weight[row]),
+                store(out + d, load(rows.out + row * out_stride_ + d) / weight,
                       static_cast<int>(n));
             }
         }

@@ -64,29 +64,34 @@ struct Source {
     }
 };
 
-// The tiles of a stretch, one after the other, and the next one of each, to be asked for meanwhile.
+// The tiles of a stretch, one after the other, and for each a later one, to be asked for meanwhile:
+// the next one, or the one after it where tiles are so small that memory takes longer than the work.
 template <class T>
 class Tiles {
   public:
-    Tiles(const Source<T>& source, int64_t begin, int64_t end) : source_(source), end_(end) {
-        at_ = source_.next(begin, end_, tiles_[0]);
-        at_ = source_.next(at_, end_, tiles_[1]);
+    // `numbers`: of a token, its key and its value.
+    Tiles(const Source<T>& source, int64_t begin, int64_t end, int64_t numbers)
+        : source_(source), end_(end), at_(begin) {
+        const bool tokens = source.entries && source.unit == 1;  // no gain there, on AVX2 a loss
+        far_ = tokens || numbers * sizeof(T) > kSmall ? 1 : 2;
+        for (int i = 0; i <= far_; i++) at_ = source_.next(at_, end_, tiles_[i]);
     }
     bool left() const { return tiles_[now_].count > 0; }
     const Tile<T>& tile() const { return tiles_[now_]; }
     const Tile<T>* ahead() const {
-        const Tile<T>& next = tiles_[1 - now_];
-        return next.count ? &next : nullptr;
+        const Tile<T>& later = tiles_[(now_ + far_) % (far_ + 1)];
+        return later.count ? &later : nullptr;
     }
     void advance() {
         at_ = source_.next(at_, end_, tiles_[now_]);
-        now_ = 1 - now_;
+        now_ = now_ == far_ ? 0 : now_ + 1;
     }
 
   private:
+    static constexpr size_t kSmall = 256;  // bytes of a token; measured (benchmarks/LOG.md)
     const Source<T> source_;
     const int64_t end_;
     int64_t at_;
-    int now_ = 0;
-    Tile<T> tiles_[2];
+    int far_, now_ = 0;
+    Tile<T> tiles_[3];
 };

@@ -12,13 +12,35 @@ struct Tile {
     int64_t position[kTile];
 };
 
-// Asks memory for the line at `d` of a row that is needed soon; once per line. A core waits for a
-// few dozen lines at a time, so that this is spread over the work on the rows before
-// (benchmarks/LOG.md: twice as fast as asking for all of them at once).
+// Asks memory for rows that are needed soon, a line at a time. A core waits for a few dozen lines at
+// a time, so that this is spread over the work on the rows before (benchmarks/LOG.md: twice as fast
+// as asking for all of them at once). Always inlined: GCC drops calls that do nothing else.
 template <class T>
-static inline void ask(const T* row, int64_t d) {
-    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(row + d);
-}
+struct Ahead {
+    static constexpr int line = 64 / sizeof(T);
+    const T* const* rows;  // or null: asks for nothing
+    bool whole;
+
+    Ahead(const T* const* rows, int64_t D)
+        : rows(rows), whole(rows && rows[kTile - 1] - rows[0] == (kTile - 1) * D) {}
+
+    // At column d, as many lines as N rows: one of each from t on, or, of a tile that lies in one
+    // piece, in the order of memory.
+    template <int N>
+    [[gnu::always_inline]] void ask_rows(int t, int64_t d) const {
+        if (!rows || d % line) return;
+        for (int n = 0; n < N; n++)
+            __builtin_prefetch(whole ? rows[t] + d * N + n * line : rows[t + n] + d);
+    }
+    // At column d, as many lines as N vectors of row t, as above.
+    template <int N>
+    [[gnu::always_inline]] void ask_columns(int t, int64_t d) const {
+        if (!rows || d % line) return;
+        constexpr int size = N * Vector::width;
+        const T* from = whole ? rows[0] + d * kTile + t * size : rows[t] + d;
+        for (int i = 0; i < size; i += line) __builtin_prefetch(from + i);
+    }
+};
 
 // exp(x) to 2 units in the last place; 0 below -87, NaN for NaN. Cephes' expf polynomial.
 static inline Vector exponential(Vector x) {
@@ -44,12 +66,13 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
     constexpr int W = Vector::width, N = W / H;  // N keys at a time fill a vector with sums
     const int64_t whole = D / P::step * P::step;
     const int rest = static_cast<int>(D - whole);
+    const Ahead<T> soon(ahead, D);
     for (int t = 0; t < kTile; t += N) {
         Vector sum[W];
         for (int i = 0; i < W; i++) sum[i] = broadcast(0.0f);
         for (int64_t d = 0; d < whole; d += P::step) {
             typename P::Key k[N];
-            for (int j = 0; ahead && j < N; j++) ask(ahead[t + j], d);
+            soon.template ask_rows<N>(t, d);
             for (int j = 0; j < N; j++) k[j] = P::key(keys[t + j] + d);
             for (int h = 0; h < H; h++)
                 for (int j = 0; j < N; j++)
@@ -57,7 +80,7 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
         }
         if (rest) {
             typename P::Key k[N];
-            for (int j = 0; ahead && j < N; j++) ask(ahead[t + j], whole);
+            soon.template ask_rows<N>(t, whole);
             for (int j = 0; j < N; j++) k[j] = P::key(keys[t + j] + whole, rest);
             for (int h = 0; h < H; h++)
                 for (int j = 0; j < N; j++)
@@ -87,49 +110,60 @@ static inline void score_all(const typename Product<T>::Query* query, int64_t st
                          row ? nullptr : ahead);
 }
 
-// Adds the values of `count` tokens, weighted, to H rows of `out` (padded to whole vectors).
+// Adds the values of `count` tokens, weighted, to N vectors of H rows of `out`; of the last vector
+// there are `last` numbers.
+template <class T, int H, int N>
+static inline void mix_columns(const float* weights, const T* const* values, int count, int64_t d,
+                               float* out, int64_t stride, const Ahead<T>& soon,
+                               int last = Vector::width) {
+    constexpr int W = Vector::width;
+    Vector sum[H][N];
+    for (int h = 0; h < H; h++)
+        for (int i = 0; i < N; i++) sum[h][i] = load(out + h * stride + d + i * W);
+    for (int t = 0; t < count; t++) {
+        Vector v[N];
+        soon.template ask_columns<N>(t, d);
+        for (int i = 0; i < N; i++) {
+            const T* value = values[t] + d + i * W;
+            v[i] = i < N - 1 || last == W ? load(value) : load(value, last);
+        }
+        for (int h = 0; h < H; h++) {
+            const Vector w = broadcast(weights[h * kTile + t]);
+            for (int i = 0; i < N; i++) sum[h][i] = fma(w, v[i], sum[h][i]);
+        }
+    }
+    for (int h = 0; h < H; h++)
+        for (int i = 0; i < N; i++) store(out + h * stride + d + i * W, sum[h][i]);
+}
+
+// All columns of H rows of `out` (padded to whole vectors), as above.
 template <class T, int H>
 static inline void mix_rows(const float* weights, const T* const* values, int count, int64_t Dv,
                             float* out, int64_t stride, const T* const* ahead) {
     constexpr int W = Vector::width, N = W / 4;  // vectors at a time
+    Ahead<T> soon(ahead, Dv);
+    // In the order of memory only by equal passes of a few lines, or it misses some.
+    if (Dv % (N * W) != 0 || N * W < 2 * soon.line) soon.whole = false;
     int64_t d = 0;
-    for (; d + N * W <= Dv; d += N * W) {
-        Vector sum[H][N];
-        for (int h = 0; h < H; h++)
-            for (int i = 0; i < N; i++) sum[h][i] = load(out + h * stride + d + i * W);
-        for (int t = 0; t < count; t++) {
-            Vector v[N];
-            for (int i = 0; ahead && i < N; i++) ask(ahead[t], d + i * W);
-            for (int i = 0; i < N; i++) v[i] = load(values[t] + d + i * W);
-            for (int h = 0; h < H; h++) {
-                const Vector w = broadcast(weights[h * kTile + t]);
-                for (int i = 0; i < N; i++) sum[h][i] = fma(w, v[i], sum[h][i]);
-            }
-        }
-        for (int h = 0; h < H; h++)
-            for (int i = 0; i < N; i++) store(out + h * stride + d + i * W, sum[h][i]);
-    }
-    for (; d < Dv; d += W) {
-        const int n = static_cast<int>(Dv - d < W ? Dv - d : W);
-        Vector sum[H];
-        for (int h = 0; h < H; h++) sum[h] = load(out + h * stride + d);
-        for (int t = 0; t < count; t++) {
-            if (ahead) ask(ahead[t], d);
-            const Vector v = n == W ? load(values[t] + d) : load(values[t] + d, n);
-            for (int h = 0; h < H; h++)
-                sum[h] = fma(broadcast(weights[h * kTile + t]), v, sum[h]);
-        }
-        for (int h = 0; h < H; h++) store(out + h * stride + d, sum[h]);
-    }
+    for (; d + N * W <= Dv; d += N * W)
+        mix_columns<T, H, N>(weights, values, count, d, out, stride, soon);
+    for (; d + 2 * W <= Dv; d += 2 * W)
+        mix_columns<T, H, 2>(weights, values, count, d, out, stride, soon);
+    for (; d + W <= Dv; d += W)
+        mix_columns<T, H, 1>(weights, values, count, d, out, stride, soon);
+    if (d < Dv)
+        mix_columns<T, H, 1>(weights, values, count, d, out, stride, soon,
+                             static_cast<int>(Dv - d));
 }
 
 // What a row has seen so far: largest score, sum of weights relative to it, weighted values.
 struct Rows {
     int64_t count, stride;  // stride of `out`: Dv padded to whole vectors
-    float *largest, *weight, *out;
+    float *largest, *weight, *out;  // `weight`: a vector of parts for each row
 
     void clear() const {
-        for (int64_t h = 0; h < count; h++) largest[h] = -INFINITY, weight[h] = 0.0f;
+        for (int64_t h = 0; h < count; h++) largest[h] = -INFINITY;
+        for (int64_t i = 0; i < count * Vector::width; i++) weight[i] = 0.0f;
         for (int64_t i = 0; i < count * stride; i++) out[i] = 0.0f;
     }
 };
@@ -141,31 +175,32 @@ static inline Vector capped(Vector s, float softcap) {
     return t * broadcast(softcap);
 }
 
+// A row's new largest score; what it has gathered shrinks in proportion.
+static inline void raise(const Rows& rows, int64_t row, float top) {
+    constexpr int W = Vector::width;
+    const Vector shrink = broadcast(expf(rows.largest[row] - top));
+    rows.largest[row] = top;
+    store(rows.weight + row * W, load(rows.weight + row * W) * shrink);
+    float* out = rows.out + row * rows.stride;
+    for (int64_t d = 0; d < rows.stride; d += W) store(out + d, load(out + d) * shrink);
+}
+
 // Turns the scores of one row into weights, in place, and brings the row up to date.
 static inline void weigh(float* scores, const Rows& rows, int64_t row) {
     constexpr int W = Vector::width;
     Vector high = load(scores);
     for (int t = W; t < kTile; t += W) high = max(high, load(scores + t));
-    const float top = largest(high), before = rows.largest[row];
-    if (top > before) {
-        rows.largest[row] = top;
-        if (rows.weight[row] != 0.0f) {
-            const float shrink = expf(before - top);
-            rows.weight[row] *= shrink;
-            float* out = rows.out + row * rows.stride;
-            for (int64_t d = 0; d < rows.stride; d += W)
-                store(out + d, load(out + d) * broadcast(shrink));
-        }
-    }
+    // Rare after the first few tiles: looking for the largest score takes longer than all the rest.
+    if (any_above(high, broadcast(rows.largest[row]))) raise(rows, row, largest(high));
     const float now = rows.largest[row];
     const Vector origin = broadcast(now == -INFINITY ? 0.0f : now);
-    Vector sum = broadcast(0.0f);
+    Vector sum = load(rows.weight + row * W);
     for (int t = 0; t < kTile; t += W) {
         const Vector w = exponential(load(scores + t) - origin);
         store(scores + t, w);
         sum = sum + w;
     }
-    rows.weight[row] += total(sum);
+    store(rows.weight + row * W, sum);
 }
 
 // Scores of H rows, scaled and capped; tokens that a row must not see score -infinity. A row sees

@@ -28,6 +28,10 @@ static inline float total(Vector a) {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
+// Whether a lane of `a` is above that of `b`; NaN never is.
+static inline bool any_above(Vector a, Vector b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)) != 0;
+}
 static inline Vector nearest(Vector a) { return {_mm256_round_ps(a.v, 8)}; }
 // x * 2^n for whole n; 0 where x2 < limit (false for NaN).
 static inline Vector scaled(Vector x, Vector n, Vector x2, float limit) {
@@ -65,8 +69,8 @@ static inline void store(T* p, Vector a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(a, p));
 }
 
-// Eight sums: lane i of the result is the sum over a[i].
-static inline Vector sums(const Vector* a) {
+// Eight sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
+[[gnu::always_inline]] static inline Vector sums(const Vector* a) {
     const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));
     const __m256 high =
         _mm256_hadd_ps(_mm256_hadd_ps(a[4].v, a[5].v), _mm256_hadd_ps(a[6].v, a[7].v));

@@ -20,6 +20,10 @@ static inline Vector or_nan(Vector a, Vector b) {
 }
 static inline float largest(Vector a) { return _mm512_reduce_max_ps(a.v); }
 static inline float total(Vector a) { return _mm512_reduce_add_ps(a.v); }
+// Whether a lane of `a` is above that of `b`; NaN never is.
+static inline bool any_above(Vector a, Vector b) {
+    return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0;
+}
 static inline Vector nearest(Vector a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 // x * 2^n for whole n; 0 where x2 < limit (false for NaN).
 static inline Vector scaled(Vector x, Vector n, Vector x2, float limit) {
@@ -53,8 +57,8 @@ static inline void store(T* p, Vector a, int n = 16) {
     _mm256_mask_storeu_epi16(p, first(n), narrow(a, p));
 }
 
-// Sixteen sums: lane i of the result is the sum over a[i].
-static inline Vector sums(const Vector* a) {
+// Sixteen sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
+[[gnu::always_inline]] static inline Vector sums(const Vector* a) {
     __m512 x[8], y[4];
     for (int i = 0; i < 8; i++)  // lanes of a[2i] and a[2i+1] in turn, halves added
         x[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i].v, a[2 * i + 1].v),

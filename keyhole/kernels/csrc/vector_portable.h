@@ -29,6 +29,12 @@ static inline float largest(Vector a) {
 static inline float total(Vector a) {
     return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
 }
+// Whether a lane of `a` is above that of `b`; NaN never is.
+static inline bool any_above(Vector a, Vector b) {
+    int above = 0;
+    for (int i = 0; i < 8; i++) above |= a.v[i] > b.v[i];
+    return above;
+}
 static inline Vector nearest(Vector a) { KEYHOLE_EACH(nearbyintf(a.v[i])); }
 // x * 2^n for whole n; 0 where x2 < limit (false for NaN).
 static inline Vector scaled(Vector x, Vector n, Vector x2, float limit) {
@@ -101,8 +107,8 @@ static inline void store(T* p, Vector a) {
     for (int i = 0; i < 8; i++) narrowed(a.v[i], p[i]);
 }
 
-// Eight sums: lane i of the result is the sum over a[i].
-static inline Vector sums(const Vector* a) { KEYHOLE_EACH(total(a[i])); }
+// Eight sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
+[[gnu::always_inline]] static inline Vector sums(const Vector* a) { KEYHOLE_EACH(total(a[i])); }
 
 #undef KEYHOLE_EACH
 
