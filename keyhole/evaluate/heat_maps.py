@@ -21,7 +21,7 @@ from keyhole.evaluate.looks import FILL, HALF, PAPER
 #: More different depths than these are put into as many bins of equal width.
 _MOST_DEPTHS, _BINS = 11, 10
 #: Cells more than these across have no room for numbers.
-_MOST_NUMBERS = 16
+_MOST_NUMBERS = 20
 #: From these shares on, a cell is half dark, or so dark that what stands in it is white.
 _HALF, _DARK = 0.58, 0.78
 _COLUMNS = 5
