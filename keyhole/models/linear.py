@@ -1,11 +1,17 @@
-"""Linear layers of a model on a CPU, read by our kernel where a step has few tokens.
+"""Linear layers of a model on a CPU, each product by whoever is fastest at it.
 
 A decode step reads every weight once for a handful of tokens. torch's product for such shapes reads
 16-bit weights at half the speed of memory or less; `kernels.linear` at nearly all of it. With more
-tokens (prompts) torch is the faster one, and stays.
+tokens (prompts, large batches) torch is the faster one. In float32 it asks MKL, which leaves half
+of the width of other makers' processors unused; there oneDNN, which torch has too and asks in
+16 bits, is about twice as fast (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +19,60 @@ from torch.nn.functional import linear
 
 from keyhole import kernels
 
-# Tokens up to which our kernel was at least as fast as torch (benchmarks/LOG.md).
-_FEW = 8
+# Tokens up to which our kernel was at least as fast as torch, and from which oneDNN was faster than
+# MKL (benchmarks/LOG.md).
+_FEW, _MANY = 8, 32
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class FewTokensLinear(nn.Linear):
-    """An `nn.Linear`, computed by our kernel for at most a few tokens."""
+class FastLinear(nn.Linear):
+    """An `nn.Linear` whose products without gradients are computed by the fastest."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Linear`; what needs gradients is left to torch, our kernel has none."""
-        if not input.requires_grad and input.numel() <= _FEW * self.in_features:
+        """As `nn.Linear`."""
+        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+            return linear(input, self.weight, self.bias)
+        tokens = input.numel() // self.in_features
+        if tokens <= _FEW:
             return kernels.linear(input, self.weight, self.bias)
+        if tokens >= _MANY and input.dtype == self.weight.dtype == torch.float32:
+            return in_float32()(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias)
 
 
+@functools.cache
+def in_float32() -> Product:
+    """The product of many tokens in float32 on this processor: oneDNN's, or torch's own choice."""
+    if not (mkl_is_slow() and torch.backends.mkldnn.is_available()):
+        return linear
+    try:
+        # What torch's own compiler calls; there is no public name for it.
+        named = torch.ops.mkldnn._linear_pointwise
+        named(torch.zeros(_MANY, 1), torch.zeros(1, 1), None, "none", [], "")
+    except (AttributeError, RuntimeError):  # of another release
+        return linear
+    return functools.partial(_by_onednn, named)
+
+
+def _by_onednn(
+    named: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    return named(x, weight, bias, "none", [], "")
+
+
+def mkl_is_slow() -> bool:
+    """Whether torch asks MKL on a processor that is not Intel's."""
+    if not (torch.backends.mkl.is_available() and _CPUINFO.is_file()):
+        return False
+    makers = [x for x in _CPUINFO.read_text().splitlines() if x.startswith("vendor_id")]
+    return bool(makers) and "GenuineIntel" not in makers[0]
+
+
 def speed_up(network: nn.Module, device: torch.device) -> None:
-    """Lets every plain linear layer of a model on a CPU use the kernel; weights stay in place.
+    """Lets every plain linear layer of a model on a CPU be a fast one; weights stay in place.
 
     Layers of other classes (quantised ones, adapters) are left as they are.
     """
@@ -36,4 +80,4 @@ def speed_up(network: nn.Module, device: torch.device) -> None:
         return
     for module in network.modules():
         if type(module) is nn.Linear:
-            module.__class__ = FewTokensLinear
+            module.__class__ = FastLinear

@@ -1,7 +1,12 @@
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from keyhole.models.linear import FewTokensLinear, speed_up
+from keyhole.models import linear
+from keyhole.models.linear import FastLinear, speed_up
 
 
 class Special(nn.Linear):
@@ -17,7 +22,7 @@ def test_plain_linear_layers_compute_the_same_with_few_and_many_tokens():
         network.bfloat16()
         kept = list(network.parameters())
         speed_up(network, torch.device("cpu"))
-        assert all(type(layer) is FewTokensLinear for layer in network)
+        assert all(type(layer) is FastLinear for layer in network)
         assert all(a is b for a, b in zip(kept, network.parameters(), strict=True))
         for x, y in zip(inputs, wanted, strict=True):
             # Two roundings to bfloat16, of 2^-9 each, of numbers up to 2.
@@ -30,3 +35,52 @@ def test_layers_of_other_classes_and_devices_are_left_alone():
     assert type(network[1]) is nn.Linear
     speed_up(network, torch.device("cpu"))
     assert type(network[0]) is Special
+
+
+@pytest.fixture
+def anybody(monkeypatch, tmp_path):
+    """A processor of any maker: writes what the system says of it."""
+
+    def named(text: str) -> None:
+        path = tmp_path / "cpuinfo"
+        path.write_text(text)
+        monkeypatch.setattr(linear, "_CPUINFO", path)
+        linear.in_float32.cache_clear()
+
+    yield named
+    linear.in_float32.cache_clear()
+
+
+def test_many_tokens_in_float32_compute_the_same_on_every_processor(anybody):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8, bias=False))
+    x = torch.randn(3, 50, 24)
+    wanted = network.double()(x.double()).detach()
+    speed_up(network.float(), torch.device("cpu"))
+    for maker in ("GenuineIntel", "AuthenticAMD"):
+        anybody(f"processor : 0\nvendor_id : {maker}\n")
+        with torch.no_grad():
+            found = network(x)
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_who_computes_goes_by_the_maker(anybody, monkeypatch):
+    anybody("vendor_id : GenuineIntel\n")
+    assert linear.in_float32() is functional.linear
+    anybody("Features : neon\n")
+    assert linear.in_float32() is functional.linear
+    anybody("vendor_id : AuthenticAMD\n")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert (linear.in_float32() is functional.linear) != torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(linear, "_CPUINFO", Path("/nowhere"))
+    assert not linear.mkl_is_slow()
+
+
+def test_gradients_are_torchs():
+    layer = nn.Sequential(nn.Linear(6, 5))
+    speed_up(layer, torch.device("cpu"))
+    for tokens in (2, 40):
+        x = torch.randn(tokens, 6, requires_grad=True)
+        layer(x).sum().backward()
+        torch.testing.assert_close(x.grad, layer[0].weight.detach().sum(0).expand(tokens, -1))
+        assert layer[0].weight.grad is not None
