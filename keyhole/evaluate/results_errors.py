@@ -21,6 +21,9 @@ _HIDDEN = {
     "infllm": "blocks whose few representative tokens do not stand out",
     "raas": "pages of the answer that no step has needed for long; beside a prompt that fills the "
     "budget, all of the answer but its newest page",
+    "clusterkv": "tokens whose cluster's mean says little of them",
+    "shadowkv": "chunks whose mean key says little of them; of the others of the prompt it reads "
+    "keys of low rank",
     "spe_context": "tokens that the retrieval head does not point at, in all layers alike",
 }
 _HEADS = (
