@@ -64,9 +64,10 @@ def test_steps_of_all_requests_are_timed_with_layers_below(smoke: model.Weights)
     assert long.error < 1e-2
     assert long.hit_rate is not None
     assert 0.5 < long.hit_rate < 1
-    # Of each request, layer and head no more than the budget can be missed.
-    missed = (1 - long.hit_rate) * 4 * long.layers_below * 64 * TOKEN_BYTES / 4
-    assert long.moved_bytes == pytest.approx(missed, rel=0.1)
+    # The newest token is written where it is needed; of the other 63 of the budget each is there
+    # or is moved, in every request, layer and head.
+    missed = (1 - long.hit_rate) * 4 * long.layers_below * 63 * TOKEN_BYTES / 4
+    assert long.moved_bytes == pytest.approx(missed)
 
 
 def test_a_steady_head_chooses_most_tokens_again(smoke: model.Weights) -> None:
