@@ -18,6 +18,8 @@ _APPENDED_PAGES, _PLACES = 2048, 64
 # Different inputs where one alone would stay in the processor's cache. Bounds of 131,072 tokens are
 # 32 MiB in bfloat16, scores 4 MiB.
 _BOUNDS, _SCORES = 4, 32
+# Of whole numbers, most of them small, whose sums are exact: about two thirds of the choice below.
+_SHARE, _SKEW, _LARGEST = 0.15, 16, 255
 
 
 def append(layer: Layer) -> Iterator[Case]:
@@ -149,4 +151,38 @@ def _top(layer: Layer, lists: int, entries: int, count: int, what: str) -> Case:
         variants=_SCORES,
         ours={"": System(run=ours)},
         peers={"torch topk": System(run=topk)},
+    )
+
+
+def trim(layer: Layer) -> Iterator[Case]:
+    """As much of the best tokens of each KV head as a share of the scores asks for."""
+    tokens, count = layer.longest, min(SELECTED_TOKENS, layer.longest // 4)
+    size = (layer.batch, layer.num_kv_heads, tokens)
+    valid = layer.lengths(tokens)
+    scores, chosen = [], []
+    for _ in range(_SCORES):
+        uniform = torch.rand(size, generator=layer.generator)
+        scores.append(uniform.pow(_SKEW).mul(_LARGEST).floor())
+        chosen.append(kernels.top_indices(scores[-1], valid, count, 1))
+
+    def ours(i: int) -> Outputs:
+        return (kernels.trim(chosen[i], scores[i], valid, _SHARE).indices,)
+
+    def sort(i: int) -> Outputs:
+        indices = chosen[i].indices.long()
+        best, order = scores[i].gather(-1, indices).sort(descending=True, stable=True)
+        needed = best.cumsum(-1) - best < _SHARE * scores[i].sum(-1, keepdim=True)
+        left = indices.gather(-1, order).masked_fill(~needed, tokens).sort().values
+        return (left.masked_fill(left == tokens, -1).int(),)
+
+    yield Case(
+        op="trim",
+        tokens=tokens,
+        selected=count,
+        unit=1,
+        about=f"{count:,} of {tokens:,} tokens, for each KV head",
+        moved_bytes=scores[0].nbytes,
+        variants=_SCORES,
+        ours={"": System(run=ours)},
+        peers={"torch sort": System(run=sort)},
     )

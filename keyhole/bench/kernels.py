@@ -45,6 +45,7 @@ _CASES: dict[str, Callable[[Layer], Iterator[Case]]] = {
     "page_bounds": choice_cases.page_bounds,
     "bound_scores": choice_cases.bound_scores,
     "top_indices": choice_cases.top_indices,
+    "trim": choice_cases.trim,
     "linear": linear_cases.linear,
 }
 

@@ -61,6 +61,7 @@ OPS = (
     "page_bounds",
     "bound_scores",
     "top_indices",
+    "trim",
     "linear",
 )
 

@@ -126,3 +126,15 @@ def top_indices(
     indices: int,
     counts: int,
 ) -> None: ...
+def trim(
+    sizes: Sequence[int],
+    share: float,
+    least: int,
+    first: int,
+    last: int,
+    indices: int,
+    scores: int,
+    valid: int,
+    left: int,
+    counts: int,
+) -> None: ...

@@ -183,6 +183,33 @@ def top_indices(
     return indices, counts
 
 
+def trim(
+    indices: Tensor,
+    scores: Tensor,
+    valid: Tensor,
+    share: float,
+    least: int,
+    first: int,
+    last: int,
+) -> tuple[Tensor, Tensor]:
+    """As the reference, the selections in parts."""
+    indices, scores, valid = as_int32(indices), scores.contiguous(), as_int32(valid)
+    left, counts = torch.empty_like(indices), indices.new_empty(indices.shape[:2])
+    extension.trim(
+        (*scores.shape, indices.shape[2]),
+        share,
+        least,
+        first,
+        last,
+        indices.data_ptr(),
+        scores.data_ptr(),
+        valid.data_ptr(),
+        left.data_ptr(),
+        counts.data_ptr(),
+    )
+    return left, counts
+
+
 def exchange(
     entries: Tensor,
     keys: Tensor,

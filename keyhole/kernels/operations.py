@@ -155,6 +155,22 @@ def top_indices(
     return Selection(indices, counts, unit)
 
 
+def trim(
+    chosen: Selection,
+    scores: Tensor,
+    valid: Tensor,
+    share: float,
+    *,
+    least: int = 0,
+    first: int = 0,
+    last: int = 0,
+) -> Selection:
+    """As much of a choice as a share of the scores asks for."""
+    places = (least, first, last)
+    left, counts = torch.ops.keyhole.trim(chosen.indices, scores, valid, share, *places)
+    return Selection(left, counts, chosen.unit)
+
+
 def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
     """Vectors rotated at any positions, turned `by` more; a new tensor."""
     turned: Tensor = torch.ops.keyhole.rotate(x, by, frequencies, last)
@@ -199,7 +215,6 @@ chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
 outlier_chunks = chunks.outlier_chunks
 decompose, rebuilt_keys = low_rank.decompose, low_rank.rebuilt_keys
 gather_selected, own_pages = low_rank.gather_selected, low_rank.own_pages
-trim = trimming.trim
 renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
 
 
@@ -266,6 +281,15 @@ def _top_indices(
 ) -> tuple[Tensor, Tensor]:
     chosen = reference.top_indices(scores, valid, k, 1, first=first, last=last)
     return chosen.indices, chosen.counts.contiguous()
+
+
+def _trim(
+    indices: Tensor, scores: Tensor, valid: Tensor, share: float, least: int, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    # The twin knows padding by -1 and asks for no counts.
+    whole, places = Selection(indices, indices, 1), {"least": least, "first": first, "last": last}
+    left = trimming.trim(whole, scores, valid, share, **places)
+    return left.indices, left.counts
 
 
 def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,6 +374,13 @@ _register(
     "(Tensor scores, Tensor valid, int k, int first, int last) -> (Tensor, Tensor)",
     _top_indices,
     cpu.top_indices,
+)
+_register(
+    "trim",
+    "(Tensor indices, Tensor scores, Tensor valid, float share, int least, int first, int last)"
+    " -> (Tensor, Tensor)",
+    _trim,
+    cpu.trim,
 )
 _register(
     "rotate",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import ScoreRequest, Selection, reference
+from keyhole.kernels import ScoreRequest, Selection, reference, trimming
 
 PAGE = 16
 #: Relative to the largest number: sums in another order, and one rounding to the dtype.
@@ -173,6 +173,31 @@ def test_top_indices_of_long_rows(n: int, k: int, distinct: int, seed: int) -> N
     wanted = reference.top_indices(scores, valid, k, 1, last=1)
     assert torch.equal(found.indices, wanted.indices)
     assert torch.equal(found.counts, wanted.counts)
+
+
+@given(
+    st.sampled_from((1, 200, 4097)),
+    st.sampled_from((1, 64, 1000)),
+    st.sampled_from((0.1, 0.5, 0.9, 0.999)),
+    st.sampled_from((2, 50, 10000)),
+    st.sampled_from((0, 70)),
+)
+@settings(max_examples=60)
+def test_trim_of_long_rows(n: int, k: int, share: float, distinct: int, least: int) -> None:
+    random = torch.Generator().manual_seed(n * k + distinct)
+    # Whole numbers, some below 0: their sums are exact in any order.
+    scores = torch.randint(-1, distinct, (3, 2, n), generator=random).float()
+    valid = torch.tensor([n, max(1, n // 2), 1], dtype=torch.int32)
+    scores[0, 1, n // 3] = torch.nan  # then no sum is known
+    for b, count in enumerate(valid.tolist()):
+        scores[b, :, count:] = torch.nan  # nobody looks here
+    places = {"first": min(4, k - 1), "last": 1}
+    chosen = reference.top_indices(scores, valid, k, 1, **places)
+    found = kernels.trim(chosen, scores, valid, share, least=least, **places)
+    wanted = trimming.trim(chosen, scores, valid, share, least=least, **places)
+    assert torch.equal(found.indices, wanted.indices)
+    assert torch.equal(found.counts, wanted.counts)
+    assert found.indices.dtype == found.counts.dtype == torch.int32
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

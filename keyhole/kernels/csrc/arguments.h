@@ -98,6 +98,17 @@ struct TopIndices {
     int32_t* counts;       // [B, H]
 };
 
+// Of `top_indices` with the same scores.
+struct Trim {
+    int64_t B, H, n, k, least, first, last;
+    float share;
+    const int32_t* indices;  // [B, H, k]
+    const float* scores;     // [B, H, n]
+    const int32_t* valid;    // [B]
+    int32_t* left;           // [B, H, k]
+    int32_t* counts;         // [B, H]
+};
+
 // `reference.exchange`: H heads of the buffer, `lists` of n selected entries of `unit` tokens.
 struct Exchange {
     int64_t itemsize, B, H, D, Dv, page_size, slots, unit;  // Dv 0: values are part of the keys
@@ -140,6 +151,7 @@ extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86
 void append(const Append&);
 void exchange(const Exchange&);
 void top_indices(const TopIndices&);
+void trim(const Trim&);
 
 // Memory that the calling thread keeps from call to call, 64-byte aligned; it only grows.
 // `which` tells buffers apart that are in use at the same time.

@@ -146,6 +146,14 @@ void best_indices(std::tuple<int64_t, int64_t, int64_t> sizes, int64_t k, int64_
                  at<int32_t>(indices), at<int32_t>(counts)});
 }
 
+void trim_choice(std::tuple<int64_t, int64_t, int64_t, int64_t> sizes, float share, int64_t least,
+                 int64_t first, int64_t last, Address indices, Address scores, Address valid,
+                 Address left, Address counts) {
+    const auto [B, H, n, k] = sizes;
+    trim({B, H, n, k, least, first, last, share, at<int32_t>(indices), at<float>(scores),
+          at<int32_t>(valid), at<int32_t>(left), at<int32_t>(counts)});
+}
+
 void exchange_rows(int64_t itemsize,
                    std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
                    Address entries, Address keys, Strides key_strides, Address values,
@@ -180,4 +188,5 @@ NB_MODULE(_cpu, m) {
     m.def("bound_scores", &bound_scores, unlocked);
     m.def("linear", &linear, unlocked);
     m.def("top_indices", &best_indices, unlocked);
+    m.def("trim", &trim_choice, unlocked);
 }
