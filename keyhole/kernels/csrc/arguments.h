@@ -153,6 +153,9 @@ void exchange(const Exchange&);
 void top_indices(const TopIndices&);
 void trim(const Trim&);
 
+// Whether this processor's second level of cache waits for more lines at a time than its first.
+extern const bool ask_second_level;
+
 // Memory that the calling thread keeps from call to call, 64-byte aligned; it only grows.
 // `which` tells buffers apart that are in use at the same time.
 void* workspace(int which, int64_t bytes);

@@ -14,12 +14,14 @@ struct Tile {
 
 // Asks memory for rows that are needed soon, a line at a time. A core waits for a few dozen lines at
 // a time, so that this is spread over the work on the rows before (benchmarks/LOG.md: twice as fast
-// as asking for all of them at once). Always inlined: GCC drops calls that do nothing else.
+// as asking for all of them at once). Always inlined: GCC drops calls that do nothing else. Into the
+// second level where that takes more at a time than the first, which then is filled from there.
 template <class T>
 struct Ahead {
     static constexpr int line = 64 / sizeof(T);
     const T* const* rows;  // or null: asks for nothing
     bool whole;
+    const bool second = ask_second_level;
 
     Ahead(const T* const* rows, int64_t D)
         : rows(rows), whole(rows && rows[kTile - 1] - rows[0] == (kTile - 1) * D) {}
@@ -30,7 +32,7 @@ struct Ahead {
     [[gnu::always_inline]] void ask_rows(int t, int64_t d) const {
         if (!rows || d % line) return;
         for (int n = 0; n < N; n++)
-            __builtin_prefetch(whole ? rows[t] + d * N + n * line : rows[t + n] + d);
+            ask(whole ? rows[t] + d * N + n * line : rows[t + n] + d);
     }
     // At column d, as many lines as N vectors of row t, as above.
     template <int N>
@@ -38,7 +40,11 @@ struct Ahead {
         if (!rows || d % line) return;
         constexpr int size = N * Vector::width;
         const T* from = whole ? rows[0] + d * kTile + t * size : rows[t] + d;
-        for (int i = 0; i < size; i += line) __builtin_prefetch(from + i);
+        for (int i = 0; i < size; i += line) ask(from + i);
+    }
+    [[gnu::always_inline]] void ask(const T* number) const {
+        if (second) __builtin_prefetch(number, 0, 2);
+        else __builtin_prefetch(number);
     }
 };
 
