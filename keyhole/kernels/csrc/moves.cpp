@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <new>
 
 #include "arguments.h"
@@ -20,31 +21,51 @@ thread_local Buffer buffers[8];
 
 // Floats in the order in which torch sorts them, NaN last: 0.0 equals -0.0.
 uint32_t ordered(float x) {
-    if (x != x) return 0xffffffff;
-    x += 0.0f;
+    const float sum = x + 0.0f;
     uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+    std::memcpy(&bits, &sum, 4);
+    const uint32_t sign = bits >> 31;
+    return x != x ? 0xffffffff : bits ^ (0x80000000 | (0 - sign));
 }
 
 // Eleven, eleven and ten bits at a time, the highest first.
 constexpr int kShift[] = {21, 10, 0}, kBits[] = {11, 11, 10};
 
-// The k-th largest of `n` numbers given by `number`, and how many of its equals belong to the best k.
-template <class Number>
-uint32_t kth_largest(int64_t n, int64_t k, Number number, int64_t& equals) {
-    uint32_t found = 0, known = 0;
-    for (int round = 0; round < 3; round++) {
-        int64_t histogram[1 << 11] = {};
+// The k-th largest of `n` numbers, and how many of its equals belong to the best k. `room`: for n.
+uint32_t kth_largest(const uint32_t* numbers, int64_t n, int64_t k, uint32_t* room,
+                     int64_t& equals) {
+    // Neighbours are counted apart: many are equal, and counting would wait for itself.
+    static constexpr int kApart = 4, kFew = 2048;
+    uint32_t found = 0;
+    for (int round = 0; round < 3 && n > kFew; round++) {
+        const int shift = kShift[round];
         const uint32_t mask = (1u << kBits[round]) - 1;
-        for (int64_t i = 0; i < n; i++) {
-            const uint32_t x = number(i);
-            if ((x & known) == found) histogram[x >> kShift[round] & mask]++;
-        }
+        uint32_t histogram[kApart][1 << 11] = {};
+        int64_t i = 0;
+        for (; i + kApart <= n; i += kApart)
+            for (int j = 0; j < kApart; j++) histogram[j][numbers[i + j] >> shift & mask]++;
+        for (; i < n; i++) histogram[0][numbers[i] >> shift & mask]++;
         uint32_t digit = mask;
-        while (histogram[digit] < k) k -= histogram[digit--];
-        found |= digit << kShift[round];
-        known |= mask << kShift[round];
+        for (;; digit--) {
+            int64_t count = 0;
+            for (int j = 0; j < kApart; j++) count += histogram[j][digit];
+            if (count >= k) break;
+            k -= count;
+        }
+        found |= digit << shift;
+        int64_t left = 0;  // those that begin like it
+        for (i = 0; i < n; i++) {
+            room[left] = numbers[i];
+            left += (numbers[i] >> shift & mask) == digit;
+        }
+        numbers = room;
+        n = left;
+    }
+    if (n <= kFew) {
+        if (numbers != room) std::copy(numbers, numbers + n, room);
+        std::nth_element(room, room + k - 1, room + n, std::greater<>());
+        found = room[k - 1];
+        k -= std::count_if(room, room + k, [=](uint32_t x) { return x > found; });
     }
     equals = k;
     return found;
@@ -52,18 +73,19 @@ uint32_t kth_largest(int64_t n, int64_t k, Number number, int64_t& equals) {
 
 void top_row(const TopIndices& a, const float* scores, int64_t valid, int32_t* out) {
     const int64_t n = std::min(valid, a.n), k = std::min(a.k, n);
-    const uint32_t forced = ordered(INFINITY);
-    auto number = [&](int64_t i) {
-        return i < a.first || i >= valid - a.last ? forced : ordered(scores[i]);
-    };
     int64_t count = 0;
     if (k == n) {
         for (; count < k; count++) out[count] = static_cast<int32_t>(count);
     } else if (k > 0) {
+        auto* numbers = static_cast<uint32_t*>(workspace(5, 2 * n * 4));
+        for (int64_t i = 0; i < n; i++) numbers[i] = ordered(scores[i]);
+        const uint32_t forced = ordered(INFINITY);
+        std::fill(numbers, numbers + std::min(a.first, n), forced);
+        std::fill(numbers + std::min(n, std::max<int64_t>(0, valid - a.last)), numbers + n, forced);
         int64_t equals;
-        const uint32_t least = kth_largest(n, k, number, equals);
+        const uint32_t least = kth_largest(numbers, n, k, numbers + n, equals);
         for (int64_t i = 0; i < n && count < k; i++) {
-            const uint32_t x = number(i);
+            const uint32_t x = numbers[i];
             if (x > least || (x == least && equals-- > 0)) out[count++] = static_cast<int32_t>(i);
         }
     }
