@@ -1,6 +1,6 @@
 """The operations on paged keys and values, and the choice of who computes them.
 
-Every operation is defined by its plain PyTorch twin in `reference`; `operations` sends a call to
+Every operation is defined by its plain PyTorch twin in `reference`; `dispatch` sends a call to
 whoever computes it on the device at hand, with the same result: C++ on a CPU (`cpu`, `csrc/`),
 Triton and FlashAttention on a GPU (`gpu/`), else the reference. All is loaded at the first use of
 an operation, so that a policy, its settings and `--help` need no torch.

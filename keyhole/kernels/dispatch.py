@@ -1,0 +1,212 @@
+"""Who computes an operation: torch's dispatcher picks by device, each implementation by operands.
+
+Each is registered as `torch.ops.keyhole.<name>`: the reference for any device, our C++ for the CPU
+and Triton kernels and FlashAttention for a GPU; these leave to the reference what they do not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from keyhole.kernels import (
+    chosen,
+    cpu,
+    cpu_attention,
+    elastic,
+    gpu,
+    reference,
+    rotation,
+    trimming,
+)
+from keyhole.kernels.gpu import paged_flash
+from keyhole.kernels.selection import ScoreRequest, Selection
+
+_library = Library("keyhole", "DEF")
+
+
+def use_triton(wanted: bool) -> None:
+    """Whether Triton computes on a GPU what it can, as it does; a benchmark needs both."""
+    global _triton
+    _triton = wanted
+
+
+_triton = True
+
+
+def backend(device: torch.device) -> str:
+    """Who computes on a device, for people."""
+    if device.type == "cuda":
+        who = "Triton" if gpu.usable() else "reference (PyTorch)"
+        dense = paged_flash.version() if gpu.usable() else None
+        who += "" if dense is None else f", dense steps by {dense}"
+        return f"{who}, prompts by FlashAttention" if gpu.flash() else who
+    if device.type != "cpu" or cpu.current() == cpu.REFERENCE:
+        return "reference (PyTorch)"
+    return f"C++ ({cpu.current()})"
+
+
+def _attend(*operands: Any) -> Tensor:
+    *paged, indices, counts, unit, scale, window, softcap, sinks = operands
+    selection = None if indices is None else Selection(indices, counts, unit)
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    return reference.attend(*paged, selection=selection, scale=scale, **options)
+
+
+def _attend_and_score(*operands: Any) -> tuple[Tensor, list[Tensor]]:
+    *paged, reduces, units, scale, softcap, sinks = operands
+    requests = tuple(ScoreRequest(*pair) for pair in zip(reduces, units, strict=True))
+    options = {"requests": requests, "scale": scale, "softcap": softcap, "sinks": sinks}
+    out, scores = reference.attend_and_score(*paged, **options)
+    return out, list(scores)
+
+
+def _attend_and_score_on_cpu(*operands: Any) -> tuple[Tensor, list[Tensor]]:
+    reduces = operands[5]
+    return (_attend_and_score if "none" in reduces else cpu_attention.attend_and_score)(*operands)
+
+
+def _head_scores(*operands: Any) -> Tensor:
+    *paged, scale = operands
+    return reference.head_scores(*paged, scale=scale)
+
+
+def _prefill(*operands: Any) -> Tensor:
+    *paged, scale, window, softcap, sinks = operands
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    return reference.prefill(*paged, scale=scale, **options)
+
+
+def _prefill_chosen(*operands: Any) -> Tensor:
+    *paged, scale, window, softcap, sinks = operands
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    return chosen.prefill_chosen(*paged, scale=scale, **options)
+
+
+def _top_indices(
+    scores: Tensor, valid: Tensor, k: int, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    chosen = reference.top_indices(scores, valid, k, 1, first=first, last=last)
+    return chosen.indices, chosen.counts.contiguous()
+
+
+def _trim(
+    indices: Tensor, scores: Tensor, valid: Tensor, share: float, least: int, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    # The twin knows padding by -1 and asks for no counts.
+    whole, places = Selection(indices, indices, 1), {"least": least, "first": first, "last": last}
+    left = trimming.trim(whole, scores, valid, share, **places)
+    return left.indices, left.counts
+
+
+def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *buffered, indices, unit = operands
+    # The twin knows padding by -1 and asks for no counts.
+    found, moved = elastic.exchange(*buffered, selection=Selection(indices, indices, unit))
+    return found.indices, found.counts, moved
+
+
+def _register(
+    name: str, schema: str, plain: Callable[..., Any], on_cpu: Callable[..., Any]
+) -> None:
+    def chosen(*operands: Any) -> Any:
+        return (on_cpu if cpu.takes(*operands) else plain)(*operands)
+
+    def chosen_on_gpu(*operands: Any) -> Any:
+        return (gpu.operation(name) if _triton and gpu.takes(name, *operands) else plain)(*operands)
+
+    _library.define(name + schema)
+    _library.impl(name, plain, "CompositeExplicitAutograd")
+    _library.impl(name, chosen, "CPU")
+    if gpu.has(name):
+        _library.impl(name, chosen_on_gpu, "CUDA")
+
+
+_QKV = "Tensor query, Tensor key_pages, Tensor value_pages"
+_PAGED = f"({_QKV}, Tensor page_table, Tensor lengths"
+_REST = "float? softcap, Tensor? sinks)"
+_register(
+    "append",
+    "(Tensor(a!) key_pages, Tensor(b!)? value_pages, Tensor key, Tensor? value, Tensor slots)"
+    " -> ()",
+    reference.append,
+    cpu.append,
+)
+_register(
+    "attend",
+    f"{_PAGED}, Tensor? indices, Tensor? counts, int unit, float scale, int? window, {_REST}"
+    " -> Tensor",
+    _attend,
+    cpu_attention.attend,
+)
+_register(
+    "attend_and_score",
+    f"{_PAGED}, str[] reduces, int[] units, float scale, {_REST} -> (Tensor, Tensor[])",
+    _attend_and_score,
+    _attend_and_score_on_cpu,
+)
+_register(
+    "head_scores",
+    "(Tensor query, Tensor key_pages, Tensor page_table, Tensor lengths, float scale) -> Tensor",
+    _head_scores,
+    cpu_attention.head_scores,
+)
+_register(
+    "prefill",
+    f"({_QKV}, Tensor pages, int start, float scale, int? window, {_REST} -> Tensor",
+    _prefill,
+    cpu_attention.prefill,
+)
+_register(
+    "prefill_chosen",
+    f"({_QKV}, Tensor pages, Tensor positions, Tensor chosen, float scale, int? window, {_REST}"
+    " -> Tensor",
+    _prefill_chosen,
+    cpu_attention.prefill_chosen,
+)
+_register(
+    "page_bounds",
+    "(Tensor key_pages, Tensor(a!) low, Tensor(b!) high, Tensor pages, Tensor filled) -> ()",
+    reference.page_bounds,
+    cpu.page_bounds,
+)
+_register(
+    "bound_scores",
+    "(Tensor query, Tensor low, Tensor high, Tensor page_table) -> Tensor",
+    reference.bound_scores,
+    cpu.bound_scores,
+)
+_register(
+    "top_indices",
+    "(Tensor scores, Tensor valid, int k, int first, int last) -> (Tensor, Tensor)",
+    _top_indices,
+    cpu.top_indices,
+)
+_register(
+    "trim",
+    "(Tensor indices, Tensor scores, Tensor valid, float share, int least, int first, int last)"
+    " -> (Tensor, Tensor)",
+    _trim,
+    cpu.trim,
+)
+_register(
+    "rotate",
+    "(Tensor x, Tensor by, Tensor frequencies, bool last) -> Tensor",
+    rotation.rotate,
+    rotation.rotate,
+)
+_register(
+    "exchange",
+    "(Tensor(a!) entries, Tensor(b!) keys, Tensor(c!)? values, Tensor key_pages,"
+    " Tensor? value_pages, Tensor page_table, Tensor lengths, Tensor rows, Tensor indices,"
+    " int unit) -> (Tensor, Tensor, Tensor)",
+    _exchange,
+    cpu.exchange,
+)
+_register(
+    "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", reference.linear, cpu.linear
+)
