@@ -27,7 +27,7 @@ test-lm-eval: $(LM_EVAL_READY)
 
 # kvpress's compressors on our tasks, in an environment of their own too.
 test-kvpress: $(KVPRESS_READY)
-	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress.py
+	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress*.py
 
 lint: $(READY)
 	@.venv/bin/python -m ruff check --quiet .

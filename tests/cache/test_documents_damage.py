@@ -15,7 +15,7 @@ from keyhole.cache import document_file
 from keyhole.cache.document_index import Index
 from keyhole.cache.documents import DocumentStore, RecordError
 from keyhole.errors import UnknownNameError
-from tests.cache.test_documents import MODEL, make_record, same, user_cache
+from tests.cache.records import MODEL, make_record, same, user_cache
 
 __all__ = ["user_cache"]
 

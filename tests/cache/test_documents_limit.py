@@ -14,7 +14,7 @@ import pytest
 
 from keyhole.cache.documents import DocumentStore, RecordError
 from keyhole.errors import CapacityError, ConfigError
-from tests.cache.test_documents import MODEL, make_record, place, same, user_cache
+from tests.cache.records import MODEL, make_record, place, same, user_cache
 
 __all__ = ["place", "user_cache"]
 

@@ -17,7 +17,7 @@ from keyhole.cache.document_local import LocalPlace
 from keyhole.cache.document_remote import RemotePlace
 from keyhole.cache.documents import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
-from tests.cache.test_documents import MODEL, make_record, same, user_cache
+from tests.cache.records import MODEL, make_record, same, user_cache
 
 __all__ = ["user_cache"]
 

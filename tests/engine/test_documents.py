@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from keyhole import LLM, SamplingParams
-from keyhole.engine.asking import Asked, assemble
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.sequence import Sequence
 from keyhole.models.positions import Turns
@@ -24,117 +22,25 @@ from keyhole.policy import make_policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Plan, Reuse
 from tests.checkpoints import make_model
-from tests.reuse import oracle
+from tests.engine.asking import (
+    BLOCK,
+    CASES,
+    EVERYTHING,
+    KINDS,
+    LENGTHS,
+    TEXTS,
+    WIDE,
+    ask,
+    assembled,
+    assert_near,
+    llms,
+    run,
+    settings_of,
+    tokens,
+)
+from tests.reuse import oracle, plain, plain_methods
 
-BLOCK = 8
-WIDE = {"max_position_embeddings": 2048}
-KINDS = ("llama", "llama_mha", "llama_group7")
-
-
-def tokens(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 250, length).tolist()
-
-
-# No block of two tokens: of these, only rounding says which is farther from their mean.
-LENGTHS = {"a": 91, "b": 20, "c": 131, "tiny": 1, "short": 5}
-TEXTS = {name: tokens(length, seed) for seed, (name, length) in enumerate(LENGTHS.items())}
-
-
-@pytest.fixture(scope="module")
-def llms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[LLM, Any]]:
-    """An engine per kind with the documents stored, and the same model in transformers."""
-    found = {}
-    for kind in KINDS:
-        folder = tmp_path_factory.mktemp(kind)
-        path = make_model(kind, folder, **WIDE)
-        llm = LLM(path, device="cpu", page_size=4, prefill_chunk=37, documents=folder / "store")
-        for name, ids in TEXTS.items():
-            llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
-        found[kind] = llm, AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    return found
-
-
-def _assemble(
-    llm: LLM,
-    stack: ExitStack,
-    names: list[str],
-    question: list[int],
-    method: Reuse,
-    prefix: list[int],
-    separator: list[int],
-) -> Asked:
-    return assemble(
-        llm.engine,
-        llm.documents,
-        names,
-        {"prompt_token_ids": question},
-        method,
-        stack,
-        prefix={"prompt_token_ids": prefix},
-        separator={"prompt_token_ids": separator},
-    )
-
-
-def run(
-    llm: LLM,
-    names: list[str],
-    question: list[int],
-    method: Reuse,
-    *,
-    prefix: list[int] | None = None,
-    separator: list[int] | None = None,
-    max_tokens: int = 4,
-) -> Sequence:
-    """One answer, with the logits of each of its tokens."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    with ExitStack() as stack:
-        asked = _assemble(llm, stack, names, question, method, prefix or [], separator or [])
-        sequence = llm.engine.add(asked.tokens, params, context=asked.context, keep_logits=True)
-        while not sequence.is_finished:
-            llm.engine.step()
-    if sequence.error is not None:
-        raise sequence.error
-    llm.engine.check_integrity()
-    return sequence
-
-
-def ask(
-    llm: LLM,
-    names: list[str],
-    question: list[int],
-    method: str,
-    settings: dict[str, Any],
-    **others: Any,
-) -> Sequence:
-    """One answer of a method by its name."""
-    chosen = make_reuse(method, settings).resolve(llm.engine.geometry)
-    return run(llm, names, question, chosen, **others)
-
-
-#: Settings of ours, and how the oracle calls them.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "recompute": ("recompute", {}, {}),
-    "reuse": ("reuse", {}, {}),
-    "naive": ("reuse", {"rotate": False}, {"rotate": False}),
-    "epic": ("epic", {"num_initial": 6, "num_local": 3}, {"initial_tokens": 6, "local_tokens": 3}),
-    "cacheblend": ("cacheblend", {"recompute_ratio": 0.3}, {"recompute_ratio": 0.3}),
-    "multi_infllm": ("multi_infllm", {"num_blocks": 3}, {"num_blocks": 3}),
-    "sam_kv": ("sam_kv", {}, {}),
-    "fusion": ("sam_kv", {"update": "fusion"}, {"update": "fusion"}),
-    "no bias": ("sam_kv", {"bias": False}, {"bias": False}),
-    "no selection": ("sam_kv", {"select": False}, {"selection": False}),
-    "extremes": (
-        "sam_kv",
-        {"score": "extremes", "share": 0.4, "bias": False},
-        {"extremes": True, "share": 0.4, "bias": False},
-    ),
-    "extremes as much as P": ("sam_kv", {"score": "extremes"}, {"extremes": True}),
-    "no recomputation": ("sam_kv", {"recompute": False}, {"recompute": False}),
-}
-
-
-def _settings(method: str, given: dict[str, Any]) -> dict[str, Any]:
-    return given | ({"block_size": BLOCK} if method == "sam_kv" else {})
+__all__ = ["llms"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,7 +65,7 @@ def test_answers_are_those_of_the_plain_account(
     method, ours, theirs = CASES[case]
     question = tokens(9, 99)
     found = ask(
-        llm, names, question, method, _settings(method, ours), prefix=prefix, separator=separator
+        llm, names, question, method, settings_of(method, ours), prefix=prefix, separator=separator
     )
     wanted = oracle.ask(
         model,
@@ -184,7 +90,7 @@ class Masks(Reuse):
     name = "masks"
 
     def __init__(self, kept: torch.Tensor, written: torch.Tensor, *, fuses: bool) -> None:
-        self._masks = kept, written
+        self._given = kept, written
         self._fuses = fuses
 
     @property
@@ -192,13 +98,13 @@ class Masks(Reuse):
         return self._fuses
 
     def plan(self, documents: Any, query: Any) -> Plan:
-        return Plan(*self._masks)
+        return Plan(*self._given)
 
     def blend(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        return oracle.fusion(new, old)
+        return plain.fusion(new, old)
 
 
-def _masks(llm: LLM, names: list[str], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def masks(llm: LLM, names: list[str], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     shape = (llm.engine.geometry.num_layers, sum(LENGTHS[name] for name in names))
     kept = torch.rand(shape, generator=random) < 0.5
@@ -213,18 +119,18 @@ def test_layers_may_keep_and_write_whatever_they_like(
     """A token that a layer computes again and another one drops leaves no trace in that one."""
     llm, model = llms["llama"]
     names, prefix, separator, question = ["a", "c", "short"], [1, 2], [5], tokens(7, seed)
-    kept, written = _masks(llm, names, seed)
+    kept, written = masks(llm, names, seed)
     method = Masks(kept, written, fuses=fuses)
     found = run(llm, names, question, method, prefix=prefix, separator=separator)
-    network = oracle.Network(model, torch.float64)
+    network = plain.Network(model, torch.float64)
     with torch.no_grad():
-        records = [oracle.encode(network, TEXTS[name], BLOCK) for name in names]
-        prompt = oracle.Prompt(network, records, prefix, question, separator, 4, True)
+        records = [plain.encode(network, TEXTS[name], BLOCK) for name in names]
+        prompt = plain.Prompt(network, records, prefix, question, separator, 4, True)
         full = [torch.zeros(len(kept), len(prompt.ids), dtype=torch.bool) for _ in range(2)]
         for mask, given in zip(full, (kept, written), strict=True):
             mask[:, prompt.documents] = given
-        settings = oracle.Settings(update="fusion" if fuses else "overwrite")
-        wanted = oracle.answer(prompt, oracle.Choice(*full), settings, None)
+        settings = plain.Settings(update="fusion" if fuses else "overwrite")
+        wanted = oracle.answer(prompt, plain_methods.Choice(*full), settings, None)
     assert found.generated == wanted["ids"]
     assert_near(found.logits[0], wanted["logits"])
 
@@ -234,9 +140,9 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
 ) -> None:
     llm, _ = llms["llama"]
     names = ["a", "c"]
-    kept, written = _masks(llm, names, 1)
+    kept, written = masks(llm, names, 1)
     with ExitStack() as stack:
-        asked = _assemble(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
+        asked = assembled(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
         request = Sequence(asked.tokens, SamplingParams(), Detokenizer(None, ()))
         request.context = asked.context
         assert llm.engine.preparation.run(request)
@@ -264,11 +170,6 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
     llm.engine.check_integrity()
 
 
-EVERYTHING = {
-    "epic": {"num_initial": 10_000},
-    "cacheblend": {"recompute_ratio": 1.0},
-    "sam_kv": {"num_initial_blocks": 10_000, "block_size": BLOCK},
-}
 OTHER_KINDS = ("qwen2_sliding", "qwen3", "mistral_sliding", "phi3", "gemma2", "gemma3", "gpt_oss")
 
 
@@ -328,7 +229,7 @@ def test_policies_with_room_for_all_change_nothing(
     llm, _ = llms["llama"]
     method, ours, _ = CASES[case]
     names, question = ["a", "c"], tokens(9, 99)
-    settings = _settings(method, ours)
+    settings = settings_of(method, ours)
     wanted = ask(llm, names, question, method, settings, max_tokens=9)
     other = _beside(llm, policy, {"token_budget": 1024})
     found = ask(other, names, question, method, settings, max_tokens=9)
@@ -361,26 +262,26 @@ def test_what_is_generated_after_documents_is_evicted(llms: dict[str, tuple[LLM,
     """Of a budget two pages are left beside what is kept; with alpha 0 the earlier one goes."""
     llm, model = llms["llama"]
     names, prefix, separator, question = ["a", "c", "short"], [1, 2], [5], tokens(7, 3)
-    kept, written = _masks(llm, names, 5)
+    kept, written = masks(llm, names, 5)
     kept[:, 20:60] = False
     written &= kept
-    network = oracle.Network(model, torch.float64)
+    network = plain.Network(model, torch.float64)
     with torch.no_grad():
-        records = [oracle.encode(network, TEXTS[name], BLOCK) for name in names]
-        prompt = oracle.Prompt(network, records, prefix, question, separator, 30, True)
+        records = [plain.encode(network, TEXTS[name], BLOCK) for name in names]
+        prompt = plain.Prompt(network, records, prefix, question, separator, 30, True)
         full = [torch.zeros(len(kept), len(prompt.ids), dtype=torch.bool) for _ in range(2)]
         for mask, given in zip(full, (kept, written), strict=True):
             mask[:, prompt.documents] = given
-        choice, start = oracle.Choice(*full), len(prompt.ids) - 30
+        choice, start = plain_methods.Choice(*full), len(prompt.ids) - 30
         there = (full[0].any(0) | prompt.loose | prompt.question)[:start].nonzero()
         pages = len((there // 4).unique())
         assert pages < -(-start // 4) - 5
-        oracle.answer(prompt, choice, oracle.Settings(), None)  # writes what the prompt is
+        oracle.answer(prompt, choice, plain.Settings(), None)  # writes what the prompt is
         ids, exists = prompt.ids, choice.kept | prompt.loose | prompt.question
         logits = []
         for place in range(start - 1, len(ids) - 1):
-            exists |= oracle.among(len(ids), [place])
-            new = oracle.among(len(ids), [place])
+            exists |= plain.among(len(ids), [place])
+            new = plain.among(len(ids), [place])
             writes = torch.zeros_like(full[0]) if place < start else prompt.everywhere(new)
             logits.append(prompt.run(new, exists, writes)[0][-1])
             ids[place + 1] = logits[-1].argmax()
@@ -416,7 +317,7 @@ def test_many_questions_at_once_are_as_each_alone(llms: dict[str, tuple[LLM, Any
         (["b", "a", "c"], "multi_infllm"),
     ]
     alone = [
-        ask(llm, names, tokens(9, i), CASES[case][0], _settings(*CASES[case][:2]), max_tokens=12)
+        ask(llm, names, tokens(9, i), CASES[case][0], settings_of(*CASES[case][:2]), max_tokens=12)
         for i, (names, case) in enumerate(jobs)
     ]
     plain = llm.generate({"prompt_token_ids": tokens(60, 5)}, SamplingParams(max_tokens=12))
@@ -424,9 +325,9 @@ def test_many_questions_at_once_are_as_each_alone(llms: dict[str, tuple[LLM, Any
     with ExitStack() as stack:
         together = [llm.engine.add(tokens(60, 5), SamplingParams(max_tokens=12))]
         for i, (names, case) in enumerate(jobs):
-            method = make_reuse(CASES[case][0], _settings(*CASES[case][:2]))
+            method = make_reuse(CASES[case][0], settings_of(*CASES[case][:2]))
             method = method.resolve(llm.engine.geometry)
-            asked = _assemble(llm, stack, names, tokens(9, i), method, [], [])
+            asked = assembled(llm, stack, names, tokens(9, i), method, [], [])
             together.append(llm.engine.add(asked.tokens, params, context=asked.context))
             llm.engine.step()
         while not all(sequence.is_finished for sequence in together):
@@ -456,7 +357,7 @@ def test_a_question_that_gave_way_goes_on_where_it_was(llms: dict[str, tuple[LLM
     with ExitStack() as stack:
         both = []
         for _ in range(2):
-            asked = _assemble(small, stack, ["a", "b"], question, method, [], [])
+            asked = assembled(small, stack, ["a", "b"], question, method, [], [])
             both.append(small.engine.add(asked.tokens, params, context=asked.context))
         while not all(sequence.is_finished for sequence in both):
             small.engine.step()
@@ -464,9 +365,3 @@ def test_a_question_that_gave_way_goes_on_where_it_was(llms: dict[str, tuple[LLM
             gave_way += any(s.slot < 0 and s.generated and not s.is_finished for s in both)
     assert gave_way, "there was room for both"
     assert [s.generated for s in both] == [wanted.generated] * 2
-
-
-def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Within 1e-4 of the largest logit."""
-    scale = max(1.0, float(wanted.abs().max()))
-    assert float((found - wanted.float()).abs().max()) < 1e-4 * scale

@@ -26,12 +26,12 @@ from keyhole.policy.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
-from tests.engine.test_documents import BLOCK, CASES, EVERYTHING, ask, assert_near, tokens
+from tests.engine.asking import BLOCK, CASES, EVERYTHING, ask, assert_near, tokens
 from tests.oracle import Array, best, float64
 from tests.policy.models import with_head
 from tests.policy.recording import Recording
 from tests.policy.test_spe_context import Oracle
-from tests.reuse import oracle
+from tests.reuse import oracle, plain, plain_methods
 
 LENGTHS = {"a": 61, "b": 20, "c": 90, "tiny": 1}
 TEXTS = {name: tokens(length, seed) for seed, (name, length) in enumerate(LENGTHS.items())}
@@ -77,7 +77,7 @@ def settings_of(case: str) -> tuple[str, dict[str, Any]]:
     return method, settings | ({"block_size": BLOCK} if method == "sam_kv" else {})
 
 
-class Watched(oracle.Network):
+class Watched(plain.Network):
     """Keeps what enters each layer in the last forward."""
 
     def __init__(self, model: Any) -> None:
@@ -89,7 +89,7 @@ class Watched(oracle.Network):
         return super().project(layer, x)
 
 
-class WatchedPrompt(oracle.Prompt):
+class WatchedPrompt(plain.Prompt):
     """Knows which places were computed, and what entered the layers there: features[layer, place].
 
     A place that left before the last layer was not.
@@ -112,7 +112,7 @@ class WatchedPrompt(oracle.Prompt):
         who: Tensor,
         exists: Tensor,
         writes: Tensor,
-        blend: Callable[[Tensor, Tensor], Tensor] = oracle.overwrite,
+        blend: Callable[[Tensor, Tensor], Tensor] = plain.overwrite,
         revise: Callable[[int, Tensor, Tensor], Tensor | None] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         left: list[tuple[int, Tensor]] = []
@@ -146,15 +146,15 @@ def wanted_choice(
     network = Watched(AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"))
     head = RetrievalHead.from_pretrained(model.head, model.network)
     method, _, theirs = CASES[case]
-    settings = oracle.Settings(block_size=BLOCK, **theirs)
+    settings = plain.Settings(block_size=BLOCK, **theirs)
     alone, records = [], []
     with torch.no_grad():
         for name in NAMES:
-            records.append(oracle.encode(network, TEXTS[name], BLOCK))
+            records.append(plain.encode(network, TEXTS[name], BLOCK))
             alone.append([network.inputs[layer] for layer in range(network.layers)])
         others = (records, PREFIX, QUESTION, SEPARATOR, 1, settings.rotate)
         prompt = WatchedPrompt(network, *others)
-        choice = oracle.METHODS[method](prompt, settings)
+        choice = plain_methods.METHODS[method](prompt, settings)
         oracle.answer(prompt, choice, settings, None)
     features: dict[int, list[Tensor]] = {}
     for document, offset in zip(alone, prompt.offsets, strict=True):

@@ -1,7 +1,7 @@
 """The presses that are offered, with settings checked, and told a budget in place of a ratio.
 
 Offered are those that drop whole tokens, the same number for every KV head of every layer, and
-whose choice `tests/integrations/test_kvpress.py` computes a second time:
+whose choice `tests/integrations/press_formulas.py` computes a second time:
 
     snapkv               attention of the last queries (Li et al., SnapKV, NeurIPS 2024)
     observed_attention   attention of all queries, mean (H2O's score, Zhang et al., NeurIPS 2023)

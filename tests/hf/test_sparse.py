@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GPT2Config,
-    StaticCache,
-    StoppingCriteria,
-    TextIteratorStreamer,
-)
+from transformers import AutoModelForCausalLM, StoppingCriteria, TextIteratorStreamer
 
 import keyhole
 from keyhole import (
@@ -28,68 +18,18 @@ from keyhole import (
     ConfigError,
     Delta,
     Full,
-    ModelError,
-    PromptTooLongError,
     Quest,
-    RequestError,
     SamplingParams,
     SpeContext,
     sparse,
 )
 from keyhole.models.tiny.tasks import make
 from keyhole.policy import make_policy, policies
-from tests.checkpoints import KINDS, PAD, make_config, make_model, make_network, make_tokenizer
+from tests.checkpoints import KINDS, make_config, make_model, make_network, make_tokenizer
+from tests.hf.generating import assert_same, decode, forward, network, prompts, state
 from tests.policy.models import with_head
 
-
-def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random prompts of these lengths, padded on the left."""
-    numbers = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 259, (len(lengths), max(lengths)), generator=numbers)
-    there = torch.arange(max(lengths)).flip(0)[None] < torch.tensor(lengths)[:, None]
-    return {"input_ids": ids.where(there, PAD), "attention_mask": there.long()}
-
-
-def decode(network: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
-    """What `generate` gives with its logits; greedy, 20 tokens, no end."""
-    given = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False} | options
-    named = {"return_dict_in_generate": True, "output_logits": True}
-    return network.generate(**inputs, **given, **named)
-
-
-def assert_same(got: Any, expected: Any, tolerance: float = 1e-4) -> None:
-    assert torch.equal(got.sequences, expected.sequences)
-    for ours, theirs in zip(got.logits, expected.logits, strict=True):
-        assert torch.allclose(ours, theirs, atol=tolerance)
-
-
-def state(network: Any) -> dict[str, Any]:
-    """All that a block could have left behind."""
-    modules = dict(network.named_modules())
-    return {
-        "config": copy.deepcopy(vars(network.config)),
-        "generation": network.generation_config.to_dict(),
-        "classes": {name: type(module) for name, module in modules.items()},
-        "names": {name: sorted(vars(module)) for name, module in modules.items()},
-        "hooks": {name: _hooks(module) for name, module in modules.items()},
-    }
-
-
-def _hooks(module: nn.Module) -> list[int]:
-    return [len(table) for name, table in sorted(vars(module).items()) if name.endswith("_hooks")]
-
-
-@functools.cache
-def llama() -> Any:
-    return make_network(make_config("llama"))
-
-
-@pytest.fixture
-def network() -> Iterator[Any]:
-    """A tiny Llama; every test leaves it as it was."""
-    before = state(llama())
-    yield llama()
-    assert state(llama()) == before
+__all__ = ["network"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,20 +150,15 @@ def test_a_failed_forward_leaves_rows_that_go_on(network: Any) -> None:
 
     inputs = prompts(9)
     first, then = inputs["input_ids"][:, :6], inputs["input_ids"][:, 6:]
-    expected = _forward(network, inputs).logits[:, 6:]
+    expected = forward(network, inputs).logits[:, 6:]
     with sparse(network, page_size=4):
-        past = _forward(network, {"input_ids": first}).past_key_values
+        past = forward(network, {"input_ids": first}).past_key_values
         handle = network.model.layers[2].register_forward_pre_hook(fail)
         with pytest.raises(KeyError, match="once"):
-            _forward(network, {"input_ids": then}, past_key_values=past)
+            forward(network, {"input_ids": then}, past_key_values=past)
         handle.remove()
-        got = _forward(network, {"input_ids": then}, past_key_values=past)
+        got = forward(network, {"input_ids": then}, past_key_values=past)
     assert torch.allclose(got.logits, expected, atol=1e-4)
-
-
-@torch.no_grad()
-def _forward(network: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
-    return network(**inputs, **options)
 
 
 def test_sampling_draws_the_same_tokens(network: Any) -> None:
@@ -323,7 +258,7 @@ def test_a_prompt_is_computed_once_and_continued_several_times(network: Any) -> 
     texts = [{"input_ids": torch.cat([start, end], 1)} for end in ends]
     expected = [decode(network, text) for text in texts]
     with sparse(network, page_size=4) as run:
-        past = _forward(network, {"input_ids": start}).past_key_values
+        past = forward(network, {"input_ids": start}).past_key_values
         for text, theirs in zip(texts, expected, strict=True):
             assert_same(decode(network, text, past_key_values=copy.deepcopy(past)), theirs)
         with pytest.raises(ConfigError, match="rows of past_key_values"):
@@ -348,142 +283,26 @@ def test_a_plain_call_gives_what_the_model_gives(kind: str) -> None:
     network, inputs = make_network(make_config(kind)), prompts(7, 4)
     there = inputs["attention_mask"].bool()
     keeps = [0, 3, torch.tensor([2, 6])]
-    expected = [_forward(network, inputs, logits_to_keep=keep) for keep in keeps]
-    hidden = _forward(network, inputs, output_hidden_states=True).hidden_states
+    expected = [forward(network, inputs, logits_to_keep=keep) for keep in keeps]
+    hidden = forward(network, inputs, output_hidden_states=True).hidden_states
     short = {"input_ids": inputs["input_ids"]}
     embeds = {"inputs_embeds": network.get_input_embeddings()(short["input_ids"]).detach()}
-    row = _forward(network, short).logits
+    row = forward(network, short).logits
     with sparse(network):
         for keep, theirs in zip(keeps, expected, strict=True):
-            ours = _forward(network, inputs, logits_to_keep=keep)
+            ours = forward(network, inputs, logits_to_keep=keep)
             assert type(ours) is type(theirs)
             kept = there[:, -keep:] if isinstance(keep, int) else there[:, keep]
             assert torch.allclose(ours.logits[kept], theirs.logits[kept], atol=1e-4)
             assert not ours.logits[~kept].any()
         for ours, theirs in zip(
-            _forward(network, inputs, output_hidden_states=True).hidden_states, hidden, strict=True
+            forward(network, inputs, output_hidden_states=True).hidden_states, hidden, strict=True
         ):
             assert torch.allclose(ours[there], theirs[there], atol=1e-4)
         with torch.no_grad():
             positional = network(short["input_ids"])
-        logits, past = _forward(network, embeds, return_dict=False)
+        logits, past = forward(network, embeds, return_dict=False)
         assert past.get_seq_length() == 7
         assert torch.allclose(positional.logits, row, atol=1e-4)
         assert torch.allclose(logits, row, atol=1e-4)
-        assert "past_key_values" not in _forward(network, short, use_cache=False)
-
-
-REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "beams": ("beam search", lambda net: decode(net, prompts(5), num_beams=2)),
-    "lookup": (
-        "assisted generation",
-        lambda net: decode(
-            net, {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])}, prompt_lookup_num_tokens=2
-        ),
-    ),
-    "static": (
-        "a cache of its own .StaticCache",
-        lambda net: decode(net, prompts(5), cache_implementation="static"),
-    ),
-    "static cache": (
-        "a cache of its own .StaticCache",
-        lambda net: decode(
-            net, prompts(5), past_key_values=StaticCache(config=net.config, max_cache_len=64)
-        ),
-    ),
-    "cache from outside": (
-        "a DynamicCache from outside",
-        lambda net: decode(net, prompts(5), past_key_values=DynamicCache(config=net.config)),
-    ),
-    "attention weights": (
-        "output_attentions .attention weights are never made",
-        lambda net: decode(net, prompts(5), output_attentions=True),
-    ),
-    "labels": ("labels", lambda net: _forward(net, prompts(5), labels=prompts(5)["input_ids"])),
-    "gradients": ("gradients; call", lambda net: net(**prompts(5))),
-    "a mask of its own": (
-        "an attention_mask of other than two dimensions",
-        lambda net: _forward(
-            net, {"input_ids": torch.ones(1, 4).long()}, attention_mask=torch.ones(1, 1, 4, 4)
-        ),
-    ),
-    "base model": (
-        "or inside keyhole.sparse by generate",
-        lambda net: _forward(net.model, prompts(5)),
-    ),
-    "a second block": ("inside keyhole.sparse already", lambda net: sparse(net).__enter__()),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_work_is_refused_by_name(case: str) -> None:
-    network = make_network(make_config("llama"))  # transformers keeps a static cache on it
-    message, run = REFUSED[case]
-    with sparse(network):
-        with pytest.raises(ConfigError, match=message):
-            run(network)
-        decode(network, prompts(5))
-
-
-def test_an_empty_cache_that_comes_again_is_refused(network: Any) -> None:
-    """The cache would stay empty, as ours takes its place, and the second call lack its past."""
-    past, inputs = DynamicCache(config=network.config), prompts(5)
-    with sparse(network):
-        _forward(network, inputs, past_key_values=past)
-        with pytest.raises(ConfigError, match="DynamicCache from outside"):
-            _forward(network, inputs, past_key_values=past)
-
-
-def test_wrong_input_is_refused(network: Any) -> None:
-    ids = prompts(5, 5)["input_ids"]
-    masks = {
-        "padding after tokens": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
-        "padding only": [[0] * 5, [0] * 5],
-        "must have .2, 5.": [[1, 1, 1]] * 2,
-    }
-    with sparse(network):
-        for message, mask in masks.items():
-            with pytest.raises(RequestError, match=message):
-                _forward(network, {"input_ids": ids}, attention_mask=torch.tensor(mask))
-        past = _forward(network, {"input_ids": ids}).past_key_values
-        with pytest.raises(RequestError, match="of 2 rows, the input has 1"):
-            _forward(network, {"input_ids": ids[:1]}, past_key_values=past)
-        mask = torch.tensor([[0] + [1] * 9] * 2)
-        with pytest.raises(RequestError, match="not the one that past_key_values"):
-            _forward(network, {"input_ids": ids}, past_key_values=past, attention_mask=mask)
-        with pytest.raises(RequestError, match="either input_ids or inputs_embeds"):
-            _forward(network, {})
-        with pytest.raises(PromptTooLongError, match="513 tokens are more than the 512"):
-            _forward(network, prompts(513))
-
-
-def test_past_key_values_do_not_leave_their_block(network: Any) -> None:
-    inputs = prompts(5)
-    with sparse(network):
-        past = _forward(network, inputs).past_key_values
-    with pytest.raises(ConfigError, match="that block has ended"):
-        _forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
-    with sparse(network), pytest.raises(ConfigError, match="that block has ended"):
-        _forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
-
-
-def test_a_model_in_training_is_refused(network: Any) -> None:
-    try:
-        with sparse(network.train()), pytest.raises(ConfigError, match="training mode"):
-            _forward(network, prompts(5))
-    finally:
-        network.eval()
-
-
-def test_what_cannot_run_is_refused_before_anything_changes(network: Any) -> None:
-    with pytest.raises(ConfigError, match="takes a model of transformers, not Linear"):
-        sparse(nn.Linear(1, 1)).__enter__()
-    other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(ModelError, match="family 'gpt2', which is not supported"):
-        sparse(other).__enter__()
-    with pytest.raises(ConfigError, match="token_budget"):
-        sparse(network, Delta(token_budget=8), page_size=16).__enter__()
-    with pytest.raises(ConfigError, match="needs a retrieval head"):
-        sparse(network, "spe_context").__enter__()
-    with pytest.raises(ConfigError, match="unknown policy"):
-        sparse(network, "delt").__enter__()
+        assert "past_key_values" not in forward(network, short, use_cache=False)

@@ -1,0 +1,132 @@
+"""`keyhole.sparse`: what does not work is refused by name, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, StaticCache
+
+from keyhole import ConfigError, Delta, ModelError, PromptTooLongError, RequestError, sparse
+from tests.checkpoints import make_config, make_network
+from tests.hf.generating import decode, forward, network, prompts
+
+__all__ = ["network"]
+
+REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "beams": ("beam search", lambda net: decode(net, prompts(5), num_beams=2)),
+    "lookup": (
+        "assisted generation",
+        lambda net: decode(
+            net, {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])}, prompt_lookup_num_tokens=2
+        ),
+    ),
+    "static": (
+        "a cache of its own .StaticCache",
+        lambda net: decode(net, prompts(5), cache_implementation="static"),
+    ),
+    "static cache": (
+        "a cache of its own .StaticCache",
+        lambda net: decode(
+            net, prompts(5), past_key_values=StaticCache(config=net.config, max_cache_len=64)
+        ),
+    ),
+    "cache from outside": (
+        "a DynamicCache from outside",
+        lambda net: decode(net, prompts(5), past_key_values=DynamicCache(config=net.config)),
+    ),
+    "attention weights": (
+        "output_attentions .attention weights are never made",
+        lambda net: decode(net, prompts(5), output_attentions=True),
+    ),
+    "labels": ("labels", lambda net: forward(net, prompts(5), labels=prompts(5)["input_ids"])),
+    "gradients": ("gradients; call", lambda net: net(**prompts(5))),
+    "a mask of its own": (
+        "an attention_mask of other than two dimensions",
+        lambda net: forward(
+            net, {"input_ids": torch.ones(1, 4).long()}, attention_mask=torch.ones(1, 1, 4, 4)
+        ),
+    ),
+    "base model": (
+        "or inside keyhole.sparse by generate",
+        lambda net: forward(net.model, prompts(5)),
+    ),
+    "a second block": ("inside keyhole.sparse already", lambda net: sparse(net).__enter__()),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_work_is_refused_by_name(case: str) -> None:
+    network = make_network(make_config("llama"))  # transformers keeps a static cache on it
+    message, run = REFUSED[case]
+    with sparse(network):
+        with pytest.raises(ConfigError, match=message):
+            run(network)
+        decode(network, prompts(5))
+
+
+def test_an_empty_cache_that_comes_again_is_refused(network: Any) -> None:
+    """The cache would stay empty, as ours takes its place, and the second call lack its past."""
+    past, inputs = DynamicCache(config=network.config), prompts(5)
+    with sparse(network):
+        forward(network, inputs, past_key_values=past)
+        with pytest.raises(ConfigError, match="DynamicCache from outside"):
+            forward(network, inputs, past_key_values=past)
+
+
+def test_wrong_input_is_refused(network: Any) -> None:
+    ids = prompts(5, 5)["input_ids"]
+    masks = {
+        "padding after tokens": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
+        "padding only": [[0] * 5, [0] * 5],
+        "must have .2, 5.": [[1, 1, 1]] * 2,
+    }
+    with sparse(network):
+        for message, mask in masks.items():
+            with pytest.raises(RequestError, match=message):
+                forward(network, {"input_ids": ids}, attention_mask=torch.tensor(mask))
+        past = forward(network, {"input_ids": ids}).past_key_values
+        with pytest.raises(RequestError, match="of 2 rows, the input has 1"):
+            forward(network, {"input_ids": ids[:1]}, past_key_values=past)
+        mask = torch.tensor([[0] + [1] * 9] * 2)
+        with pytest.raises(RequestError, match="not the one that past_key_values"):
+            forward(network, {"input_ids": ids}, past_key_values=past, attention_mask=mask)
+        with pytest.raises(RequestError, match="either input_ids or inputs_embeds"):
+            forward(network, {})
+        with pytest.raises(PromptTooLongError, match="513 tokens are more than the 512"):
+            forward(network, prompts(513))
+
+
+def test_past_key_values_do_not_leave_their_block(network: Any) -> None:
+    inputs = prompts(5)
+    with sparse(network):
+        past = forward(network, inputs).past_key_values
+    with pytest.raises(ConfigError, match="that block has ended"):
+        forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
+    with sparse(network), pytest.raises(ConfigError, match="that block has ended"):
+        forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
+
+
+def test_a_model_in_training_is_refused(network: Any) -> None:
+    try:
+        with sparse(network.train()), pytest.raises(ConfigError, match="training mode"):
+            forward(network, prompts(5))
+    finally:
+        network.eval()
+
+
+def test_what_cannot_run_is_refused_before_anything_changes(network: Any) -> None:
+    with pytest.raises(ConfigError, match="takes a model of transformers, not Linear"):
+        sparse(nn.Linear(1, 1)).__enter__()
+    other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(ModelError, match="family 'gpt2', which is not supported"):
+        sparse(other).__enter__()
+    with pytest.raises(ConfigError, match="token_budget"):
+        sparse(network, Delta(token_budget=8), page_size=16).__enter__()
+    with pytest.raises(ConfigError, match="needs a retrieval head"):
+        sparse(network, "spe_context").__enter__()
+    with pytest.raises(ConfigError, match="unknown policy"):
+        sparse(network, "delt").__enter__()
