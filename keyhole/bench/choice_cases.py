@@ -18,7 +18,7 @@ _APPENDED_PAGES, _PLACES = 2048, 64
 # Different inputs where one alone would stay in the processor's cache. Bounds of 131,072 tokens are
 # 32 MiB in bfloat16, scores 4 MiB.
 _BOUNDS, _SCORES = 4, 32
-# Of whole numbers, most of them small, whose sums are exact: about two thirds of the choice below.
+# Of whole numbers, most of them small, whose sums are exact: three fifths of the choice.
 _SHARE, _SKEW, _LARGEST = 0.15, 16, 255
 
 

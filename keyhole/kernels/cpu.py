@@ -88,6 +88,11 @@ def as_int32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.int32).contiguous()
 
 
+def as_float32(scores: Tensor) -> Tensor:
+    """Scores one after the other, of whatever type that `takes` lets through."""
+    return scores.to(torch.float32).contiguous()
+
+
 def as_rows(table: Tensor) -> Tensor:
     """A page table with contiguous rows."""
     table = table.to(torch.int32)
@@ -166,7 +171,7 @@ def top_indices(
     scores: Tensor, valid: Tensor, k: int, first: int, last: int
 ) -> tuple[Tensor, Tensor]:
     """As the reference, the selection in parts."""
-    scores, valid = scores.contiguous(), as_int32(valid)
+    scores, valid = as_float32(scores), as_int32(valid)
     num_rows, num_lists, _ = scores.shape
     indices = torch.empty(num_rows, num_lists, k, dtype=torch.int32)
     counts = torch.empty(num_rows, num_lists, dtype=torch.int32)
@@ -193,7 +198,7 @@ def trim(
     last: int,
 ) -> tuple[Tensor, Tensor]:
     """As the reference, the selections in parts."""
-    indices, scores, valid = as_int32(indices), scores.contiguous(), as_int32(valid)
+    indices, scores, valid = as_int32(indices), as_float32(scores), as_int32(valid)
     left, counts = torch.empty_like(indices), indices.new_empty(indices.shape[:2])
     extension.trim(
         (*scores.shape, indices.shape[2]),

@@ -201,6 +201,20 @@ def test_trim_of_long_rows(n: int, k: int, share: float, distinct: int, least: i
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_in_16_bits_are_compared_as_what_they_are(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(4)
+    scores = torch.randint(0, 2, (2, 3, 300), generator=random).to(dtype)  # sums are exact
+    valid = torch.tensor([300, 170], dtype=torch.int32)
+    chosen = kernels.top_indices(scores, valid, 90, 1, last=1)
+    wanted = reference.top_indices(scores.float(), valid, 90, 1, last=1)
+    assert torch.equal(chosen.indices, wanted.indices)
+    found = kernels.trim(chosen, scores, valid, 0.25, last=1)
+    wanted = trimming.trim(wanted, scores.float(), valid, 0.25, last=1)
+    assert torch.equal(found.indices, wanted.indices)
+    assert (found.counts < 90).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_numbers_are_read_and_written_exactly(dtype: torch.dtype) -> None:
     """One token has all the weight, so its value comes out; two equal ones give a mean, rounded."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)

@@ -1,4 +1,7 @@
-"""A model and a prompt with stored documents in it, in plain PyTorch and one row of places."""
+"""A model and a prompt with stored documents in it, in plain PyTorch and one row of places.
+
+Nothing here calls keyhole; `oracle.py` says what the stages are.
+"""
 
 from __future__ import annotations
 
