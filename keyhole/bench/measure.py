@@ -143,6 +143,9 @@ def append(path: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+_NUMBERS = (("family", "cpu family"), ("model", "model"))
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -150,8 +153,9 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     fields = {name.strip(): value.strip() for name, value in fields.items()}
-    family = f"family {fields['cpu family']}" if "cpu family" in fields else ""
-    return " ".join([fields.get("model name", platform.machine()), family]).strip()
+    # Rented machines often say no more than "AMD EPYC": the numbers tell generations apart.
+    numbers = [f"{name} {fields[key]}" for name, key in _NUMBERS if key in fields]
+    return " ".join([fields.get("model name", platform.machine()), *numbers])
 
 
 def _git(*arguments: str) -> str:

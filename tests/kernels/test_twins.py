@@ -262,6 +262,19 @@ def test_a_result_depends_neither_on_neighbours_nor_on_threads(path: str) -> Non
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_prompts_row_does_not_depend_on_its_chunk(path: str, dtype: torch.dtype) -> None:
+    if path == "reference":
+        pytest.skip("torch's products may differ with the number of rows")
+    cache = Cache([300], (2, 3, 80, 80), dtype)
+    query = torch.randn(300, 6, 80, generator=cache.random).to(dtype)
+    pages = (cache.keys, cache.values, cache.table[0].long())
+    whole = kernels.prefill(query, *pages, 0, scale=cache.scale)
+    for start, end in ((0, 1), (0, 299), (1, 4), (17, 64), (250, 300), (299, 300)):
+        chunk = kernels.prefill(query[start:end], *pages, start, scale=cache.scale)
+        assert torch.equal(chunk, whole[start:end])
+
+
 def test_a_broken_key_shows_in_the_result() -> None:
     cache = Cache([300], (2, 2, 64, 64), torch.float32)
     cache.keys[cache.table[0, 3], 1, 5, 7] = torch.nan

@@ -1,7 +1,8 @@
 // One processor path: included once per path by a file that is compiled with that path's flags and
-// defines KEYHOLE_PATH, its name, and KEYHOLE_VECTOR, its vector type. Everything lies in a namespace
-// of its own, and no template of the standard library is used, so that code for newer processors
-// can never be linked in place of code for older ones.
+// defines KEYHOLE_PATH, its name, KEYHOLE_VECTOR, its vector type, and KEYHOLE_PROMPT_TILES, how its
+// prompts read keys and values. Everything lies in a namespace of its own, and no template of the
+// standard library is used, so that code for newer processors can never be linked in place of code
+// for older ones.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -20,6 +21,7 @@ namespace {
 #include "tile.h"
 #include "source.h"
 #include "attend.h"
+#include KEYHOLE_PROMPT_TILES
 #include "prefill.h"
 #include "bounds.h"
 #include "linear.h"

@@ -18,6 +18,8 @@ class CausalAttention {
             workspace(1, omp_get_max_threads() * rows_ * query_stride_ * sizeof(Query)));
         sums_ = static_cast<float*>(
             workspace(2, omp_get_max_threads() * rows_ * (out_stride_ + Vector::width + 1) * 4));
+        room_ = PromptTiles<T>::room(a.D, a.Dv);
+        packed_ = static_cast<float*>(workspace(4, omp_get_max_threads() * room_ * 4));
         sight_ = static_cast<int64_t*>(
             workspace(3, omp_get_max_threads() * 2 * rows_ * sizeof(int64_t)));
         for (int64_t i = 0; i < table_size_; i++) table_[i] = static_cast<int32_t>(a.pages[i]);
@@ -88,14 +90,14 @@ class CausalAttention {
                              0,
                              last + 1};
         const int64_t low = reading(first_seen(first)), high = reading(last + 1);
+        const PromptTiles<T> reader(a_, packed_ + thread * room_);
         Tiles<T> tiles(from, low, high, a_.D + a_.Dv);
         for (; tiles.left(); tiles.advance()) {
             const Tile<T>& tile = tiles.tile();
             const bool seen = tile.position[tile.count - 1] <= first &&
                               tile.position[0] >= first_seen(last);
-            attend_tile<T>(query, query_stride_, tile, a_.D, a_.Dv, a_.scoring, rows,
-                           nullptr, 0, seen ? nullptr : after, seen ? nullptr : until,
-                           tiles.ahead());
+            reader.attend(query, query_stride_, tile, rows, seen ? nullptr : after,
+                          seen ? nullptr : until, tiles.ahead());
         }
         for (int64_t row = 0; row < rows.count; row++) {
             const int64_t t = begin + row / G_, head = h * G_ + row % G_;
@@ -111,9 +113,9 @@ class CausalAttention {
 
     const Prefill& a_;
     const int64_t G_;
-    int64_t query_stride_, out_stride_, block_, rows_, table_size_;
+    int64_t query_stride_, out_stride_, block_, rows_, table_size_, room_;
     int32_t* table_;
     Query* query_;
-    float* sums_;
+    float *sums_, *packed_;
     int64_t* sight_;
 };

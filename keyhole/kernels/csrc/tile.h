@@ -181,8 +181,8 @@ static inline Vector capped(Vector s, float softcap) {
     return t * broadcast(softcap);
 }
 
-// A row's new largest score; what it has gathered shrinks in proportion.
-static inline void raise(const Rows& rows, int64_t row, float top) {
+// A row's new largest score; what it has gathered shrinks in proportion. Rare, and so kept apart.
+[[gnu::noinline]] static void raise(const Rows& rows, int64_t row, float top) {
     constexpr int W = Vector::width;
     const Vector shrink = broadcast(expf(rows.largest[row] - top));
     rows.largest[row] = top;
@@ -192,7 +192,7 @@ static inline void raise(const Rows& rows, int64_t row, float top) {
 }
 
 // Turns the scores of one row into weights, in place, and brings the row up to date.
-static inline void weigh(float* scores, const Rows& rows, int64_t row) {
+[[gnu::always_inline]] static inline void weigh(float* scores, const Rows& rows, int64_t row) {
     constexpr int W = Vector::width;
     Vector high = load(scores);
     for (int t = W; t < kTile; t += W) high = max(high, load(scores + t));

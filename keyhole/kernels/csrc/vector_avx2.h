@@ -78,4 +78,22 @@ static inline void store(T* p, Vector a) {
                           _mm256_permute2f128_ps(low, high, 0x31))};
 }
 
+// Lane i of a[j] becomes lane j of a[i].
+[[gnu::always_inline]] static inline void transpose(Vector (&a)[8]) {
+    __m256 pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(a[i].v, a[i + 1].v);
+        pairs[i + 1] = _mm256_unpackhi_ps(a[i].v, a[i + 1].v);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+            fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        a[i].v = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+        a[i + 4].v = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+    }
+}
+
 #include "vector_parts.h"

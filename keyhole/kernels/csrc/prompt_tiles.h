@@ -1,0 +1,20 @@
+// How a block of a prompt's rows reads a tile: as it lies in memory.
+
+template <class T>
+class PromptTiles {
+  public:
+    // Floats that a thread needs.
+    static int64_t room(int64_t, int64_t) { return 0; }
+
+    PromptTiles(const Prefill& a, float*) : a_(a) {}
+
+    void attend(const typename Product<T>::Query* query, int64_t query_stride, const Tile<T>& tile,
+                const Rows& rows, const int64_t* after, const int64_t* until,
+                const Tile<T>* ahead) const {
+        attend_tile<T>(query, query_stride, tile, a_.D, a_.Dv, a_.scoring, rows, nullptr, 0, after,
+                       until, ahead);
+    }
+
+  private:
+    const Prefill& a_;
+};
