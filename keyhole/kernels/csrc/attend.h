@@ -122,16 +122,28 @@ class Attention {
             float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
             attend_tile<T>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
                            a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead());
-            if (!rows.out && raw) note(rows, raw, tile.count);
         }
+        if (!rows.out && raw_) note(rows, raw_ + row * N_, begin, end);
     }
 
-    // Largest score and weight where no values are wanted.
-    void note(const Rows& rows, const float* raw, int count) const {
+    // Largest score and weight of a chunk where no values are wanted; raw: [G][N].
+    void note(const Rows& rows, const float* raw, int64_t begin, int64_t end) const {
+        constexpr int W = Vector::width;
+        const int64_t whole = begin + (end - begin) / W * W;
         for (int64_t g = 0; g < G_; g++) {
-            alignas(64) float scores[kTile];
-            for (int t = 0; t < kTile; t++) scores[t] = t < count ? raw[g * N_ + t] : -INFINITY;
-            weigh(scores, rows, g);
+            const float* scores = raw + g * N_;
+            Vector high = broadcast(-INFINITY);
+            for (int64_t t = begin; t < whole; t += W) high = max(high, load(scores + t));
+            float top = largest(high);
+            for (int64_t t = whole; t < end; t++) top = scores[t] > top ? scores[t] : top;
+            rows.largest[g] = top;
+            const Vector origin = broadcast(top == -INFINITY ? 0.0f : top);
+            Vector sum = broadcast(0.0f);
+            for (int64_t t = begin; t < whole; t += W)
+                sum = sum + exponential(load(scores + t) - origin);
+            store(rows.weight + g * W, sum);
+            for (int64_t t = whole; t < end; t++)
+                rows.weight[g * W] += expf(scores[t] - (top == -INFINITY ? 0.0f : top));
         }
     }
 
@@ -154,7 +166,7 @@ class Attention {
                 weight += total(load(rows.weight + g * Vector::width)) * rows.largest[g];
             }
             total_[2 * row] = origin;
-            total_[2 * row + 1] = 1.0f / weight;
+            total_[2 * row + 1] = logf(weight);
             if (!a_.out) continue;
             T* out = static_cast<T*>(a_.out) + row * a_.Dv;
             for (int64_t d = 0; d < a_.Dv; d += Vector::width) {
@@ -195,15 +207,15 @@ class Attention {
                     float* token) const {
         for (int64_t t = begin; t < end; t += Vector::width) {
             const int64_t rest = end - t;
-            Vector result = broadcast(0.0f);
+            Vector result = broadcast(sum ? 0.0f : -INFINITY);
             for (int64_t h = first; h < first + heads; h++) {
                 const int64_t row = b * a_.Hq + h;
                 const float* raw = raw_ + row * N_ + t;
                 const Vector s = rest >= Vector::width ? load(raw) : load(raw, static_cast<int>(rest));
-                const Vector w = exponential(s - broadcast(total_[2 * row])) *
-                                 broadcast(total_[2 * row + 1]);
-                result = sum ? result + w : max(result, w);
+                const Vector x = s - broadcast(total_[2 * row]) - broadcast(total_[2 * row + 1]);
+                result = sum ? result + exponential(x) : max(result, x);
             }
+            if (!sum) result = exponential(result);
             store(token + (t - begin), result);
         }
     }
@@ -214,5 +226,5 @@ class Attention {
     bool parallel_;
     int64_t *first_task_, *left_;  // of each list: its first chunk, how many are to come
     Query* query_;
-    float *part_, *total_, *raw_;
+    float *part_, *total_, *raw_;  // total_: of each row, largest score and logarithm of the weight
 };
