@@ -295,12 +295,10 @@ class Engine:
             self._finish(sequence, "stop")
             return
         sequence.detokenizer.append(token)
+        last = len(sequence.prompt) + len(sequence.given) + params.max_tokens
         if sequence.detokenizer.stopped:
             self._finish(sequence, "stop")
-        elif (
-            len(sequence.generated) >= len(sequence.given) + params.max_tokens
-            or len(sequence.tokens) >= self.max_length
-        ):
+        elif len(sequence.tokens) >= min(last, self.max_length):
             self._finish(sequence, "length")
 
     def _finish(self, sequence: Sequence, reason: str) -> None:

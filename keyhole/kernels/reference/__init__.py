@@ -1,0 +1,43 @@
+"""The operations in plain PyTorch: the definition that every other backend is tested against.
+
+They run on any device and in any float dtype; scores and softmax are float32. `attend` gathers only
+what is selected. Pages may hold anything (NaN too) where no token was written. They may also lie on
+another device than the operands (a layer on the lower tier of a GPU); what is gathered there, block
+by block, is then copied.
+"""
+
+from keyhole.kernels.reference.choosing import (
+    bound_scores,
+    members,
+    page_bounds,
+    recent_indices,
+    top_indices,
+)
+from keyhole.kernels.reference.decode import (
+    attend,
+    attend_and_score,
+    attend_weights,
+    head_scores,
+    over_heads,
+)
+from keyhole.kernels.reference.layers import linear
+from keyhole.kernels.reference.pages import append, gathered
+from keyhole.kernels.reference.prompt import attend_block, prefill
+
+__all__ = [
+    "append",
+    "attend",
+    "attend_and_score",
+    "attend_block",
+    "attend_weights",
+    "bound_scores",
+    "gathered",
+    "head_scores",
+    "linear",
+    "members",
+    "over_heads",
+    "page_bounds",
+    "prefill",
+    "recent_indices",
+    "top_indices",
+]
