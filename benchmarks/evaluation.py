@@ -119,7 +119,6 @@ PARTS = (
         lengths=LENGTHS[3:],
         policies=tuple(policies()),
         shares=False,
-        samples=50,
     ),
 )
 
