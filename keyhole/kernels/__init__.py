@@ -16,6 +16,8 @@ an operation, so that a policy, its settings and `--help` need no torch.
     gather_tokens    keys or values of some tokens of a sequence
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
+    summary_scores   a query's scores on vectors that stand for pages, or for parts of them
+    spread_scores    to every token the score of what it belongs to
     representative_keys  the key of a page that is least like the others
     block_scores     a query's score on blocks of pages, by the keys that stand for these
     block_pages      the pages of selected blocks
@@ -83,6 +85,8 @@ if TYPE_CHECKING:
         renew_stamps,
         representative_keys,
         rotate,
+        spread_scores,
+        summary_scores,
         top_indices,
         trim,
         with_newer,
@@ -123,6 +127,8 @@ __all__ = [
     "renew_stamps",
     "representative_keys",
     "rotate",
+    "spread_scores",
+    "summary_scores",
     "top_indices",
     "trim",
     "with_newer",

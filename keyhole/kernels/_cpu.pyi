@@ -105,6 +105,27 @@ def bound_scores(
     table_stride: int,
     out: int,
 ) -> None: ...
+def summary_scores(
+    dtype: int,
+    sizes: Sequence[int],
+    query: int,
+    summaries: int,
+    table: int,
+    table_stride: int,
+    valid: int,
+    out: int,
+) -> None: ...
+def spread_scores(
+    itemsize: int,
+    sizes: Sequence[int],
+    first: int,
+    scores: int,
+    numbers: int,
+    table: int,
+    table_stride: int,
+    ends: int,
+    out: int,
+) -> None: ...
 def linear(
     dtype: int,
     num_tokens: int,

@@ -1,7 +1,8 @@
 """Blocks of pages, chosen by the keys that stand for them (InfLLM).
 
-Plain PyTorch on every device. What stands for a page is found from its keys alone, so that a page
-can be shared, or read from a file, whatever queries its tokens were met by.
+Plain PyTorch on every device, but for the scores of these keys. What stands for a page is found
+from its keys alone, so that a page can be shared, or read from a file, whatever queries its tokens
+were met by.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels.selection import Selection
+from keyhole.kernels.summaries import summary_scores
 
 # Pages whose keys are looked at together: 128 MiB of float32 for 8 heads of 128 numbers.
 _PAGES = 2048
@@ -50,9 +52,7 @@ def block_scores(
     page_table int32 [B, M]; pages int32 [B]: pages of each sequence; size: pages in a block. there
     bool [B, M]: pages that count, if not all do; a block without any scores -inf.
     """
-    summed = query.float().unflatten(1, (representatives.shape[1], -1)).sum(2)  # [B, Hkv, D]
-    keys = representatives[page_table.long()].float()  # [B, M, Hkv, D]
-    scores = (keys.flatten(2) @ summed.flatten(1).unsqueeze(2)).squeeze(2)
+    scores = summary_scores(query, representatives[:, None], page_table, pages).sum(1)
     real = torch.arange(scores.shape[1], device=scores.device) < pages[:, None]
     real = real if there is None else real & there
     scores = scores.masked_fill(~real, 0.0)  # what is not there may be NaN

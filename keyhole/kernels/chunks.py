@@ -1,6 +1,6 @@
 """Chunks of keys: their landmarks, which of them are outliers, and scores (ShadowKV).
 
-Plain PyTorch on every device.
+Plain PyTorch on every device, but for the products with landmarks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels import low_rank, reference
+from keyhole.kernels import reference
+from keyhole.kernels.summaries import summary_scores
 
 # Pages whose keys are looked at together: 128 MiB of float32 for 8 heads of 128 numbers.
 _PAGES = 2048
@@ -64,13 +65,11 @@ def chunk_scores(
     on mean nothing.
     """
     heads = landmarks.shape[2]
-    means = low_rank.gather_landmarks(landmarks, page_table).float()  # [B, Hkv, C, D]
-    products = query.float().unflatten(1, (heads, -1)) @ means.transpose(-1, -2)
-    listed = reference.members(taken, means.shape[2])
-    place = torch.arange(means.shape[2], device=query.device)
+    products = summary_scores(query, landmarks, page_table, chunks).unflatten(1, (heads, -1))
+    listed = reference.members(taken, products.shape[3])
+    place = torch.arange(products.shape[3], device=query.device)
     out = listed | (place >= (chunks - local)[:, None, None])
-    products = products.masked_fill(out[:, :, None], float("-inf")) / math.sqrt(query.shape[-1])
+    products = products.div_(math.sqrt(query.shape[-1])).masked_fill_(out[:, :, None], -math.inf)
     # Where every chunk is out there is nothing to weigh.
-    weights = products.softmax(-1).nan_to_num(0.0).amax(2)
-    scores: Tensor = weights.masked_fill(listed, float("inf"))
-    return scores
+    weights: Tensor = products.softmax(-1).amax(2).nan_to_num_(0.0)
+    return weights.masked_fill_(listed, math.inf)

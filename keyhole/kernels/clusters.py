@@ -1,7 +1,8 @@
 """Keys in clusters, and what a query makes of their centroids (ClusterKV).
 
-Plain PyTorch on every device. Sums over the keys of a cluster are matrix products, so that the same
-keys give the same clusters on a GPU too, where scattered additions come in any order.
+Plain PyTorch on every device, but for the scores. Sums over the keys of a cluster are matrix
+products, so that the same keys give the same clusters on a GPU too, where scattered additions come
+in any order.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels.chosen import gather_tokens
+from keyhole.kernels.summaries import spread_scores, summary_scores
 
 #: Rounds of k-means. The authors' limit is 20; what a query finds hardly changes after a few.
 ITERATIONS = 10
@@ -90,16 +92,12 @@ def cluster_scores(
     `form_clusters`; page_table int32 [B, M]; ends int32 [B]: tokens before `first` and from `ends`
     on are in none; count: at least the clusters of any sequence. N = M * page_size.
     """
-    table, heads = page_table.long(), centroids.shape[2]
-    used = table[:, : -(-count // centroids.shape[1])]
-    means = centroids[used].flatten(1, 2).transpose(1, 2).float()  # [B, Hkv, n, D]
-    scores = (query.float().unflatten(1, (heads, -1)) @ means.transpose(-1, -2)).amax(2)
-    tokens = _as_integers(clusters)[table].transpose(1, 2).flatten(2).long()  # [B, Hkv, N]
-    place = torch.arange(tokens.shape[2], device=tokens.device)
-    loose = ((place < first) | (place >= ends[:, None]))[:, None]
-    # What is in no cluster yet may hold any number.
-    found: Tensor = scores.gather(2, tokens.masked_fill(loose, 0))
-    return found.masked_fill(loose, float("inf"))
+    _, slots, heads, _ = centroids.shape
+    used = page_table[:, : -(-count // slots)]
+    everything = torch.full_like(ends, used.shape[1] * slots)
+    products = summary_scores(query, centroids, used, everything)
+    scores = products.unflatten(1, (heads, -1)).amax(2)
+    return spread_scores(scores, _as_integers(clusters), page_table, first, ends)
 
 
 def _as_integers(numbers: Tensor) -> Tensor:

@@ -167,6 +167,49 @@ def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -
     return out
 
 
+def summary_scores(query: Tensor, summaries: Tensor, page_table: Tensor, valid: Tensor) -> Tensor:
+    """As the reference."""
+    assert summaries.is_contiguous()  # the cache makes them so
+    query, page_table, valid = query.contiguous(), as_rows(page_table), as_int32(valid)
+    (num_rows, num_heads, dim), num_pages = query.shape, page_table.shape[1]
+    of_page, num_kv_heads = summaries.shape[1:3]
+    out = torch.empty(num_rows, num_heads, num_pages * of_page, dtype=torch.float32)
+    extension.summary_scores(
+        DTYPES[query.dtype],
+        (num_rows, num_heads, num_kv_heads, dim, num_pages, of_page),
+        query.data_ptr(),
+        summaries.data_ptr(),
+        page_table.data_ptr(),
+        page_table.stride(0),
+        valid.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def spread_scores(
+    scores: Tensor, numbers: Tensor, page_table: Tensor, first: int, ends: Tensor
+) -> Tensor:
+    """As the reference."""
+    assert numbers.is_contiguous()  # the cache makes them so
+    scores, page_table, ends = as_float32(scores), as_rows(page_table), as_int32(ends)
+    (num_rows, num_heads, count), page_size = scores.shape, numbers.shape[2]
+    num_pages = page_table.shape[1]
+    out = torch.empty(num_rows, num_heads, num_pages * page_size, dtype=torch.float32)
+    extension.spread_scores(
+        numbers.itemsize,
+        (num_rows, num_heads, count, num_pages, page_size),
+        first,
+        scores.data_ptr(),
+        numbers.data_ptr(),
+        page_table.data_ptr(),
+        page_table.stride(0),
+        ends.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
 def top_indices(
     scores: Tensor, valid: Tensor, k: int, first: int, last: int
 ) -> tuple[Tensor, Tensor]:

@@ -181,6 +181,18 @@ _register(
     cpu.bound_scores,
 )
 _register(
+    "summary_scores",
+    "(Tensor query, Tensor summaries, Tensor page_table, Tensor valid) -> Tensor",
+    reference.summary_scores,
+    cpu.summary_scores,
+)
+_register(
+    "spread_scores",
+    "(Tensor scores, Tensor numbers, Tensor page_table, int first, Tensor ends) -> Tensor",
+    reference.spread_scores,
+    cpu.spread_scores,
+)
+_register(
     "top_indices",
     "(Tensor scores, Tensor valid, int k, int first, int last) -> (Tensor, Tensor)",
     _top_indices,

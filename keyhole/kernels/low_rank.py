@@ -119,13 +119,6 @@ def gather_selected(pages_of: Tensor, page_table: Tensor, selection: Selection) 
     return _taken(*_lines(pages_of, page_table, tokens), tokens)
 
 
-def gather_landmarks(landmarks: Tensor, page_table: Tensor) -> Tensor:
-    """Landmarks [P, chunks, Hkv, D] of all pages of sequences, in order, a copy [B, Hkv, C, D]."""
-    places = torch.arange(page_table.shape[1] * landmarks.shape[1], device=page_table.device)
-    places = places.expand(len(page_table), landmarks.shape[2], -1)
-    return _taken(*_lines(landmarks.transpose(1, 2), page_table, places), places)
-
-
 def _lines(
     pages_of: Tensor, page_table: Tensor, tokens: Tensor, run: int = 1
 ) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from keyhole.kernels import (
     low_rank,
     reference,
     stamps,
+    summaries,
 )
 from keyhole.kernels.selection import ScoreRequest, Selection
 
@@ -203,4 +204,5 @@ chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
 outlier_chunks = chunks.outlier_chunks
 decompose, rebuilt_keys = low_rank.decompose, low_rank.rebuilt_keys
 gather_selected, own_pages = low_rank.gather_selected, low_rank.own_pages
+summary_scores, spread_scores = summaries.summary_scores, summaries.spread_scores
 renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest

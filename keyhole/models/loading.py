@@ -67,7 +67,7 @@ class Model:
             stability=self.stability,
         )
 
-    @property
+    @functools.cached_property  # asked for at every token of a prompt
     def vocab_size(self) -> int:
         """Entries of the logits."""
         return int(self.network.config.vocab_size)

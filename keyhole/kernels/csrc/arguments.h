@@ -90,6 +90,28 @@ struct BoundScores {
     float* out;  // [B, Hkv, M]
 };
 
+struct SummaryScores {
+    DType dtype;
+    int64_t B, Hq, Hkv, D, M, n;
+    const void* query;
+    const void* summaries;  // [P, n, Hkv, D]
+    const int32_t* table;
+    int64_t table_stride;
+    const int32_t* valid;  // [B]
+    float* out;            // [B, Hq, M * n]
+};
+
+// To every token the score of what it belongs to.
+struct SpreadScores {
+    int64_t itemsize, B, H, n, M, page_size, first;
+    const float* scores;  // [B, H, n]
+    const void* numbers;  // [P, H, page_size], integers of `itemsize`
+    const int32_t* table;
+    int64_t table_stride;
+    const int32_t* ends;  // [B]
+    float* out;           // [B, H, M * page_size]
+};
+
 struct TopIndices {
     int64_t B, H, n, k, first, last;
     const float* scores;   // [B, H, n]
@@ -142,6 +164,7 @@ struct Path {
     void (*prefill)(const Prefill&);
     void (*page_bounds)(const PageBounds&);
     void (*bound_scores)(const BoundScores&);
+    void (*summary_scores)(const SummaryScores&);
     void (*linear)(const Linear&);
 };
 
@@ -150,6 +173,7 @@ extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86
 // The others move or compare single numbers.
 void append(const Append&);
 void exchange(const Exchange&);
+void spread_scores(const SpreadScores&);
 void top_indices(const TopIndices&);
 void trim(const Trim&);
 

@@ -133,6 +133,24 @@ void bound_scores(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int6
                         at<void>(high), at<int32_t>(table), table_stride, at<float>(out)});
 }
 
+void summary_scores(int dtype,
+                    std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+                    Address query, Address summaries, Address table, int64_t table_stride,
+                    Address valid, Address out) {
+    const auto [B, Hq, Hkv, D, M, n] = sizes;
+    path->summary_scores({static_cast<DType>(dtype), B, Hq, Hkv, D, M, n, at<void>(query),
+                          at<void>(summaries), at<int32_t>(table), table_stride,
+                          at<int32_t>(valid), at<float>(out)});
+}
+
+void spread(int64_t itemsize, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+            int64_t first, Address scores, Address numbers, Address table, int64_t table_stride,
+            Address ends, Address out) {
+    const auto [B, H, n, M, page_size] = sizes;
+    spread_scores({itemsize, B, H, n, M, page_size, first, at<float>(scores), at<void>(numbers),
+                   at<int32_t>(table), table_stride, at<int32_t>(ends), at<float>(out)});
+}
+
 void linear(int dtype, int64_t T, int64_t I, int64_t O, Address x, int64_t x_stride, Address weight,
             Address bias, Address out) {
     path->linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride, at<void>(weight),
@@ -186,6 +204,8 @@ NB_MODULE(_cpu, m) {
     m.def("exchange", &exchange_rows, unlocked);
     m.def("page_bounds", &page_bounds, unlocked);
     m.def("bound_scores", &bound_scores, unlocked);
+    m.def("summary_scores", &summary_scores, unlocked);
+    m.def("spread_scores", &spread, unlocked);
     m.def("linear", &linear, unlocked);
     m.def("top_indices", &best_indices, unlocked);
     m.def("trim", &trim_choice, unlocked);

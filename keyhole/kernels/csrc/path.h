@@ -24,6 +24,7 @@ namespace {
 #include KEYHOLE_PROMPT_TILES
 #include "prefill.h"
 #include "bounds.h"
+#include "summaries.h"
 #include "linear.h"
 
 template <class T>
@@ -47,12 +48,14 @@ KEYHOLE_BY_DTYPE(any_attend, attend_as, Attend)
 KEYHOLE_BY_DTYPE(any_prefill, prefill_as, Prefill)
 KEYHOLE_BY_DTYPE(any_page_bounds, page_bounds, PageBounds)
 KEYHOLE_BY_DTYPE(any_bound_scores, bound_scores, BoundScores)
+KEYHOLE_BY_DTYPE(any_summary_scores, summary_scores, SummaryScores)
 KEYHOLE_BY_DTYPE(any_linear, linear, Linear)
 #undef KEYHOLE_BY_DTYPE
 
 }  // namespace
 
 extern const Path KEYHOLE_PATH;
-const Path KEYHOLE_PATH = {any_attend, any_prefill, any_page_bounds, any_bound_scores, any_linear};
+const Path KEYHOLE_PATH = {any_attend,       any_prefill,        any_page_bounds,
+                           any_bound_scores, any_summary_scores, any_linear};
 
 }  // namespace keyhole

@@ -23,6 +23,7 @@ from keyhole.kernels.reference.decode import (
 from keyhole.kernels.reference.layers import linear
 from keyhole.kernels.reference.pages import append, gathered
 from keyhole.kernels.reference.prompt import attend_block, prefill
+from keyhole.kernels.reference.summaries import spread_scores, summary_scores
 
 __all__ = [
     "append",
@@ -39,5 +40,7 @@ __all__ = [
     "page_bounds",
     "prefill",
     "recent_indices",
+    "spread_scores",
+    "summary_scores",
     "top_indices",
 ]
