@@ -24,6 +24,7 @@ from keyhole.bench import (
     measure,
     memory,
     paths,
+    summary_cases,
 )
 from keyhole.bench.bars import bars
 from keyhole.bench.captured import capture
@@ -44,6 +45,8 @@ _CASES: dict[str, Callable[[Layer], Iterator[Case]]] = {
     "append": choice_cases.append,
     "page_bounds": choice_cases.page_bounds,
     "bound_scores": choice_cases.bound_scores,
+    "summary_scores": summary_cases.summary_scores,
+    "spread_scores": summary_cases.spread_scores,
     "top_indices": choice_cases.top_indices,
     "trim": choice_cases.trim,
     "linear": linear_cases.linear,

@@ -60,6 +60,8 @@ OPS = (
     "append",
     "page_bounds",
     "bound_scores",
+    "summary_scores",
+    "spread_scores",
     "top_indices",
     "trim",
     "linear",

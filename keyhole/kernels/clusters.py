@@ -38,7 +38,7 @@ def cluster_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     means = keys[:, place * n // count].float()
     clusters = place.new_zeros(heads, n)
     rows = max(1, _NUMBERS // (heads * count))
-    for _ in range(ITERATIONS):
+    for _ in range(ITERATIONS if count > 1 else 1):  # one cluster has all keys from the start
         # The length of a key scales its products with all centroids alike.
         directions = F.normalize(means, dim=-1).transpose(1, 2)
         sums, sizes = torch.zeros_like(means), means.new_zeros(heads, count, 1)

@@ -83,8 +83,8 @@ def test_results_do_not_change_when_layers_move(
 ) -> None:
     """Several thresholds are crossed in one generation, two ragged requests side by side."""
     model = models[kind]
-    texts = [prompt(50), prompt(131)]
-    params = dataclasses.replace(GREEDY, max_tokens=150)
+    texts = [prompt(35), prompt(90)]
+    params = dataclasses.replace(GREEDY, max_tokens=100)
     plain = engine_of(model, policy)
     wanted = [plain.add(text, params, keep_logits=True) for text in texts]
     run(plain)
