@@ -9,31 +9,43 @@ namespace keyhole {
 
 namespace {
 
+// Pages of a piece of work, and how many pages ahead memory is asked for numbers: pages lie anywhere.
+constexpr int64_t kPages = 64, kAhead = 8;
+
 template <class Integer>
-void spread_as(const SpreadScores& a) {
+void spread_pages(const SpreadScores& a, int64_t b, int64_t begin, int64_t end) {
+    const int64_t size = a.page_size, of_page = a.H * size;
     const auto* numbers = static_cast<const Integer*>(a.numbers);
-    const int64_t N = a.M * a.page_size;
-#pragma omp parallel for schedule(dynamic) if (a.B * a.H * N > 1 << 14)
-    for (int64_t i = 0; i < a.B * a.H; i++) {
-        const int64_t b = i / a.H, h = i % a.H;
-        const int64_t end = std::min<int64_t>(N, a.ends[b]), first = std::min(a.first, end);
-        const float* scores = a.scores + i * a.n;
-        float* out = a.out + i * N;
-        std::fill(out, out + first, INFINITY);
-        for (int64_t at = first; at < end;) {
-            const int64_t entry = at / a.page_size, page = a.table[b * a.table_stride + entry];
-            const Integer* of_page = numbers + (page * a.H + h) * a.page_size;
-            const int64_t begin = entry * a.page_size, stop = std::min(end, begin + a.page_size);
-            for (; at < stop; at++) out[at] = scores[of_page[at - begin]];
+    const int32_t* table = a.table + b * a.table_stride;
+    for (int64_t entry = begin; entry < end; entry++) {
+        if (entry + kAhead < end)
+            for (int64_t i = 0; i < of_page; i += 64 / sizeof(Integer))
+                __builtin_prefetch(numbers + table[entry + kAhead] * of_page + i);
+        // Of the page's tokens those between `first` and `ends` are in a cluster.
+        const int64_t low = std::clamp<int64_t>(a.first - entry * size, 0, size);
+        const int64_t high = std::clamp<int64_t>(a.ends[b] - entry * size, low, size);
+        for (int64_t h = 0; h < a.H; h++) {
+            const float* scores = a.scores + (b * a.H + h) * a.n;
+            float* out = a.out + ((b * a.H + h) * a.M + entry) * size;
+            const Integer* number = numbers + table[entry] * of_page + h * size;
+            std::fill(out, out + low, INFINITY);
+            for (int64_t i = low; i < high; i++) out[i] = scores[number[i]];
+            std::fill(out + high, out + size, INFINITY);
         }
-        std::fill(out + std::max(first, end), out + N, INFINITY);
     }
 }
 
 }  // namespace
 
 void spread_scores(const SpreadScores& a) {
-    a.itemsize == 2 ? spread_as<int16_t>(a) : spread_as<int32_t>(a);
+    const int64_t pieces = (a.M + kPages - 1) / kPages;
+#pragma omp parallel for schedule(dynamic) if (a.B * a.H * a.M * a.page_size > 1 << 14)
+    for (int64_t i = 0; i < a.B * pieces; i++) {
+        const int64_t b = i / pieces, begin = i % pieces * kPages;
+        const int64_t end = std::min(a.M, begin + kPages);
+        a.itemsize == 2 ? spread_pages<int16_t>(a, b, begin, end)
+                        : spread_pages<int32_t>(a, b, begin, end);
+    }
 }
 
 }  // namespace keyhole
