@@ -54,6 +54,8 @@ ERRORS = measure.results() / results_page.ERRORS
 #: Answers that are looked into, for each cell with an eighth of so many tokens at most.
 _WRONG, _LONGEST = 8, 2048
 _PAGE_SIZE = EngineConfig().page_size
+#: Samples of a cell.
+_SAMPLES = 200
 #: Bytes for prompts that serve every policy: those of 200 samples of 8,192 tokens and a head's.
 _PROMPT_MEMORY = 7 * 2**30
 _DERIVE, *_LOOK_UPS = ASKED
@@ -78,7 +80,6 @@ class Part:
     shares: bool = True
     """Budgets are an eighth and a quarter of the length only."""
     adaptive: bool = False
-    samples: int = 200
 
 
 PARTS = (
@@ -156,7 +157,7 @@ def grid(parts: Sequence[Part] = PARTS) -> list[Cell]:
                         task=task,
                         length=length,
                         method=method,
-                        samples=part.samples,
+                        samples=_SAMPLES,
                     )
                     found.setdefault(cell.known_by, cell)
     return list(found.values())
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--policies", nargs="+", default=[*policies()], choices=[*policies()])
     parser.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: all")
-    parser.add_argument("--samples", type=int, help="in a cell; default: as its part says")
+    parser.add_argument("--samples", type=int, help=f"in a cell; default: {_SAMPLES}")
     parser.add_argument("--hours", type=float, help="stop after these, between two cells")
     parser.add_argument("--dry-run", action="store_true", help="only say what is to be done")
     parser.add_argument("--errors", action="store_true", help="only look into wrong answers")
@@ -300,7 +301,7 @@ def plan(cells: Sequence[Cell], file: LineFile) -> str:
         own = [cell for cell in missing if cell.part == number]
         hours = sum(seconds(cell, file.lines) for cell in own) / 3600
         there = [cell for cell in cells if cell.part == number]
-        samples = there[0].samples if there else part.samples
+        samples = there[0].samples if there else _SAMPLES
         texts.append(
             f"part {number}, {part.about}: {len(own)} of {len(there)} cells of {samples} "
             f"samples, {hours:.1f} h"
