@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from keyhole.bench import measure
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.bench.shapes import SHAPES
-from keyhole.models import families
+from keyhole.models import families, linear, norms, rotary
 from keyhole.models.attention import NAME
-from keyhole.models.linear import speed_up
 from keyhole.models.loading import Model
 
 # Keys this wide make attention peaked, so that a wrong page changes the logits visibly.
@@ -46,7 +45,8 @@ def make_weights(settings: DecodeSettings) -> Weights:
         network = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     network.eval()
     theirs = without_copying_weights(network)
-    speed_up(network, device)
+    for part in (linear, norms, rotary):
+        part.speed_up(network, device)
     length, reason = families.max_length(config)
     ours = Model(
         name=settings.shape,

@@ -23,6 +23,19 @@ from keyhole.config import require
 from keyhole.models.loading import Model
 
 
+class _Offloaded(DynamicCache):  # type: ignore[misc] # transformers is not typed
+    """Keys and values on the host, copied a layer ahead; no copy overtakes those before it.
+
+    Later versions of transformers see to that. 5.17 begins a copy while what it reads is still on
+    its way to the host, and into memory that the step is still reading.
+    """
+
+    def update(self, keys: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        self.prefetch_stream.wait_stream(torch.cuda.default_stream(keys.device))
+        both: tuple[Tensor, Tensor] = super().update(keys, *rest, **more)
+        return both
+
+
 class Past:
     """A cache of transformers. steps: the most that are added to one with room for them.
 
@@ -44,7 +57,8 @@ class Past:
             right = "cuda where keys and values are to lie on the host"
             good = not self.below or model.device.type == "cuda"
             require(good, "device", str(model.device), right)
-            self.cache = DynamicCache(config=config, offloading=self.below)
+            cls = _Offloaded if self.below else DynamicCache
+            self.cache = cls(config=config, offloading=self.below)
 
     def fill(self, numbers: Numbers) -> None:
         """Stores keys and values of all prompts."""

@@ -243,6 +243,7 @@ class Engine:
                 sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
         ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
         if ready:
+            reads = reads.to("cpu", non_blocking=True)  # there when the tokens are
             rows = logits if len(ready) == len(wanted) else logits[ready]
             self._advance([wanted[i] for i in ready], rows)
         self._count(plan, reads, time.perf_counter() - begin)
@@ -262,8 +263,8 @@ class Engine:
 
     def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
         """Samples a token for each sequence and ends those that are done."""
-        # A masked vocabulary has -inf, a broken computation NaN, or nothing finite at all.
-        good = ~logits.isnan().any(-1) & logits.isfinite().any(-1)
+        # A masked vocabulary has -inf; of a broken computation the largest is NaN or infinite.
+        good = logits.amax(-1).isfinite()
         tokens = sample(logits, ready)  # of a broken row any token, which nobody gets
         most = max((s.params.logprobs or 0 for s in ready), default=0)
         wanted = any(s.params.logprobs is not None for s in ready)
@@ -309,7 +310,7 @@ class Engine:
     def _count(self, plan: Plan, reads: Tensor, seconds: float) -> None:
         for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):
             fraction, kv_bytes, other_bytes = row
-            sequence.counters += Counters(fraction, kv_bytes, other_bytes, 1)
+            sequence.counters.add_step(fraction, kv_bytes, other_bytes)
             sequence.step_ms.append(1e3 * seconds)
         if self.placement is not None:
             for sequence in plan.decodes:

@@ -27,19 +27,21 @@ def attended(
 ) -> tuple[Tensor, Tensor]:
     """Attended fraction (mean over layers) and bytes of keys and values, float64 [B] each."""
     length = step.lengths.double()  # also of what was evicted
-    tokens: dict[object, Tensor] = {}
-    fraction, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
+    # Layers that share a selection or a window share the count: how many, and bytes of a token.
+    alike: dict[object, tuple[Selection | None, int | None, int, int]] = {}
     for layer, selection in zip(geometry.layers, reads, strict=True):
-        # Layers that share a selection or a window share the count.
         key = layer.window if selection is None else id(selection)
-        if key not in tokens:
-            tokens[key] = _tokens(selection, layer.window, step)
-        fraction += tokens[key] / length
         # With MLA every head may read latents of its own choice.
         lists = 1 if selection is None else selection.indices.shape[1]
-        heads = max(layer.num_kv_heads, lists)
-        kv_bytes += tokens[key] * (heads * layer.numbers_per_head * geometry.itemsize)
-    return fraction / len(reads), kv_bytes
+        token_bytes = max(layer.num_kv_heads, lists) * layer.numbers_per_head * geometry.itemsize
+        *_, number, so_far = alike.get(key, (None, None, 0, 0))
+        alike[key] = selection, layer.window, number + 1, so_far + token_bytes
+    read, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
+    for selection, window, number, token_bytes in alike.values():
+        tokens = _tokens(selection, window, step)
+        read.add_(tokens, alpha=number)
+        kv_bytes.add_(tokens, alpha=token_bytes)
+    return read / (length * len(reads)), kv_bytes
 
 
 def _tokens(selection: Selection | None, window: int | None, step: Step) -> Tensor:
@@ -48,7 +50,8 @@ def _tokens(selection: Selection | None, window: int | None, step: Step) -> Tens
         whole = step.remaining or step
         read = whole.lengths if window is None else step.lengths.clamp(max=window)
         return read.double()
-    counts = selection.counts.double().mean(1)
+    counts = selection.counts.double()
+    counts = counts.mean(1) if counts.shape[1] > 1 else counts[:, 0]
     # All pages are full but the newest, which is always selected.
     missing = step.pages * step.page_size - step.lengths if selection.unit > 1 else 0
     return counts * selection.unit - missing

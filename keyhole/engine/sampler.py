@@ -14,6 +14,8 @@ from keyhole.engine.sequence import Sequence
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """The next token of each sequence, int64 [B]; logits [B, vocabulary] of any float dtype."""
+    if all(s.params.temperature == 0 and s.params.repetition_penalty == 1.0 for s in sequences):
+        return logits.argmax(-1)
     logits = _penalise(logits.float(), sequences)
     tokens = logits.argmax(-1)
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature]

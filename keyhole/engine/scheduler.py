@@ -199,6 +199,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, length: int, spare: int = 0) -> bool:
         """Pages for `length` tokens, if `spare` more are left then."""
         need = max(0, -(-length // self._cache.page_size) - len(sequence.pages))
+        if not need and not spare:  # most sequences in most steps
+            return True
         short = need + spare - self._cache.available
         if short > 0 and self._prefix is not None:
             short -= self._prefix.evict(short)

@@ -48,7 +48,7 @@ class Stats:
     evicted_pages: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counters:
     """Sums over the decode steps of a sequence."""
 
@@ -59,6 +59,13 @@ class Counters:
     hits: int = 0
     misses: int = 0
     moved_bytes: int = 0
+
+    def add_step(self, attended_fraction: float, kv_bytes: float, other_bytes: float) -> None:
+        """One step more, in place: this is done for every sequence in every step."""
+        self.attended_fraction += attended_fraction
+        self.kv_bytes += kv_bytes
+        self.other_bytes += other_bytes
+        self.steps += 1
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(
@@ -111,7 +118,7 @@ class Sequence:
     evicted_pages: int = 0
     finish_reason: str | None = None
     error: KeyholeError | None = None
-    counters: Counters = Counters()
+    counters: Counters = field(default_factory=Counters)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.perf_counter)

@@ -57,9 +57,14 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still read here
         for name, place in self._arrays.items():
-            place.fill(self._nobody[name])
             if name in arrays:
-                place[tuple(slice(n) for n in arrays[name].shape)] = arrays[name]
+                array, nobody = arrays[name], self._nobody[name]
+                place[tuple(slice(n) for n in array.shape)] = array
+                place[len(array) :] = nobody
+                if array.ndim > 1:
+                    place[:, array.shape[1] :] = nobody
+            else:
+                place.fill(self._nobody[name])
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device.device))

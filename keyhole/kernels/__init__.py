@@ -38,6 +38,7 @@ an operation, so that a policy, its settings and `--help` need no torch.
     with_newer       a choice, and the tokens since
     rotate           turn rotated keys and queries to other positions
     exchange         selected tokens or pages into a buffer that keeps those it has
+    rotary           turn queries and keys of new tokens to their places
     linear           a linear layer for the few tokens of a decode step
 
 Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
         recent_indices,
         renew_stamps,
         representative_keys,
+        rotary,
         rotate,
         spread_scores,
         summary_scores,
@@ -126,6 +128,7 @@ __all__ = [
     "recent_indices",
     "renew_stamps",
     "representative_keys",
+    "rotary",
     "rotate",
     "spread_scores",
     "summary_scores",

@@ -220,5 +220,11 @@ _register(
     cpu.exchange,
 )
 _register(
+    "rotary",
+    "(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    reference.rotary,
+    reference.rotary,
+)
+_register(
     "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", reference.linear, cpu.linear
 )

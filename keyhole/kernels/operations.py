@@ -186,6 +186,12 @@ def exchange(
     return Selection(used, counts, selection.unit), moved
 
 
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [B, Hq, T, D] and keys [B, Hkv, T, D] turned to their places; new tensors."""
+    turned: tuple[Tensor, Tensor] = torch.ops.keyhole.rotary(query, key, cos, sin)
+    return turned
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """X W^T + bias for a few tokens, [..., O]."""
     out: Tensor = torch.ops.keyhole.linear(x, weight, bias)

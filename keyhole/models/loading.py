@@ -19,11 +19,10 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import families
+from keyhole.models import families, linear, norms, rotary
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.config_file import unknown_model
-from keyhole.models.linear import speed_up
 from keyhole.reuse.stability import STABILITY_FILE
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
@@ -154,7 +153,8 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
             f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
-    speed_up(network, place)
+    for part in (linear, norms, rotary):
+        part.speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)
     calibration, stability = folder / CALIBRATION_FILE, folder / STABILITY_FILE

@@ -36,20 +36,29 @@ class CacheBlend(Reuse):
 
     name: ClassVar[str] = "cacheblend"
     keeps_all: ClassVar[bool] = True
-    check_layer: int = setting(1, "layer up to which all is computed, and where deviations count")
+    check_layer: int | None = setting(
+        None,
+        "layer up to which all is computed, and where deviations count; None: the one behind the "
+        "first that sees everything",
+    )
     recompute_ratio: float = setting(0.15, "share of the tokens that is computed in all layers")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Checks that there is such a layer."""
-        last = geometry.num_layers - 1
-        good = is_count(self.check_layer, 0) and self.check_layer <= last
-        require(good, "check_layer", self.check_layer, f"a layer from 0 to {last}")
+        """Settles the layer; checks that there is such a one."""
+        last, layer = geometry.num_layers - 1, self.check_layer
+        if layer is None:
+            # Before it, what lies further back than a window deviates by rounding alone.
+            layer = min(last, min(geometry.full_attention, default=0) + 1)
+        require(
+            is_count(layer, 0) and layer <= last, "check_layer", layer, f"a layer from 0 to {last}"
+        )
         ratio = self.recompute_ratio
         require(is_number(ratio) and 0 <= ratio <= 1, "recompute_ratio", ratio, "from 0 to 1")
-        return self
+        return dataclasses.replace(self, check_layer=layer)
 
     def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
         """Everything is kept; up to `check_layer` everything is computed again."""
+        assert self.check_layer is not None, "resolve comes first"
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
         written = torch.zeros_like(every)

@@ -339,6 +339,30 @@ def test_rotate(dtype: torch.dtype, pairs: int, last: bool) -> None:
         torch.testing.assert_close(found, wanted, rtol=rounding, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.parametrize("dim", [20, 64])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rotary(dtype: torch.dtype, dim: int, batch: int) -> None:
+    """Heads as a model has them, a view of tokens' rows; angles of each text, or of all."""
+    random = torch.Generator().manual_seed(dim)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(DEVICE, dtype)
+
+    query, key = (draw(batch, 7, heads, dim).transpose(1, 2) for heads in (6, 2))
+    for texts in {1, batch}:
+        cos, sin = draw(2, texts, 7, dim)
+        found = run("rotary", query, key, cos, sin)
+        wanted = reference.rotary(query, key, cos, sin)
+        rounding = torch.finfo(dtype).eps  # the interpreter cuts bfloat16 off; products reach 16
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.dtype == dtype
+            assert ours.transpose(1, 2).is_contiguous()
+            torch.testing.assert_close(ours, theirs, rtol=rounding, atol=16 * rounding)
+    none = run("rotary", query[:, :, :0], key[:, :, :0], cos[:, :0], sin[:, :0])
+    assert [x.shape[2] for x in none] == [0, 0]
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else EACH_DTYPE)
 @pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize("shared", [False, True])

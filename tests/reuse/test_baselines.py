@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,7 +90,8 @@ def test_cacheblend_computes_all_at_first_then_what_deviates_most(layer: int) ->
 
 @pytest.mark.parametrize(("ratio", "number"), [(0.0, 0), (1.0, 72), (0.001, 1), (0.5, 36)])
 def test_cacheblend_rounds_up_and_of_equals_takes_the_earlier(ratio: float, number: int) -> None:
-    method, documents = CacheBlend(recompute_ratio=ratio), make_documents(LENGTHS)
+    method = CacheBlend(recompute_ratio=ratio).resolve(GEOMETRY)
+    documents = make_documents(LENGTHS)
     revised = method.revise(documents, method.plan(documents, None), torch.ones(TOTAL))
     assert revised.written.tolist() == [[t < number for t in range(TOTAL)]] * 3
 
@@ -138,7 +140,7 @@ def test_multi_infllm_takes_the_earlier_of_equal_blocks() -> None:
 
 @pytest.mark.parametrize("method", [Recompute(), PlainReuse(), Epic(), CacheBlend()])
 def test_methods_without_a_query_read_nothing_first(method: Reuse) -> None:
-    documents = make_documents(LENGTHS)
+    documents, method = make_documents(LENGTHS), method.resolve(GEOMETRY)
     assert method.glance(documents) is None
     plan = method.plan(documents, None)
     if method.name != "cacheblend":
@@ -181,5 +183,17 @@ def test_a_setting_that_cannot_be_is_named(
 
 
 def test_the_defaults_suit_every_model() -> None:
-    for method in (Recompute(), PlainReuse(), Epic(), CacheBlend(), MultiInfLLM()):
+    for method in (Recompute(), PlainReuse(), Epic(), MultiInfLLM()):
         assert method.resolve(GEOMETRY) == method
+
+
+@pytest.mark.parametrize(
+    ("windows", "layer"),
+    [((None,) * 3, 1), ((9, None, 9, None), 2), ((9, 9, None), 2), ((9, 9), 1), ((None,), 0)],
+)
+def test_cacheblend_looks_behind_the_first_layer_that_sees_everything(
+    windows: tuple[int | None, ...], layer: int
+) -> None:
+    """In a layer behind windows alone, tokens far from a seam deviate by rounding."""
+    layers = tuple(replace(GEOMETRY.layers[0], window=window) for window in windows)
+    assert CacheBlend().resolve(replace(GEOMETRY, layers=layers)).check_layer == layer

@@ -13,6 +13,7 @@ cannot compile; `KEYHOLE_KERNELS=reference` in the environment asks for the refe
     bounds      one per page and KV head; one per sequence, KV head and block of pages
     top_indices one per row of scores and block of its entries; six in turn
     rotate      one per block of tokens
+    rotary      one per token and block of heads, queries' and keys' together
     exchange    one per sequence, KV head and block of places of the buffer
     prefill     torch's FlashAttention over the gathered pages: no kernel of our own
     paged_flash what `attend` calls where all is read, if a FlashAttention for pages is active
@@ -43,10 +44,12 @@ _MODULES = {
     "bound_scores": "bounds",
     "top_indices": "top_indices",
     "rotate": "rotate",
+    "rotary": "rotary",
     "exchange": "exchange",
 }
-#: Operations that read and write pages where they are, also in pinned memory of the host.
-_FROM_HOST = {"exchange", "append", "attend", "page_bounds"}
+#: Operations that take pages in pinned memory of the host; all but `prefill`, which copies them,
+#: read and write them where they are.
+_FROM_HOST = {"exchange", "append", "attend", "page_bounds", "prefill"}
 #: Operations that torch computes: they need no Triton.
 _BY_TORCH = {"prefill"}
 #: Operations whose first operand alone is in the model's type: angles are float64.

@@ -274,8 +274,8 @@ def parts_of(
         ROWS=cut.rows,
         BLOCKS=cut.blocks,
         TOKENS=cut.tokens,
-        num_warps=8 if value_dim > 128 else 4,
-        num_stages=2,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
     )
     return mixed, largest, total
 
@@ -326,7 +326,7 @@ def attend(
         tokens = indices.shape[2] * unit
     elif window is not None:
         tokens = min(tokens, window)
-    cut = split(query, key_pages.shape[1], tokens)
+    cut = split(query, key_pages.shape[1], tokens, listed=indices is not None)
     found = parts_of(
         query,
         key_pages,

@@ -52,11 +52,7 @@ def prefill(
             sinks=sinks,
         )
     pages = pages[: -(-end // key_pages.shape[2])]
-    key, value = (
-        # [1, Hkv, n, D] by one copy.
-        x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :end]
-        for x in (key_pages, value_pages)
-    )
+    key, value = (_in_order(x, pages, query.device)[:, :, :end] for x in (key_pages, value_pages))
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key,
@@ -66,3 +62,11 @@ def prefill(
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def _in_order(stored: Tensor, pages: Tensor, device: torch.device) -> Tensor:
+    """What some pages hold, [1, Hkv, n, D] on the device, by one copy there."""
+    if stored.device != device:  # on the host, for a layer below
+        stored = reference.gathered(stored, (pages,), device).transpose(0, 1)
+        return stored.flatten(1, 2)[None]
+    return stored.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None]

@@ -15,6 +15,9 @@ from torch import Tensor
 from keyhole.kernels.gpu.attend import joined, parts_of
 from keyhole.kernels.gpu.split import split
 
+#: In a block, for which all heads of a list are gone through.
+_TOKENS = 512
+
 
 @triton.jit
 def _weights(
@@ -32,8 +35,12 @@ def _weights(
     SINKS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """Weights of a block of tokens: the largest, or the sum, of the query heads of one list."""
+    """Weights of a block of tokens: the largest, or the sum, of the query heads of one list.
+
+    Added up over every UNIT tokens.
+    """
     number = tl.program_id(0)
     sequence, member = (number // LISTS).to(tl.int64), number % LISTS
     heads: tl.constexpr = QUERY_HEADS // LISTS
@@ -61,12 +68,16 @@ def _weights(
             reduced += share
         else:  # NaN comes in and stays
             reduced = tl.where((share > reduced) | (share != share), share, reduced)
-    into = out + number.to(tl.int64) * num_tokens + i
-    tl.store(into, reduced, mask=i < num_tokens)
+    if UNIT > 1:
+        reduced = tl.sum(tl.reshape(reduced, (TOKENS // UNIT, UNIT)), 1)
+        i = tl.program_id(1) * (TOKENS // UNIT) + tl.arange(0, TOKENS // UNIT)
+    into = out + number.to(tl.int64) * (num_tokens // UNIT) + i
+    tl.store(into, reduced, mask=i < num_tokens // UNIT)
 
 
 def _reduced(
     reduce: str,
+    unit: int,
     scores: Tensor,
     largest: Tensor,
     total: Tensor,
@@ -74,11 +85,11 @@ def _reduced(
     lengths: Tensor,
     num_kv_heads: int,
 ) -> Tensor:
-    """Reduced weights of each token, float32 [B, Hkv or Hq or 1, N]."""
+    """Reduced weights of each `unit` tokens, float32 [B, Hkv or Hq or 1, N / unit]."""
     num_rows, num_heads, num_tokens = scores.shape
     lists = {"group_max": num_kv_heads, "none": num_heads}.get(reduce, 1)
-    out = scores.new_empty(num_rows, lists, num_tokens)
-    splits, tokens = largest.shape[2], 512
+    splits, tokens = largest.shape[2], _TOKENS
+    out = scores.new_empty(num_rows, lists, num_tokens // unit)
     _weights[num_rows * lists, -(-num_tokens // tokens)](
         scores,
         largest,
@@ -94,6 +105,7 @@ def _reduced(
         SINKS=sinks is not None,
         SPLITS_PADDED=triton.next_power_of_2(splits),
         TOKENS=tokens,
+        UNIT=unit,
     )
     return out
 
@@ -132,9 +144,11 @@ def attend_and_score(
     paged = (query, key_pages, value_pages, page_table, lengths)
     scores, parts = _scored(*paged, scale, softcap)
     sums = (scores, *parts[1:], sinks, lengths, key_pages.shape[1])
-    wanted = {reduce: _reduced(reduce, *sums) for reduce in dict.fromkeys(reduces)}
+    # A block of tokens is added up in registers, where it has a whole number of entries.
     pooled = [
-        wanted[reduce] if unit == 1 else wanted[reduce].unflatten(2, (-1, unit)).sum(3)
+        _reduced(reduce, unit, *sums)
+        if _TOKENS % unit == 0
+        else _reduced(reduce, 1, *sums).unflatten(2, (-1, unit)).sum(3)
         for reduce, unit in zip(reduces, units, strict=True)
     ]
     return joined(*parts, sinks, query.dtype), pooled
@@ -145,4 +159,4 @@ def head_scores(
 ) -> Tensor:
     """As the reference."""
     scores, parts = _scored(query, key_pages, None, page_table, lengths, scale, None)
-    return _reduced("group_max", scores, *parts[1:], None, lengths, key_pages.shape[1])
+    return _reduced("group_max", 1, scores, *parts[1:], None, lengths, key_pages.shape[1])

@@ -33,17 +33,23 @@ class Split:
     """How `num_rows` sequences are cut.
 
     rows: query heads of a group in one program, padded. blocks: programs per group. splits: parts
-    of what is read. tokens: how many are read at a time.
+    of what is read. tokens: how many are read at a time. warps: of a program. stages: how many
+    loads are under way.
     """
 
     rows: int
     blocks: int
     splits: int
     tokens: int
+    warps: int
+    stages: int
 
 
-def split(query: Tensor, num_kv_heads: int, tokens: int) -> Split:
-    """For a query [B, Hq, D] of sequences that read at most `tokens` tokens each."""
+def split(query: Tensor, num_kv_heads: int, tokens: int, *, listed: bool = False) -> Split:
+    """For a query [B, Hq, D] of sequences that read at most `tokens` tokens each.
+
+    listed: whether these are listed. The numbers were tried on an H200 (benchmarks/LOG.md).
+    """
     num_rows, num_heads, dim = query.shape
     group = num_heads // num_kv_heads
     size, device = dim * query.itemsize, query.device
@@ -55,7 +61,9 @@ def split(query: Tensor, num_kv_heads: int, tokens: int) -> Split:
     wanted = -(-_PROGRAMS * _multiprocessors(device) // (num_rows * num_kv_heads * blocks))
     splits = max(1, min(wanted, -(-tokens // _LEAST_TOKENS), _MOST_SPLITS))
     at_a_time = 64 if size <= 256 else 16 if small and size > 1024 else 32
-    return Split(rows, blocks, splits, at_a_time)
+    if listed and size <= 256 and rows == _LEAST_ROWS and _shared_memory(device) >= _LARGE:
+        at_a_time = 128  # what is listed is looked up first: more of it has to be under way
+    return Split(rows, blocks, splits, at_a_time, warps=8 if dim > 128 else 4, stages=2)
 
 
 @functools.cache

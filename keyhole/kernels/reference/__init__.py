@@ -20,7 +20,7 @@ from keyhole.kernels.reference.decode import (
     head_scores,
     over_heads,
 )
-from keyhole.kernels.reference.layers import linear
+from keyhole.kernels.reference.layers import linear, rotary
 from keyhole.kernels.reference.pages import append, gathered
 from keyhole.kernels.reference.prompt import attend_block, prefill
 from keyhole.kernels.reference.summaries import spread_scores, summary_scores
@@ -40,6 +40,7 @@ __all__ = [
     "page_bounds",
     "prefill",
     "recent_indices",
+    "rotary",
     "spread_scores",
     "summary_scores",
     "top_indices",

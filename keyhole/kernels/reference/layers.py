@@ -1,7 +1,8 @@
-"""Layers of a model."""
+"""Layers of a model, and what is between them."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,3 +10,18 @@ from torch import Tensor
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """X W^T + bias; x [..., I], weight [O, I], bias [O]. Made for a few tokens, right for any."""
     return F.linear(x, weight, bias)
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [B, Hq, T, D] and keys [B, Hkv, T, D], each pair (i, i + D / 2) turned by its angle.
+
+    RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 34) as transformers computes it,
+    with its roundings: cos and sin [B or 1, T, D] in the same dtype, whose halves are alike.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    return turned(query), turned(key)

@@ -1,0 +1,88 @@
+"""Norms and rotary embeddings by one operation each compute what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.llama import modeling_llama
+
+from keyhole.models import norms, rotary
+from tests.checkpoints import make_model
+
+#: What is faster in each family: Gemma's norms count their weight from one.
+KINDS = {
+    "llama": (True, True),
+    "qwen3": (True, True),
+    "gemma2": (False, True),
+    "phi3": (True, True),
+    "deepseek_v3": (True, True),
+    "gpt_oss": (True, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_stay_what_they_are(tmp_path: Path, kind: str) -> None:
+    path = make_model(kind, tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                parameter.normal_(generator=generator)
+    tokens = torch.randint(3, 250, (2, 20), generator=generator)
+    wanted = network(tokens).logits
+    for part in (norms, rotary):
+        part.speed_up(network, torch.device("cuda"))
+    names = {type(module).__name__ for module in network.modules()}
+    has = [any(n.startswith("Fast") and part in n for n in names) for part in ("Norm", "Attention")]
+    assert tuple(has) == KINDS[kind]
+    assert (network(tokens).logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_a_cpu_keeps_what_it_has(tmp_path: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(make_model("llama", tmp_path))
+    before = [type(module) for module in network.modules()]
+    for part in (norms, rotary):
+        part.speed_up(network, torch.device("cpu"))
+    assert [type(module) for module in network.modules()] == before
+
+
+def test_what_is_not_plain_is_left() -> None:
+    class ShiftedRMSNorm(modeling_llama.LlamaRMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1
+
+    class WiderRMSNorm(modeling_llama.LlamaRMSNorm):
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * gate
+
+    for cls in (ShiftedRMSNorm, WiderRMSNorm):
+        assert not norms.is_plain(cls(8))
+    assert norms.is_plain(modeling_llama.LlamaRMSNorm(8))
+    assert not norms.is_plain(nn.LayerNorm(8))
+    # Pairs that lie side by side.
+    assert not rotary.is_plain(modeling_glm4.apply_rotary_pos_emb)
+    assert rotary.is_plain(modeling_llama.apply_rotary_pos_emb)
+    assert rotary.faster(nn.Linear) is None
+
+
+def test_gradients_go_through(tmp_path: Path) -> None:
+    """Our kernel has none: transformers' function is called where they are wanted."""
+    network = AutoModelForCausalLM.from_pretrained(make_model("llama", tmp_path), dtype="float32")
+    tokens = torch.arange(5, 25)[None]
+
+    def gradients() -> list[torch.Tensor]:
+        network.zero_grad()
+        network(tokens, labels=tokens).loss.backward()
+        return [parameter.grad.clone() for parameter in network.parameters()]
+
+    wanted = gradients()
+    for part in (norms, rotary):
+        part.speed_up(network, torch.device("cuda"))
+    for ours, theirs in zip(gradients(), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
