@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from keyhole.engine.graphs import without_collection
+
 Result = TypeVar("Result")
 
 # torch's advice: what is made on the first calls must be there before a capture.
@@ -30,7 +32,7 @@ def capture(
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with without_collection(), torch.cuda.graph(graph):
                 result = call()
         finally:
             torch.cuda.set_stream(here)  # a capture that fails leaves its own

@@ -9,6 +9,7 @@ from typing import Any
 
 from keyhole.bench import decode, documents, kernels, measure, offload_large, throughput
 from keyhole.bench.headlines import ALL, FLASH, HEADLINES, PAGES, TOKENS, Asked, Headline, judged
+from keyhole.bench.lowered import Steady
 from keyhole.bench.measure import Report
 from keyhole.bench.room import RESERVE_BYTES
 from keyhole.bench.settings import (
@@ -73,7 +74,7 @@ def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> L
     theirs = headline.theirs if device.type == "cuda" else (FLASH,)
     bandwidth = measure.read_bandwidth(device)
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        results = offload_large.run(settings, folder, theirs)
+        results = offload_large.run(settings, folder, theirs, Steady)
     report([{"context": settings.context, **result} for result in results], [])
     return {"settings": asdict(settings), "read_bytes_per_s": bandwidth, "results": results}
 

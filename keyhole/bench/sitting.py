@@ -30,8 +30,9 @@ _COMPARED = 3
 #: Relative error that rounding explains: in bfloat16, 16 layers of peaked attention gave 0.04
 #: (benchmarks/LOG.md). Unrelated logits differ by about 1.4.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.1}
-# Eager attention also rounds scores before the softmax: 0.11 in bfloat16 (benchmarks/LOG.md).
-_EAGER = 2.0
+# Eager attention also rounds scores before the softmax: 0.11 in bfloat16 for 16 layers, 0.28 for 32
+# (benchmarks/LOG.md).
+_EAGER = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
+
 import torch
 
 from keyhole.engine.recorded import Outputs, Recorder, Work
@@ -48,8 +52,11 @@ class CudaGraphs:
         # Other threads (a server's, one that copies) may go on with what a recording may not do.
         mode = "thread_local"
         try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+            with (
+                without_collection(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+                ),
             ):
                 outputs = work()
         finally:
@@ -60,6 +67,21 @@ class CudaGraphs:
             return outputs
 
         return repeat
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage is collected: if a graph of an engine that is gone were, this recording would end.
+
+    Graphs hold what a device must not give back while it records.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def make_recorder(device: torch.device) -> Recorder | None:

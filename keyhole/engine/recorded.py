@@ -121,7 +121,7 @@ class RecordedSteps:
                     functools.partial(self._work_into_place, inputs.tensors, step)
                 )
             except RuntimeError as error:
-                self._give_up(str(error))
+                self._give_up(_reason(error))
                 return None
         inputs.load(arrays)
         self.replayed += 1
@@ -162,6 +162,13 @@ class RecordedSteps:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _reason(error: BaseException) -> str:
+    """What came first: a recording that fails also fails to end, which says less."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error)
 
 
 def batch_bucket(count: int, most: int) -> int:

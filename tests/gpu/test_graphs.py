@@ -163,6 +163,33 @@ def test_graphs_are_on_unless_they_are_turned_off(model: Model) -> None:
     assert LLM(model, memory="16MiB", graphs=False).engine._runner._recorded is None
 
 
+def test_an_engine_that_is_gone_does_not_end_a_recording(model: Model) -> None:
+    """Its graphs are given back when Python collects garbage, which a recording does not bear."""
+    number = torch.zeros(1, device="cuda")
+    others = [torch.cuda.CUDAGraph() for _ in range(8)]
+    for other in others:
+        with torch.cuda.graph(other):
+            number + 1
+    engine = make_engine(model, Full(), max_batch=4)
+    engine.add(tokens(30), SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
+    steps = engine._runner._recorded
+    assert steps is not None
+    work = steps._work
+
+    def littering(*given: Any) -> Any:
+        litter: list[Any] = [others.pop()]
+        litter.append(litter)
+        del litter
+        assert [[] for _ in range(5000)]  # more new objects than garbage is left for
+        return work(*given)
+
+    steps._work = littering
+    while engine.has_work:
+        engine.step()
+    assert len(others) < 8
+    assert steps.why_not is None
+
+
 def test_a_long_text_in_many_buckets_stays_right(model: Model) -> None:
     """A prompt of a few tokens that grows over many pages, through several widths."""
     found = []
