@@ -32,7 +32,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         "that of another system of the same run, with weights of the right shape and random\n"
         "numbers (`make gpu PART=4` and on; `keyhole/bench/headlines.py` has the settings).\n"
         "SpeContext's table 3 is of whole answers: as many requests at once as a system has room\n"
-        "for beside its weights, steps timed at 8 lengths along the answer, and their times\n"
+        "for beside its weights, steps timed at 4 lengths along the answer, and their times\n"
         "integrated; prompts are not counted. With 24 GB one request has room above, so what is\n"
         "wanted there is of `spe_context_below`: its layers go to the host as texts grow, as\n"
         "many requests run as memory and 32 GiB of the host allow, and its head chooses about\n"

@@ -145,7 +145,7 @@ class ThroughputSettings:
     answer: int
     memory: int
     host_memory: int = 32 << 30
-    points: int = 8
+    points: int = 4
     decode: DecodeSettings
 
     def __post_init__(self) -> None:
