@@ -8,7 +8,7 @@
     │   ├── PromptTooLongError  more tokens than the model can take
     │   └── RecordError         a stored document that cannot be read (cache/document_problem.py)
     ├── CapacityError           memory is out; says what helps              (a MemoryError)
-    └── NumericalError          the model gave NaN logits                   (an ArithmeticError)
+    └── NumericalError          the model gave NaN or infinite logits       (an ArithmeticError)
 
 A message says what is wrong, which value was given and what would be right, in one line.
 """

@@ -41,7 +41,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
         *dict.fromkeys(one.note for one in HEADLINES.values() if one.note),
         *_arithmetic(),
-        *(_about(line) for line in last.values()),
+        *(_about(last[name]) for name in HEADLINES if name in last),
     ]
 
 

@@ -88,11 +88,10 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """The git commit, with a "+" if tracked files differ from it; None without git.
 
-    Results and docs do not count: each cell of a long run adds to them. In a copy of the tree
-    without git it is what KEYHOLE_COMMIT in the environment says.
+    Results and docs do not count: each cell of a long run adds to them.
     """
     if not in_checkout():  # a virtual environment may lie in the repository of somebody else
-        return os.environ.get("KEYHOLE_COMMIT")
+        return None
     try:
         name = _git("rev-parse", "--short=12", "HEAD").strip()
         code = [":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs"]

@@ -27,8 +27,8 @@ WARM_UP = 3
 
 # Tokens after the prompt whose logits are compared.
 _COMPARED = 3
-#: Relative error that rounding explains in up to 16 layers: in bfloat16 these gave 0.04, with peaked
-#: attention, and 32 gave 0.11 (benchmarks/LOG.md). Unrelated logits differ by about 1.4.
+#: Relative error that rounding explains in up to 16 layers: of peaked attention in bfloat16 these
+#: gave 0.04, and 32 gave 0.11 (benchmarks/LOG.md). Unrelated logits differ by about 1.4.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.1}
 _LAYERS = 16
 # Eager attention also rounds scores before the softmax: 0.11 in bfloat16, 0.28 in 32 layers.

@@ -276,8 +276,8 @@ class Engine:
             if not is_good:
                 place = len(sequence.tokens)
                 sequence.error = NumericalError(
-                    f"the model gave NaN logits after {place} tokens; try dtype='float32' or check "
-                    "the checkpoint"
+                    f"the model gave NaN or infinite logits after {place} tokens; try "
+                    "dtype='float32' or check the checkpoint"
                 )
                 self._finish(sequence, "error")
                 continue

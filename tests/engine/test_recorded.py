@@ -294,6 +294,24 @@ def test_a_model_that_waits_for_the_device_is_run_step_by_step(
     assert steps_of(pair.engine).why_not is not None
 
 
+def test_of_a_recording_that_fails_the_first_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    """What cannot be recorded also keeps the recording from its end, which says less."""
+    pair = Pair(monkeypatch, model, Full())
+
+    def record(work: object) -> object:
+        try:
+            raise RuntimeError("asked for a number")
+        finally:
+            raise RuntimeError("failed due to a previous error")
+
+    monkeypatch.setattr(pair.recorder, "record", record)
+    with pytest.warns(RuntimeWarning, match="launched one by one, .* asked for a number"):
+        pair.run(((0, 3, 10),))
+    assert steps_of(pair.engine).why_not == "asked for a number"
+
+
 def test_a_cache_of_one_page_has_none_for_nobody(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:

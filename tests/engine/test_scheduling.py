@@ -95,8 +95,9 @@ def test_sequences_never_exceed_the_batch(checkpoint: Path) -> None:
         assert len(small.scheduler.running) <= 2
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_nan_ends_only_the_request_that_has_it(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
     one = engine(checkpoint, None)
     good, bad = one.add([5] * 10, PARAMS), one.add([6] * 20, PARAMS)
@@ -108,7 +109,8 @@ def test_nan_ends_only_the_request_that_has_it(
         logits = forward(token_ids, positions, batch, rows)  # type: ignore[arg-type]
         calls.append(len(logits))
         if len(calls) == 5:
-            logits[1, 3] = float("nan")
+            logits[0, 4] = float("-inf")  # a token that is ruled out
+            logits[1, 3] = wrong
         return logits
 
     monkeypatch.setattr(one.model, "forward", broken)

@@ -104,6 +104,16 @@ def test_no_mask_is_made(count: int) -> None:
     assert used < 1.5 * (copied + out.nbytes + 4 * out[..., 0].numel())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages_on_the_host_give_the_same_bits(shape: tuple[int, ...]) -> None:
+    """A layer on the lower tier: another kernel would round otherwise, and a policy choose so."""
+    given = case(shape, torch.bfloat16, 47, 15, "cuda")
+    wanted = operations.prefill(**given)
+    below = {name: given[name].cpu().pin_memory() for name in ("key_pages", "value_pages")}
+    assert torch.equal(operations.prefill(**given | below), wanted)
+
+
 def test_a_window_that_covers_the_prompt_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "prefill", not_here)
     given = case(SHAPES[0], torch.float16, 40, 20)
