@@ -166,7 +166,7 @@ class RecordedSteps:
 
 def _reason(error: BaseException) -> str:
     """What came first: a recording that fails also fails to end, which says less."""
-    while error.__context__ is not None:
+    while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error)
 

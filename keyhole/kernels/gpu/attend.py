@@ -274,8 +274,8 @@ def parts_of(
         ROWS=cut.rows,
         BLOCKS=cut.blocks,
         TOKENS=cut.tokens,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_warps=8 if value_dim > 128 else 4,
+        num_stages=2,
     )
     return mixed, largest, total
 

@@ -58,7 +58,7 @@ def _rotary(
     sin1 = tl.load(sin + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
     sin2 = tl.load(sin + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
 
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     mask = (head < QUERY_HEADS)[:, None] & (d < HALF)[None]
     source = query + sequence * stride_qb + token * stride_qt + head * stride_qh
     target = out_query + (row * QUERY_HEADS + head) * 2 * HALF

@@ -33,16 +33,13 @@ class Split:
     """How `num_rows` sequences are cut.
 
     rows: query heads of a group in one program, padded. blocks: programs per group. splits: parts
-    of what is read. tokens: how many are read at a time. warps: of a program. stages: how many
-    loads are under way.
+    of what is read. tokens: how many are read at a time.
     """
 
     rows: int
     blocks: int
     splits: int
     tokens: int
-    warps: int
-    stages: int
 
 
 def split(query: Tensor, num_kv_heads: int, tokens: int, *, listed: bool = False) -> Split:
@@ -63,7 +60,7 @@ def split(query: Tensor, num_kv_heads: int, tokens: int, *, listed: bool = False
     at_a_time = 64 if size <= 256 else 16 if small and size > 1024 else 32
     if listed and size <= 256 and rows == _LEAST_ROWS and _shared_memory(device) >= _LARGE:
         at_a_time = 128  # what is listed is looked up first: more of it has to be under way
-    return Split(rows, blocks, splits, at_a_time, warps=8 if dim > 128 else 4, stages=2)
+    return Split(rows, blocks, splits, at_a_time)
 
 
 @functools.cache
