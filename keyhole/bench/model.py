@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from keyhole.bench import measure
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.bench.shapes import SHAPES
-from keyhole.models import families, linear, norms, rotary
+from keyhole.models import families
 from keyhole.models.attention import NAME
-from keyhole.models.loading import Model
+from keyhole.models.loading import Model, speed_up
 
 # Keys this wide make attention peaked, so that a wrong page changes the logits visibly.
 _KEY_SCALE = 3.0
@@ -45,8 +45,7 @@ def make_weights(settings: DecodeSettings) -> Weights:
         network = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     network.eval()
     theirs = without_copying_weights(network)
-    for part in (linear, norms, rotary):
-        part.speed_up(network, device)
+    speed_up(network, device)
     length, reason = families.max_length(config)
     ours = Model(
         name=settings.shape,

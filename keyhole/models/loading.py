@@ -153,8 +153,7 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
             f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
-    for part in (linear, norms, rotary):
-        part.speed_up(network, place)
+    speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)
     calibration, stability = folder / CALIBRATION_FILE, folder / STABILITY_FILE
@@ -172,6 +171,12 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
         head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
         stability=stability if stability.is_file() else None,
     )
+
+
+def speed_up(network: Any, device: torch.device) -> None:
+    """Lets layers of a network be computed by the fastest there is on a device, in place."""
+    for part in (linear, norms, rotary):
+        part.speed_up(network, device)
 
 
 def _read(reader: Any, name: str) -> Any:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Heads of one program: many of them in a step of few tokens, so that these fill the chip.
+#: Heads of one program: few, so that a step of few tokens has programs for the whole chip.
 _HEADS = 4
 
 
