@@ -49,7 +49,7 @@ def _attend_all(layer: Layer, tokens: int) -> Case:
         ours={"": System(run=_attend(layer, tokens))},
         peers={
             "torch sdpa": System(run=sdpa),
-            "torch matmul": System(run=lambda i: (_mix(layer, *dense[i])[0],)),
+            "torch matmul": System(run=lambda i: (mix(layer, *dense[i])[0],)),
         },
     )
 
@@ -69,7 +69,7 @@ def _attend_tokens(layer: Layer, count: int) -> Case:
     def gather(i: int) -> Outputs:
         where = (draws[i] + heads * layer.longest).flatten()
         key, value = (x.index_select(0, where).view(*draws[i].shape, -1) for x in rows)
-        return (_mix(layer, key, value)[0],)
+        return (mix(layer, key, value)[0],)
 
     return Case(
         op="attend",
@@ -101,7 +101,7 @@ def _attend_pages(layer: Layer, count: int) -> Case:
         where = (draws[i] + heads * num_pages).flatten()
         size = (layer.batch, layer.num_kv_heads, count * PAGE_SIZE, layer.dim)
         key, value = (x.index_select(0, where).view(size) for x in rows)
-        return (_mix(layer, key, value)[0],)
+        return (mix(layer, key, value)[0],)
 
     return Case(
         op="attend",
@@ -129,7 +129,7 @@ def attend_and_score(layer: Layer) -> Iterator[Case]:
         return out, *scores
 
     def matmul(i: int) -> Outputs:
-        out, weights = _mix(layer, *dense[i])
+        out, weights = mix(layer, *dense[i])
         best = weights.flatten(1, 2).amax(1).float()
         return out, best.unflatten(1, (-1, PAGE_SIZE)).sum(2)[:, None]
 
@@ -223,7 +223,7 @@ def _weights(layer: Layer, key: Tensor) -> Tensor:
     return weights
 
 
-def _mix(layer: Layer, key: Tensor, value: Tensor) -> Outputs:
+def mix(layer: Layer, key: Tensor, value: Tensor) -> Outputs:
     """Attention as two products per KV head: [B, Hq, D], and its weights."""
     weights = _weights(layer, key)
     return (weights @ value).flatten(1, 2), weights

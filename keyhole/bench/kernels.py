@@ -21,6 +21,7 @@ from keyhole.bench import (
     attention_cases,
     choice_cases,
     linear_cases,
+    low_rank_cases,
     measure,
     memory,
     paths,
@@ -40,6 +41,7 @@ from keyhole.kernels import cpu
 _CASES: dict[str, Callable[[Layer], Iterator[Case]]] = {
     "attend": attention_cases.attend,
     "attend_and_score": attention_cases.attend_and_score,
+    "attend_rebuilt": low_rank_cases.attend_rebuilt,
     "head_scores": attention_cases.head_scores,
     "prefill": attention_cases.prefill,
     "append": choice_cases.append,

@@ -55,6 +55,7 @@ POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 OPS = (
     "attend",
     "attend_and_score",
+    "attend_rebuilt",
     "head_scores",
     "prefill",
     "append",

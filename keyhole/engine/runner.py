@@ -23,6 +23,7 @@ from keyhole.engine.recorded import Outputs, RecordedSteps, Recorder
 from keyhole.engine.scheduler import Plan
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.state import SequenceState
+from keyhole.kernels.rotation import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.models.positions import Turns, rotates
@@ -349,7 +350,7 @@ class Runner:
             prompts=tensors["prompts"],
             host_prompts=numbers.prompts,
             keys=self._cache.keys,
-            turn=self._turn,
+            rotation=self._rotation,
             slots=tensors["state_rows"],
             state=self._state.tensors,
             remaining=remaining,
@@ -360,8 +361,10 @@ class Runner:
         """The rotations of the model; None if its positions are none."""
         return Turns.of(self._model) if rotates(self._model) else None
 
-    def _turn(self, layer: int, x: Tensor, by: Tensor) -> Tensor:
-        return x if self._turns is None else self._turns.turn(layer, x, by)
+    def _rotation(self, layer: int) -> Rotation:
+        if self._turns is None:
+            return Rotation(None)
+        return Rotation(self._turns.frequencies[layer], self._turns.rotated_last[layer])
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)

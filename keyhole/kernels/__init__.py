@@ -27,8 +27,7 @@ an operation, so that a policy, its settings and `--help` need no torch.
     outlier_chunks   the chunks that their means fit worst
     chunk_scores     a query's weight on the mean of every chunk
     decompose        the keys of a prompt, before RoPE, in low rank
-    rebuilt_keys     keys of selected tokens from that
-    gather_selected, own_pages  keys or values of selected tokens; how to attend to them
+    attend_rebuilt   one query token per sequence over some tokens, by such keys
     top_indices      deterministic top-k with places that are always taken
     trim             as much of a choice as a share of the scores asks for
     recent_indices   the first and the last positions
@@ -50,7 +49,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keyhole.kernels.selection import ScoreRequest, Selection
+from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
 
 if TYPE_CHECKING:
     from keyhole.kernels.operations import (
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
         attend,
         attend_and_score,
         attend_and_score_chosen,
+        attend_rebuilt,
         backend,
         block_pages,
         block_scores,
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
         drop_oldest,
         exchange,
         form_clusters,
-        gather_selected,
         gather_tokens,
         head_scores,
         head_scores_chosen,
@@ -77,11 +76,9 @@ if TYPE_CHECKING:
         kept,
         linear,
         outlier_chunks,
-        own_pages,
         page_bounds,
         prefill,
         prefill_chosen,
-        rebuilt_keys,
         recent_indices,
         renew_stamps,
         representative_keys,
@@ -95,12 +92,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "LowRank",
     "ScoreRequest",
     "Selection",
     "append",
     "attend",
     "attend_and_score",
     "attend_and_score_chosen",
+    "attend_rebuilt",
     "backend",
     "block_pages",
     "block_scores",
@@ -112,7 +111,6 @@ __all__ = [
     "drop_oldest",
     "exchange",
     "form_clusters",
-    "gather_selected",
     "gather_tokens",
     "head_scores",
     "head_scores_chosen",
@@ -120,11 +118,9 @@ __all__ = [
     "kept",
     "linear",
     "outlier_chunks",
-    "own_pages",
     "page_bounds",
     "prefill",
     "prefill_chosen",
-    "rebuilt_keys",
     "recent_indices",
     "renew_stamps",
     "representative_keys",

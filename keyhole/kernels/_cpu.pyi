@@ -27,6 +27,9 @@ def attend(
     softcap: float,
     sinks: int,
     requests: Sequence[tuple[bool, int, int]],
+    low_rank_sizes: tuple[int, int, int],
+    low_rank_data: tuple[int, int, int, int],
+    angles: tuple[int, int, int],
     weights: int,
     out: int,
 ) -> None: ...

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import cpu
+from keyhole.kernels.rotation import angles_below
 
 
 def attend(
@@ -39,6 +40,57 @@ def attend(
         counts=counts,
         unit=unit,
         window=window,
+        out=out,
+    )
+    return out
+
+
+def attend_rebuilt(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    coefficients: Tensor,
+    basis: Tensor,
+    first: Tensor,
+    taken: Tensor,
+    chunk: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    frequencies: Tensor | None,
+    last: bool,
+) -> Tensor:
+    """As the plain one, but keys are float32 up to the end; they are never all there."""
+    assert coefficients.is_contiguous()  # the cache makes them so
+    assert indices.shape[1] == key_pages.shape[1]
+    # Kept in variables: a copy that only its address is known of would be freed at once.
+    basis, first, taken = basis.contiguous(), cpu.as_int32(first), cpu.as_int32(taken)
+    pairs, angles = 0, None
+    if frequencies is not None:
+        pairs = len(frequencies)
+        angles = angles_below(page_table.shape[1] * key_pages.shape[2], frequencies)
+    low_rank = (
+        (coefficients.shape[2], taken.shape[2], chunk),
+        tuple(x.data_ptr() for x in (coefficients, basis, first, taken)),
+        (cpu.address(angles), pairs, key_pages.shape[3] - 2 * pairs if last else 0),
+    )
+    out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
+    _attend(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        indices=indices,
+        counts=counts,
+        low_rank=low_rank,
         out=out,
     )
     return out
@@ -113,6 +165,7 @@ def _attend(
     unit: int = 1,
     window: int | None = None,
     requests: Sequence[tuple[bool, int, int]] = (),
+    low_rank: tuple[tuple[int, ...], ...] = ((0, 0, 1), (0, 0, 0, 0), (0, 0, 0)),
     weights: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
@@ -143,6 +196,7 @@ def _attend(
         softcap or 0.0,
         cpu.address(sinks),
         requests,
+        *low_rank,
         cpu.address(weights),
         cpu.address(out),
     )

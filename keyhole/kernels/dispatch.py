@@ -19,6 +19,7 @@ from keyhole.kernels import (
     cpu_attention,
     elastic,
     gpu,
+    low_rank,
     reference,
     rotation,
     trimming,
@@ -111,10 +112,16 @@ def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _register(
-    name: str, schema: str, plain: Callable[..., Any], on_cpu: Callable[..., Any]
+    name: str,
+    schema: str,
+    plain: Callable[..., Any],
+    on_cpu: Callable[..., Any],
+    first: int | None = None,
 ) -> None:
+    """first: so many operands tell whether the CPU's kernel takes them; None: all."""
+
     def chosen(*operands: Any) -> Any:
-        return (on_cpu if cpu.takes(*operands) else plain)(*operands)
+        return (on_cpu if cpu.takes(*operands[:first]) else plain)(*operands)
 
     def chosen_on_gpu(*operands: Any) -> Any:
         return (gpu.operation(name) if _triton and gpu.takes(name, *operands) else plain)(*operands)
@@ -148,6 +155,15 @@ _register(
     f"{_PAGED}, str[] reduces, int[] units, float scale, {_REST} -> (Tensor, Tensor[])",
     _attend_and_score,
     _attend_and_score_on_cpu,
+)
+_register(
+    "attend_rebuilt",
+    f"{_PAGED}, Tensor indices, Tensor counts, Tensor coefficients, Tensor basis, Tensor first,"
+    " Tensor taken, int chunk, float scale, float? softcap, Tensor? sinks, Tensor? frequencies,"
+    " bool last) -> Tensor",
+    low_rank.attend_rebuilt,
+    cpu_attention.attend_rebuilt,
+    first=-2,  # frequencies are float64
 )
 _register(
     "head_scores",

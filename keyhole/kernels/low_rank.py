@@ -1,20 +1,18 @@
-"""Keys of low rank, rebuilt where they are read (ShadowKV), and attention over keys that are not in
-pages.
+"""Keys of low rank (ShadowKV): how they are found, and attention that rebuilds them as it reads.
 
-Plain PyTorch on every device.
+Plain PyTorch; on a CPU our C++ extension attends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from keyhole.kernels import reference
 from keyhole.kernels.chosen import gather_tokens
-from keyhole.kernels.selection import Selection
+from keyhole.kernels.rotation import Rotation, rotate
 
 # Keys in float64 at a time: 64 MiB for keys of 1024 numbers.
 _ROWS = 8192
@@ -38,127 +36,77 @@ def decompose(
     coefficients: Tensor,
     pages: Tensor,
     length: int,
-    turn: Callable[[Tensor, Tensor], Tensor],
+    rotation: Rotation,
 ) -> Tensor:
     """Puts the first `length` keys of a sequence, before RoPE, into low rank.
 
     key_pages [P, Hkv, page_size, D], coefficients [P, page_size, rank], written in place; pages
-    int64 [M], the sequence's pages in order; turn(x, by): x [..., D] rotated by so many positions.
-    Returns the basis, float32 [rank, Hkv, D].
+    int64 [M], the sequence's pages in order. Returns the basis, float32 [rank, Hkv, D].
     """
     size, token = coefficients.shape[1], torch.arange(length, device=pages.device)
-    keys = turn(gather_tokens(key_pages, pages, token), -token[:, None])
+    keys = rotation.turn(gather_tokens(key_pages, pages, token), -token[:, None])
     numbers, basis = low_rank(keys.flatten(1), coefficients.shape[2])
     coefficients[pages[token // size], token % size] = numbers.to(coefficients.dtype)
     return basis.view(-1, *keys.shape[1:])
 
 
-def rebuilt_keys(
+def attend_rebuilt(
+    query: Tensor,
     key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    indices: Tensor,
+    counts: Tensor,
     coefficients: Tensor,
     basis: Tensor,
-    page_table: Tensor,
-    selection: Selection,
-    turn: Callable[[Tensor, Tensor], Tensor],
-    *,
-    own: Tensor,
+    first: Tensor,
     taken: Tensor,
     chunk: int,
-    most: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    frequencies: Tensor | None,
+    last: bool,
 ) -> Tensor:
-    """Keys of selected tokens [B, Hkv, n, D], rebuilt from their coefficients and turned.
+    """One query token per sequence over some tokens, by keys of low rank, [B, Hq, Dv].
 
-    As they are in key_pages [P, Hkv, page_size, D]: those of tokens that are `own`, bool
-    [B, Hkv, n], or in chunks that are `taken`, int32 [B, Hkv, k], padded with -1. coefficients
-    [P, page_size, rank], shared by all heads; basis [B, rank, Hkv, D], both of the keys' dtype;
-    page_table int32 [B, M]; selection: tokens, [B, Hkv, n], whole chunks of `chunk`, and after
-    the first that is not whole the tokens that follow it, which are own. turn as in `decompose`.
-    most: in how many chunks of a selection keys are rebuilt, at most.
+    As `attend`, the selection of tokens per KV head in parts; of `LowRank`, what it has.
     """
-    tokens = selection.indices
-    heads, width = tokens.shape[1:]
-    run = 1 if width % chunk else chunk
-    chunks = page_table.shape[1] * key_pages.shape[2] // chunk
-    listed = reference.members(taken, chunks)
-    theirs = listed.gather(2, tokens[..., ::run].long().clamp(min=0) // chunk)
-    own = own | theirs.repeat_interleave(run, 2) | (tokens < 0)
-    places = _places(own, chunk, most)
-    some = tokens.gather(2, places)
+    heads = key_pages.shape[1]
+    tokens = indices.clamp(min=0)
     shared = coefficients[:, None].expand(-1, heads, -1, -1)
-    found = _taken(*_lines(shared, page_table, some, chunk), some) @ basis.transpose(1, 2)
-    found = turn(found, some.long())
-    # Where keys stay as they are, what was rebuilt goes to one more line, which nobody reads.
-    count, dim = tokens.numel(), key_pages.shape[3]
-    keys = key_pages.new_empty(count + 1, dim)
-    lines, numbers = _lines(key_pages, page_table, tokens, run)
-    torch.index_select(lines, 0, numbers.flatten(), out=keys[:count].view(-1, lines.shape[1]))
-    first = torch.arange(0, count, width, device=places.device).view(-1, heads, 1)
-    target = (places + first).masked_fill(own.gather(2, places), count)
-    keys.index_copy_(0, target.flatten(), found.flatten(0, 2))
-    return keys[:count].view(-1, heads, width, dim)
+    keys = _gathered(shared, page_table, tokens) @ basis.transpose(1, 2)
+    if frequencies is not None:
+        keys = rotate(keys, tokens.long(), frequencies, last)
+    listed = reference.members(taken, page_table.shape[1] * key_pages.shape[2] // chunk)
+    own = listed.gather(2, tokens.long() // chunk) | (tokens >= first[:, None, None])
+    keys = _gathered(key_pages, page_table, tokens).where(own[..., None], keys)
+    values = _gathered(value_pages, page_table, tokens)
+    # What was gathered, in the order of the selection, as pages, one per sequence.
+    place = torch.arange(indices.shape[2], dtype=torch.int32, device=indices.device)
+    places = place.expand_as(indices).masked_fill(indices < 0, -1).contiguous()
+    table = torch.arange(len(query), dtype=torch.int32, device=indices.device)[:, None]
+    paged = (query, keys, values, table, torch.full_like(lengths, indices.shape[2]))
+    chosen = (places, counts.contiguous(), 1)
+    out: Tensor = torch.ops.keyhole.attend(*paged, *chosen, scale, None, softcap, sinks)
+    return out
 
 
-def _places(own: Tensor, chunk: int, most: int) -> Tensor:
-    """Places in selections of `most` chunks each, int64 [B, H, most * chunk].
+def _gathered(pages_of: Tensor, page_table: Tensor, tokens: Tensor) -> Tensor:
+    """Keys or values of tokens [B, Hkv, n], a copy [B, Hkv, n, D].
 
-    own bool [B, H, n]. Those chunks come first that are not wholly own.
-    """
-    count = own.shape[2] // chunk
-    whole = own[..., : count * chunk].unflatten(2, (count, chunk)).all(-1)
-    some = whole.to(torch.uint8).sort(dim=-1, stable=True).indices[..., :most, None]
-    places: Tensor = some * chunk + torch.arange(chunk, device=own.device)
-    return places.flatten(2)
-
-
-def gather_selected(pages_of: Tensor, page_table: Tensor, selection: Selection) -> Tensor:
-    """Keys or values of selected tokens, a copy [B, Hkv, n, D]; where there is none, anything.
-
-    pages_of [P, Hkv, page_size, D]; page_table int32 [B, M]; selection: tokens.
-    """
-    tokens = selection.indices.expand(-1, pages_of.shape[1], -1)
-    return _taken(*_lines(pages_of, page_table, tokens), tokens)
-
-
-def _lines(
-    pages_of: Tensor, page_table: Tensor, tokens: Tensor, run: int = 1
-) -> tuple[Tensor, Tensor]:
-    """A view [lines, run * D] that has the numbers of every run of tokens in some line, and which.
-
-    pages_of [P, Hkv, page_size, D]; tokens [B, Hkv, n], token 0 where there is none; a run begins
-    at a multiple of its length. Int64 [B, Hkv, n / run]. To take lines of one dimension is several
-    times as fast as to index three.
+    pages_of [P, Hkv, page_size, D]; page_table int32 [B, M]. To take lines of one dimension is
+    several times as fast as to index three.
     """
     _, heads, size, dim = pages_of.shape
     *steps, inner = pages_of.stride()
-    assert run == 1 or (inner == 1 and steps[2] == dim), "the tokens of a page stand in a row"
     # Lines may overlap: a page's values follow its keys, and MLA's values are a part of the keys.
     step = max(1, math.gcd(*steps))
     page_step, head_step, token_step = (one // step for one in steps)
-    last = (len(pages_of) - 1) * page_step + (heads - 1) * head_step + (size - run) * token_step
-    lines = pages_of.as_strided((last + 1, run * dim), (step, inner))
-    tokens = tokens[..., ::run].clamp(min=0)
-    # Where token 0 of the text would be, were its pages all like the one that a token is in.
-    place = torch.arange(page_table.shape[1], device=tokens.device)
-    begin = page_table.long() * page_step - place * (size * token_step)
-    begin = begin[:, None].expand(-1, heads, -1).gather(2, (tokens // size).long())
+    count = (len(pages_of) - 1) * page_step + (heads - 1) * head_step + (size - 1) * token_step + 1
+    lines = pages_of.as_strided((count, dim), (step, inner))
+    page = page_table.long()[:, None].expand(-1, heads, -1).gather(2, (tokens // size).long())
     head = torch.arange(heads, device=tokens.device)[:, None] * head_step
-    return lines, begin + head + tokens * token_step
-
-
-def _taken(lines: Tensor, numbers: Tensor, tokens: Tensor) -> Tensor:
-    """Those lines for tokens [B, Hkv, n], [B, Hkv, n, D]."""
+    numbers = page * page_step + head + tokens % size * token_step
     return lines.index_select(0, numbers.flatten()).view(*tokens.shape, -1)
-
-
-def own_pages(selection: Selection) -> tuple[Tensor, Tensor, Selection]:
-    """Page table, lengths and selection that read [B, H, n, D] as pages, one per sequence.
-
-    For keys and values that were gathered in the order of `selection`.
-    """
-    counts = selection.counts
-    width = selection.indices.shape[2]
-    place = torch.arange(width, dtype=torch.int32, device=counts.device)
-    indices = place.expand_as(selection.indices).masked_fill(selection.indices < 0, -1)
-    table = torch.arange(len(counts), dtype=torch.int32, device=counts.device)[:, None]
-    lengths = torch.full_like(counts[:, 0], width)
-    return table, lengths, Selection(indices.contiguous(), counts.contiguous(), 1)

@@ -21,7 +21,7 @@ from keyhole.kernels import (
     stamps,
     summaries,
 )
-from keyhole.kernels.selection import ScoreRequest, Selection
+from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
 
 
 def append(
@@ -74,6 +74,30 @@ def attend_and_score(
     reduces, units = [r.reduce for r in requests], [r.unit for r in requests]
     out, scores = torch.ops.keyhole.attend_and_score(*paged, reduces, units, scale, softcap, sinks)
     return out, tuple(scores)
+
+
+def attend_rebuilt(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    selection: Selection,
+    low_rank: LowRank,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` over tokens selected per KV head, some of their keys rebuilt, [B, Hq, Dv]."""
+    paged = (query, key_pages, value_pages, page_table, lengths)
+    chosen, low = (selection.indices, selection.counts), low_rank
+    rebuilt = (low.coefficients, low.basis, low.first, low.taken, low.chunk)
+    turned = (low.frequencies, low.last)
+    out: Tensor = torch.ops.keyhole.attend_rebuilt(
+        *paged, *chosen, *rebuilt, scale, softcap, sinks, *turned
+    )
+    return out
 
 
 def head_scores(
@@ -208,7 +232,6 @@ block_scores, block_pages = blocks.block_scores, blocks.block_pages
 keep, kept, with_newer = keeping.keep, keeping.kept, keeping.with_newer
 chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
 outlier_chunks = chunks.outlier_chunks
-decompose, rebuilt_keys = low_rank.decompose, low_rank.rebuilt_keys
-gather_selected, own_pages = low_rank.gather_selected, low_rank.own_pages
+decompose = low_rank.decompose
 summary_scores, spread_scores = summaries.summary_scores, summaries.spread_scores
 renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,21 @@ _FEW = 64
 
 #: What `_kept_angles` keeps, for as long as somebody has the frequencies.
 _kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """What turns the keys of a layer: frequencies and last as in `rotate`; None: nothing does."""
+
+    frequencies: Tensor | None
+    last: bool = False
+
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """Keys [..., D], rotated at any positions p, as they are at p + by, int64."""
+        if self.frequencies is None:
+            return x
+        turned: Tensor = torch.ops.keyhole.rotate(x, by, self.frequencies, self.last)
+        return turned
 
 
 def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
@@ -48,6 +64,16 @@ def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
     return turned
 
 
+def angles_below(count: int, frequencies: Tensor) -> Tensor:
+    """`_angles` of the positions below `count`, on a CPU, float32 [count, 3 * pairs]."""
+    places = torch.arange(count)
+    kept = _kept_angles(places, frequencies)
+    if kept is None:
+        return _angles(places, frequencies)
+    lowest, table = kept
+    return table[-lowest : count - lowest]
+
+
 def _kept_angles(by: Tensor, frequencies: Tensor) -> tuple[int, Tensor] | None:
     """The lowest turn of a table, and the table [turns, 3 * pairs]; None: it is not worth it.
 
@@ -61,7 +87,7 @@ def _kept_angles(by: Tensor, frequencies: Tensor) -> tuple[int, Tensor] | None:
     size = stop - start
     if size == len(table):
         return lowest, table
-    if size > max(by.numel(), 2 * len(table)):
+    if size > 2 * max(by.numel(), len(table)):
         return None
     # Some more, as texts grow by a token at a time.
     start -= (size // 8 + _FEW) * (start < lowest)

@@ -36,3 +36,22 @@ class ScoreRequest:
 
     reduce: Literal["max", "sum", "group_max", "none"]
     unit: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LowRank:
+    """What stands for some of the keys of a layer.
+
+    coefficients [P, page_size, rank], shared by all heads; basis [B, rank, Hkv, D], both of the
+    keys' dtype. Read as they are: keys of tokens from first, int32 [B], on, and of chunks of
+    `chunk` tokens that are taken, int32 [B, Hkv, k], padded with -1.
+    frequencies and last: how keys are turned to their places, as in `Rotation`.
+    """
+
+    coefficients: Tensor
+    basis: Tensor
+    first: Tensor
+    taken: Tensor
+    chunk: int
+    frequencies: Tensor | None
+    last: bool

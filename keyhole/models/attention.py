@@ -139,11 +139,9 @@ def _decode(
     batch.reads.append(selected)
     if selected is None:
         return kernels.attend(*paged, **options)
-    own = policy.attended_keys(layer, selected, step) if selected.unit == 1 else None
-    if own is not None:
-        values = kernels.gather_selected(values, step.page_table, selected)
-        table, lengths, all_of_them = kernels.own_pages(selected)
-        return kernels.attend(query, own, values, table, lengths, selection=all_of_them, **options)
+    low_rank = policy.low_rank(layer, step) if selected.unit == 1 else None
+    if low_rank is not None:
+        return kernels.attend_rebuilt(*paged, selection=selected, low_rank=low_rank, **options)
     # Where everything is read, it is read where it lies: there is more of it than places above.
     if chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selected)

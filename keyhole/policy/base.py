@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.kernels import ScoreRequest, Selection
+from keyhole.kernels import LowRank, ScoreRequest, Selection
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from keyhole.cache.remaining import Remaining
     from keyhole.cache.thinned import Rows
+    from keyhole.kernels.rotation import Rotation
 
-__all__ = ["Policy", "ScoreRequest", "Selection", "Step"]
+__all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 
 
 @dataclass
@@ -40,8 +41,8 @@ class Step:
     prompts: int32 [B], tokens that were there before that step; host_prompts: int64 [B], the same
         without asking the device.
     keys: per layer, its pages of keys [P, Hkv, page_size, D], wherever they are.
-    turn: turn(layer, x, by) gives keys x [..., D] of a layer, rotated at any positions p, as they
-        are at p + by; by int64, broadcast against x.shape[:-1]. x itself in a model without RoPE.
+    rotation: rotation(layer) turns keys of a layer from any positions to others; in a model without
+        RoPE it leaves them as they are.
     slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
     thinned: what each layer has of the sequences, where layers dropped tokens of some prompts
         (stored documents); None: everything. What is not there is taken out of a selection.
@@ -63,7 +64,7 @@ class Step:
     prompts: Tensor
     host_prompts: np.ndarray
     keys: Sequence[Tensor]
-    turn: Callable[[int, Tensor, Tensor], Tensor]
+    rotation: Callable[[int], Rotation]
     slots: Tensor
     state: Mapping[str, Tensor]
     carry: Selection | None = None
@@ -179,10 +180,10 @@ class Policy:
         """
         return None
 
-    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
-        """Keys to attend with in place of those selected, [B, Hkv, n, D]; None: as they are.
+    def low_rank(self, layer: int, step: Step) -> LowRank | None:
+        """What stands for some of the selected keys; None: all are read as they are.
 
-        Asked after `select` if that chose tokens for each KV head; values stay as they are.
+        Asked after `select` if that chose tokens for each KV head.
         """
         return None
 

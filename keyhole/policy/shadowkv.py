@@ -26,7 +26,6 @@ beside the budget, as the authors do. The decomposition comes from the eigenvect
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -37,7 +36,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError
-from keyhole.policy.base import Policy, Selection, Step
+from keyhole.policy.base import LowRank, Policy, Selection, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,9 +146,8 @@ class ShadowKV(Policy):
                 )
                 coefficients = data["coefficient"]
                 if coefficients.shape[2]:
-                    turn = functools.partial(step.turn, layer)
                     step.state[f"basis {layer}"][slot] = kernels.decompose(
-                        step.keys[layer], coefficients, pages, prompt, turn
+                        step.keys[layer], coefficients, pages, prompt, step.rotation(layer)
                     ).to(coefficients.dtype)
 
     def branch(self, step: Step) -> Hashable:
@@ -175,25 +173,21 @@ class ShadowKV(Policy):
         most = int((step.host_lengths - step.host_prompts).max())
         return kernels.with_newer(tokens, step.prompts, step.lengths, most)
 
-    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
-        """Keys of the prompt rebuilt, but for outlier chunks, the newest ones and short texts."""
+    def low_rank(self, layer: int, step: Step) -> LowRank | None:
+        """Keys of the prompt, but for outlier chunks, the newest ones and short texts."""
         if self.rank == 0:
             return None
         # From here on keys are the tokens' own: generated ones, newest chunks, and short texts.
         newest = (self._ends(step)[1] - self._local) * self._chunk
-        first = newest.minimum(step.prompts).masked_fill(step.lengths <= self._covered, 0)
-        own = selection.indices >= first[:, None, None]
-        return kernels.rebuilt_keys(
-            step.keys[layer],
-            step.page_data[layer]["coefficient"],
-            step.state[f"basis {layer}"].index_select(0, step.slots),
-            step.page_table,
-            selection,
-            functools.partial(step.turn, layer),
-            own=own,
+        rotation = step.rotation(layer)
+        return LowRank(
+            coefficients=step.page_data[layer]["coefficient"],
+            basis=step.state[f"basis {layer}"].index_select(0, step.slots),
+            first=newest.minimum(step.prompts).masked_fill(step.lengths <= self._covered, 0),
             taken=self._taken(layer, step),
             chunk=self._chunk,
-            most=self._most_rebuilt,
+            frequencies=rotation.frequencies,
+            last=rotation.last,
         )
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
@@ -230,16 +224,6 @@ class ShadowKV(Policy):
         Small models have less to spare: of the bundled one's 64, 10 are too few.
         """
         return min(160, _width(layout) // 2) if self.rank is None else self.rank
-
-    @property
-    def _most_rebuilt(self) -> int:
-        """Of how many selected chunks keys may be rebuilt, at most.
-
-        Those beside outliers and newest ones. A prompt with fewer outliers than there may be has
-        them everywhere but in the chunks that were its newest, and in one that it did not fill.
-        """
-        count = self.token_budget // self._chunk
-        return max(count - self._outliers - self._local, min(count, self._local + 1))
 
     @property
     def _covered(self) -> int:

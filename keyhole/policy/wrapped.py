@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policy.base import LowRank, Policy, ScoreRequest, Selection, Step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,9 +92,9 @@ class Wrapped(Policy):
         """As the policy inside."""
         return self.inner.select(layer, query, step)
 
-    def attended_keys(self, layer: int, selection: Selection, step: Step) -> Tensor | None:
+    def low_rank(self, layer: int, step: Step) -> LowRank | None:
         """As the policy inside."""
-        return self.inner.attended_keys(layer, selection, step)
+        return self.inner.low_rank(layer, step)
 
     def after_step(self, step: Step) -> Tensor | None:
         """As the policy inside."""

@@ -54,18 +54,19 @@ def test_a_line_has_every_operation_on_every_path_and_beside_a_peer() -> None:
     for op, about in cases:
         found = {r["system"]: r for r in line["results"] if (r["op"], r["about"]) == (op, about)}
         assert set(PATHS) < set(found)
+        arithmetic = op in ("prefill", "attend_rebuilt")
         for result in found.values():
             assert result["ratio_to_peer"] == pytest.approx(1) or result["system"] != result["peer"]
             assert result["peer"] in found
             assert result["ms"] >= result["least_ms"] > 0
             assert result["rounds"] == 2
             assert result["moved_bytes"] > 0
-            assert (result["gb_per_s"] is None) == (op == "prefill")
-            assert (result["bandwidth_share"] is None) == (op == "prefill")
-            if op != "prefill":
+            assert (result["gb_per_s"] is None) == arithmetic
+            assert (result["bandwidth_share"] is None) == arithmetic
+            if not arithmetic:
                 copied = 1e9 * result["gb_per_s"] / line["copy_bytes_per_s"]
                 assert result["copy_share"] == pytest.approx(copied)
-            assert (result["gflop_per_s"] is None) == (op != "prefill")
+            assert (result["gflop_per_s"] is None) != arithmetic
     names = [bar["bar"] for bar in line["bars"]]
     assert names == [
         "attend, all of 32 tokens: share of read bandwidth",

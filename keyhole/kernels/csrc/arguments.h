@@ -29,6 +29,17 @@ struct Request {
     float* out;
 };
 
+// What stands for some of the keys: R numbers per token, a basis per sequence and head.
+struct LowRank {
+    int64_t R, k, chunk;
+    const void* coefficients;  // [P, page_size, R]
+    const void* basis;         // [B, R, Hkv, D]
+    const int32_t* first;      // [B], from here on keys are the tokens' own
+    const int32_t* taken;      // [B, Hkv, k], chunks of tokens whose keys are too
+    const float* angles;       // [positions, 3 * pairs]: cosines twice, sines
+    int64_t pairs, turned_from;
+};
+
 struct Attend {
     DType dtype;
     int64_t B, Hq, Hkv, D, Dv, page_size;
@@ -44,6 +55,7 @@ struct Attend {
     Scoring scoring;
     const Request* requests;
     int64_t num_requests;
+    const LowRank* low_rank;  // or null; with tokens selected per KV head
     float* weights;  // `head_scores`: [B, Hkv, M * page_size], largest weight of a group; or null
     void* out;       // [B, Hq, Dv], or null where only weights are wanted
 };

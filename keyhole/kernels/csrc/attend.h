@@ -3,8 +3,6 @@
 // score, weight and values behind, which are then joined. How a sequence is cut depends on its own
 // length only, so its result does not depend on its neighbours or on the number of threads.
 
-static inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 static inline int64_t chunk_size(int64_t tokens) {
     const int64_t size = rounded_up((tokens + 31) / 32, kTile);
     return size < 512 ? 512 : size > 4096 ? 4096 : size;
@@ -39,6 +37,10 @@ class Attention {
         part_ = static_cast<float*>(workspace(2, num_tasks_ * G_ * part_size() * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
+        if (a.low_rank) {
+            room_size_ = LowRankKeys<T>::room(a);
+            room_ = static_cast<float*>(workspace(6, omp_get_max_threads() * room_size_ * 4));
+        }
         block_ = kBlock / a.page_size * a.page_size;  // whole pages
         parallel_ = tokens * (a.D + a.Dv) * static_cast<int64_t>(sizeof(T)) > kAlone;
     }
@@ -74,7 +76,7 @@ class Attention {
         }
     }
 
-    Source<T> source(int64_t b, int64_t h) const {
+    Source<T> source(int64_t b, int64_t h, LowRankKeys<T>* low_rank) const {
         const int64_t length = a_.lengths[b], head = a_.index_heads == 1 ? 0 : h;
         return {static_cast<const T*>(a_.keys.data) + h * a_.keys.head_stride,
                 static_cast<const T*>(a_.values.data) + h * a_.values.head_stride,
@@ -85,7 +87,8 @@ class Attention {
                 a_.unit,
                 a_.page_size,
                 a_.window && length > a_.window ? length - a_.window : 0,
-                length};
+                length,
+                low_rank};
     }
 
     // Numbers that a row leaves behind.
@@ -116,14 +119,25 @@ class Attention {
         if (end > begin + size) end = begin + size;
         const Rows rows = part(task);
         rows.clear();
-        Tiles<T> tiles(source(b, h), begin, end, a_.D + a_.Dv);
-        for (; tiles.left(); tiles.advance()) {
-            const Tile<T>& tile = tiles.tile();
+        if (a_.low_rank) {
+            LowRankKeys<T> keys(a_, b, h, room_ + omp_get_thread_num() * room_size_);
+            read(source(b, h, &keys), begin, end, row, rows);
+        } else {
+            read(source(b, h, nullptr), begin, end, row, rows);
+        }
+        if (!rows.out && raw_) note(rows, raw_ + row * N_, begin, end);
+    }
+
+    void read(const Source<T>& source, int64_t begin, int64_t end, int64_t row,
+              const Rows& rows) const {
+        Tiles<T> tiles(source, begin, end, a_.D + a_.Dv);
+        const auto over = [&](const Tile<T>& tile) {
             float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
             attend_tile<T>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
                            a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead());
-        }
-        if (!rows.out && raw_) note(rows, raw_ + row * N_, begin, end);
+        };
+        for (; tiles.left(); tiles.advance())
+            source.low_rank ? over(source.low_rank->rebuilt(tiles.tile())) : over(tiles.tile());
     }
 
     // Largest score and weight of a chunk where no values are wanted; raw: [G][N].
@@ -226,5 +240,7 @@ class Attention {
     bool parallel_;
     int64_t *first_task_, *left_;  // of each list: its first chunk, how many are to come
     Query* query_;
+    int64_t room_size_ = 0;
+    float* room_ = nullptr;  // of low rank, per thread
     float *part_, *total_, *raw_;  // total_: of each row, largest score and logarithm of the weight
 };

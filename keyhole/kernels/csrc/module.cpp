@@ -63,13 +63,20 @@ void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, i
             Address table, int64_t table_stride, int64_t M, Address lengths, Address indices,
             Address counts, std::tuple<int64_t, int64_t, int64_t> selection, int64_t window,
             float scale, float softcap, Address sinks,
-            const std::vector<std::tuple<bool, int64_t, Address>>& requests, Address weights,
-            Address out) {
+            const std::vector<std::tuple<bool, int64_t, Address>>& requests,
+            const std::tuple<int64_t, int64_t, int64_t>& low_rank_sizes,
+            const std::tuple<Address, Address, Address, Address>& low_rank_data,
+            const std::tuple<Address, int64_t, int64_t>& angles, Address weights, Address out) {
     std::vector<Request> wanted;
     for (const auto& [sum, unit, scores] : requests)
         wanted.push_back({sum, unit, at<float>(scores)});
     const auto [B, Hq, Hkv, D, Dv, page_size] = sizes;
     const auto [index_heads, n, unit] = selection;
+    const auto [R, k, chunk] = low_rank_sizes;
+    const auto [coefficients, basis, first, taken] = low_rank_data;
+    const auto [turns, pairs, turned_from] = angles;
+    const LowRank low_rank{R, k, chunk, at<void>(coefficients), at<void>(basis), at<int32_t>(first),
+                           at<int32_t>(taken), at<float>(turns), pairs, turned_from};
     path->attend({static_cast<DType>(dtype),
                   B,
                   Hq,
@@ -93,6 +100,7 @@ void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, i
                   {scale, softcap, at<float>(sinks)},
                   wanted.data(),
                   static_cast<int64_t>(wanted.size()),
+                  R ? &low_rank : nullptr,
                   at<float>(weights),
                   at<void>(out)});
 }

@@ -19,6 +19,7 @@ namespace {
 #include KEYHOLE_VECTOR
 #include "threads.h"
 #include "tile.h"
+#include "low_rank.h"
 #include "source.h"
 #include "attend.h"
 #include KEYHOLE_PROMPT_TILES

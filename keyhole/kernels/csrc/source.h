@@ -9,10 +9,12 @@ struct Source {
     const int32_t* entries;  // selected tokens or pages, or null: everything
     int64_t unit, page_size;
     int64_t low, high;  // positions that are seen
+    LowRankKeys<T>* low_rank = nullptr;
 
     // The next tile from `at`; gives the place after it.
     int64_t next(int64_t at, int64_t end, Tile<T>& tile) const {
         tile.count = 0;
+        tile.rebuilt = 0;
         while (tile.count < kTile && at < end) {
             int64_t position = at, run = 1;
             if (entries && unit == 1) {
@@ -56,6 +58,11 @@ struct Source {
         const int64_t page = table[entry];
         const T* key = keys + page * key_pages.page_stride + place * key_pages.token_stride;
         const T* value = values + page * value_pages.page_stride + place * value_pages.token_stride;
+        if (low_rank)  // with tokens only, so that the run is one
+            if (const T* row = low_rank->row(position, page, place)) {
+                tile.rebuilt |= 1u << tile.count;
+                key = row;
+            }
         for (int64_t i = 0; i < run; i++) {
             tile.key[tile.count] = key + i * key_pages.token_stride;
             tile.value[tile.count] = value + i * value_pages.token_stride;

@@ -4,12 +4,15 @@
 
 constexpr int kTile = 16;
 
+static inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
 template <class T>
 struct Tile {
     int count = 0;
     const T* key[kTile];
     const T* value[kTile];
     int64_t position[kTile];
+    uint32_t rebuilt = 0;  // bits of those whose `key` is a row of coefficients
 };
 
 // Asks memory for rows that are needed soon, a line at a time. A core waits for a few dozen lines at
