@@ -10,6 +10,9 @@ from torch import Tensor
 from keyhole.kernels import cpu
 from keyhole.kernels.rotation import angles_below
 
+# Sizes (rank, chunks taken, tokens of a chunk), addresses, angles: as in `attend_rebuilt`.
+_NO_LOW_RANK = ((0, 0, 1), (0, 0, 0, 0), (0, 0, 0))
+
 
 def attend(
     query: Tensor,
@@ -165,7 +168,7 @@ def _attend(
     unit: int = 1,
     window: int | None = None,
     requests: Sequence[tuple[bool, int, int]] = (),
-    low_rank: tuple[tuple[int, ...], ...] = ((0, 0, 1), (0, 0, 0, 0), (0, 0, 0)),
+    low_rank: tuple[tuple[int, ...], ...] = _NO_LOW_RANK,
     weights: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
