@@ -69,7 +69,6 @@ def attend_rebuilt(
 ) -> Tensor:
     """As the plain one, but keys are float32 up to the end; they are never all there."""
     assert coefficients.is_contiguous()  # the cache makes them so
-    assert indices.shape[1] == key_pages.shape[1]
     # Kept in variables: a copy that only its address is known of would be freed at once.
     basis, first, taken = basis.contiguous(), cpu.as_int32(first), cpu.as_int32(taken)
     pairs, angles = 0, None

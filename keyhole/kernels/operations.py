@@ -89,9 +89,11 @@ def attend_rebuilt(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` over tokens selected per KV head, some of their keys rebuilt, [B, Hq, Dv]."""
+    """`attend` over selected tokens, some of their keys rebuilt, [B, Hq, Dv]."""
+    heads = key_pages.shape[1]
     paged = (query, key_pages, value_pages, page_table, lengths)
-    chosen, low = (selection.indices, selection.counts), low_rank
+    chosen = (selection.indices.expand(-1, heads, -1), selection.counts.expand(-1, heads))
+    low = low_rank
     rebuilt = (low.coefficients, low.basis, low.first, low.taken, low.chunk)
     turned = (low.frequencies, low.last)
     out: Tensor = torch.ops.keyhole.attend_rebuilt(

@@ -183,7 +183,7 @@ class Policy:
     def low_rank(self, layer: int, step: Step) -> LowRank | None:
         """What stands for some of the selected keys; None: all are read as they are.
 
-        Asked after `select` if that chose tokens for each KV head.
+        Asked after `select` if that chose tokens, not pages.
         """
         return None
 

@@ -145,3 +145,9 @@ def test_long_lists_are_read_in_parts() -> None:
     )
     wanted = kernels.attend(query, keys, *rest, selection=selection, scale=0.3)
     assert (found - wanted).abs().max() < 1e-5
+    # A choice that all heads share is as good as one for each.
+    shared = Selection(tokens[:, :1], selection.counts[:, :1], 1)
+    again = kernels.attend_rebuilt(
+        query, broken, *rest, selection=shared, low_rank=low_rank, scale=0.3
+    )
+    assert torch.equal(again, found)
