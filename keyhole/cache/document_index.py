@@ -41,8 +41,8 @@ SELECT d.*, own.file IS NOT NULL AS encoded, own.tokens AS own_tokens,
   own.block_size AS own_block_size, group_concat(r.model) AS models,
   coalesce(sum(r.size_bytes), 0) AS record_bytes
 FROM documents d LEFT JOIN records r ON r.digest = d.digest
-LEFT JOIN records own ON own.digest = d.digest AND own.model = ?1
-WHERE ?2 IS NULL OR d.name = ?2 GROUP BY d.name ORDER BY d.name
+LEFT JOIN records own ON own.digest = d.digest AND own.model = :model
+WHERE :name IS NULL OR d.name = :name GROUP BY d.name ORDER BY d.name
 """
 _SOURCE_FIELDS = [field.name for field in dataclasses.fields(SourceFile)]
 # Errors that say nothing about the file: another process has it, or it cannot be opened at all.
@@ -120,7 +120,7 @@ class Index:
             yield connection
             connection.execute("COMMIT")  # without it, closing rolls back
 
-    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+    def _rows(self, query: str, **values: Any) -> list[sqlite3.Row]:
         with closing(self._connect()) as connection:
             return connection.execute(query, values).fetchall()
 
@@ -128,7 +128,7 @@ class Index:
 
     def source(self, name: str) -> SourceFile | None:
         """The first line of the document's file."""
-        rows = self._rows("SELECT * FROM documents WHERE name = ?", name)
+        rows = self._rows("SELECT * FROM documents WHERE name = :name", name=name)
         return _source(rows[0]) if rows else None
 
     def sources(self) -> list[SourceFile]:
@@ -141,7 +141,7 @@ class Index:
 
     def source_bytes(self, name: str) -> int:
         """How long the document's file is; 0 if there is none."""
-        rows = self._rows("SELECT size_bytes FROM documents WHERE name = ?", name)
+        rows = self._rows("SELECT size_bytes FROM documents WHERE name = :name", name=name)
         return int(rows[0]["size_bytes"]) if rows else 0
 
     def stamps(self) -> dict[str, str]:
@@ -172,7 +172,8 @@ class Index:
     def records(self, digest: str | None = None) -> dict[str, int]:
         """File -> size in bytes; of one source, or all."""
         rows = self._rows(
-            "SELECT file, size_bytes FROM records WHERE ?1 IS NULL OR digest = ?1", digest
+            "SELECT file, size_bytes FROM records WHERE :digest IS NULL OR digest = :digest",
+            digest=digest,
         )
         return {row["file"]: row["size_bytes"] for row in rows}
 
@@ -182,12 +183,15 @@ class Index:
         """Records by file; one that is new counts as used now, or when its document was made."""
         with self._transaction() as connection:
             connection.executemany(
-                "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, "
-                "(SELECT coalesce(max(last_used), 0) FROM documents WHERE digest = ?2)) "
+                "INSERT INTO records VALUES (:file, :digest, :model, :tokens, :block_size, :size, "
+                "(SELECT coalesce(max(last_used), 0) FROM documents WHERE digest = :digest)) "
                 "ON CONFLICT (file) DO UPDATE SET size_bytes = excluded.size_bytes, "
                 "tokens = coalesce(excluded.tokens, tokens), "
                 "block_size = coalesce(excluded.block_size, block_size)",
-                [(f, *_parts(f), tokens, block_size, size) for f, size in sizes.items()],
+                [
+                    dict(_parts(file), file=file, tokens=tokens, block_size=block_size, size=size)
+                    for file, size in sizes.items()
+                ],
             )
 
     def uncounted(self) -> list[str]:
@@ -212,8 +216,8 @@ class Index:
 
     def shared(self, digest: str, name: str) -> bool:
         """Whether another document than that of this name has the source."""
-        query = "SELECT 1 FROM documents WHERE digest = ? AND name != ? LIMIT 1"
-        return bool(self._rows(query, digest, name))
+        query = "SELECT 1 FROM documents WHERE digest = :digest AND name != :name LIMIT 1"
+        return bool(self._rows(query, digest=digest, name=name))
 
     def total_bytes(self) -> int:
         """Of all sources and records."""
@@ -245,7 +249,7 @@ class Index:
                 "UPDATE documents SET hits = hits + 1, last_used = ? WHERE name = ?", (now, name)
             )
             connection.execute("UPDATE records SET last_used = ? WHERE file = ?", (now, file))
-            row = connection.execute(_INFO, (model, name)).fetchone()
+            row = connection.execute(_INFO, {"model": model, "name": name}).fetchone()
         return _info(row) if row is not None else None
 
     def used(self, file: str) -> None:
@@ -259,7 +263,7 @@ class Index:
 
     def infos(self, model: str, name: str | None = None) -> list[DocumentInfo]:
         """The document of this name, or all sorted by name, as `model` sees them."""
-        rows = self._rows(_INFO, model, name)
+        rows = self._rows(_INFO, model=model, name=name)
         return [_info(row) for row in rows]
 
 
@@ -268,9 +272,10 @@ def record_file(digest: str, model: str) -> str:
     return f"{digest}-{model}.safetensors"
 
 
-def _parts(file: str) -> tuple[str, str]:
+def _parts(file: str) -> dict[str, str]:
+    """Digest and model of a record, by its file."""
     digest, _, rest = file.partition("-")
-    return digest, rest.partition(".")[0]
+    return {"digest": digest, "model": rest.partition(".")[0]}
 
 
 def _put(connection: sqlite3.Connection, found: Iterable[tuple[SourceFile, int, str]]) -> None:

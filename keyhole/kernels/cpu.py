@@ -275,7 +275,7 @@ def exchange(
     page_table, lengths, indices = as_rows(page_table), as_int32(lengths), as_int32(indices)
     rows = rows.to(torch.int64).contiguous()
     num_slots, (_, num_heads, page_size, dim) = entries.shape[2], keys.shape
-    used = torch.empty(len(rows), num_heads, num_slots, dtype=torch.int32)
+    used = torch.empty(len(rows), num_heads, indices.shape[2], dtype=torch.int32)
     counts, moved = (torch.empty(len(rows), num_heads, dtype=torch.int32) for _ in range(2))
     value_dim = 0 if values is None else values.shape[3]
     extension.exchange(

@@ -34,15 +34,16 @@ def exchange(
     [R, H, S] says which one is where, -1 for none.
     key_pages [P, H, page_size, D] and so on: where all tokens are. rows int64 [B]: the buffer of
     each sequence, all different. selection: indices [B, H or 1, n] with n < S, in any order, also
-    with repetitions.
+    with repetitions; the newest entry is among them.
 
     The last slot belongs to the newest entry, so that places which are not filled yet come last; in
     it all tokens but the newest are copied. The newest is left to `append`, since it may not be
     written yet. Misses take empty slots first, then those of entries that are not selected, in
     order. Entries without a place in the selection stay until then, as they may come back.
 
-    Returns the slots to attend to, [B, H, S], in the order of their entries, so that sums are made
-    in the order in which they are made over the pages; and int32 [B, H], tokens copied.
+    Returns the slots to attend to, [B, H, n], in the order of their entries: attention, which is
+    cut by the length of a list and adds up in its order, rounds as it does over the pages. And
+    int32 [B, H], tokens copied.
     """
     unit, size, heads = selection.unit, keys.shape[2], keys.shape[1]
     num_entries, last = page_table.shape[1] * size // unit, entries.shape[2] - 1
@@ -86,6 +87,7 @@ def exchange(
 
     read = torch.cat([held.masked_fill(~kept, num_entries), newest.expand(-1, heads, -1)], -1)
     read, slots = read.sort(dim=-1, stable=True)
+    read, slots = (found[..., : listed.shape[2]] for found in (read, slots))
     counts = (read < num_entries).sum(-1, dtype=torch.int32)
     moved = missing.sum(-1) * unit + known[:, None]
     slots = slots.masked_fill(read == num_entries, -1)

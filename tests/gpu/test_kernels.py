@@ -388,6 +388,7 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
     for step in range(3):
         lengths = torch.tensor([20 + step, most - step], dtype=torch.int32)
         picked = torch.randint(-1, 20 // unit, (2, heads, places), generator=random).int()
+        picked[..., 0] = (lengths - 1)[:, None] // unit
         paged = (key_pages, None if shared else value_pages, table[:2])
         here = (lengths.to(DEVICE), rows, picked.to(DEVICE))
         results = run("exchange", *found, *paged, *here, unit)

@@ -106,14 +106,15 @@ worlds = st.builds(
 
 
 def draw_lists(data: st.DataObject, world: World, lengths: dict[int, int]) -> list[list[list[int]]]:
-    """Entries per sequence and list: rarely more than there are, also twice and in any order."""
+    """Entries per sequence and list, the newest among them: also twice and in any order."""
     heads = data.draw(st.sampled_from((1, world.heads)))
     lists = []
     for length in lengths.values():
         newest = (length - 1) // world.unit
         entry = st.one_of(st.integers(0, newest), st.just(newest), st.just(-1))
-        tidy = st.lists(st.integers(0, newest), max_size=world.places, unique=True).map(sorted)
-        wild = st.lists(entry, max_size=world.places)
+        some = st.lists(entry, max_size=world.places - 1)
+        wild = some.flatmap(lambda entries, newest=newest: st.permutations([*entries, newest]))
+        tidy = wild.map(lambda entries: sorted({*entries} - {-1}))
         lists.append([data.draw(st.one_of(tidy, tidy, wild)) for _ in range(heads)])
     return lists
 
@@ -154,7 +155,7 @@ def test_a_buffer_holds_what_is_selected_and_only_the_difference_is_copied(
                 last = {e: s for e, s in last.items() if e < newest}
                 count = int(found.counts[b, head])
                 slots = found.indices[b, head].tolist()
-                assert slots[count:] == [-1] * (world.places + 1 - count)
+                assert slots[count:] == [-1] * (world.places - count)
                 slots = slots[:count]
                 assert len(slots) == len(set(slots))
                 assert slots[-1] == world.places

@@ -155,7 +155,7 @@ struct Exchange {
     const int64_t* rows;     // [B]
     const int32_t* indices;  // [B, lists, n]
     int64_t lists, n;
-    int32_t* used;    // [B, H, slots]
+    int32_t* used;    // [B, H, n]
     int32_t* counts;  // [B, H]
     int32_t* moved;   // [B, H]
 };

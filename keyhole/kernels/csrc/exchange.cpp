@@ -22,11 +22,12 @@ class List {
     List(const Exchange& a, int64_t b, int64_t h) : a_(a), b_(b), h_(h) {
         newest_ = (a.lengths[b] - 1) / a.unit;
         entries_ = a.entries + (a.rows[b] * a.H + h) * a.slots;
-        slots_ = a.used + (b * a.H + h) * a.slots;
+        used_ = a.used + (b * a.H + h) * a.n;
     }
 
-    // `wanted`, `listed`: room for a bit per entry; `places` for a number.
-    void run(uint64_t* wanted, uint64_t* listed, int32_t* places) {
+    // `wanted`, `listed`: room for a bit per entry; `places` for a number, `slots` for one per slot.
+    void run(uint64_t* wanted, uint64_t* listed, int32_t* places, int32_t* slots) {
+        slots_ = slots;
         const int64_t words = (newest_ + 63) / 64, ordinary = a_.slots - 1;
         std::fill(wanted, wanted + words, 0);
         const int32_t* list = a_.indices + (b_ * a_.lists + (a_.lists == 1 ? 0 : h_)) * a_.n;
@@ -58,12 +59,12 @@ class List {
         entries_[ordinary] = static_cast<int32_t>(newest_);
         const int64_t known = a_.lengths[b_] - 1 - newest_ * a_.unit;
         copy(ordinary, newest_, known);
-        int64_t count = 0;  // from here on slots_ is the list of slots to attend to
+        int64_t count = 0;
         for (int64_t word = 0; word < words; word++)
             for (uint64_t bits = listed[word]; bits; bits &= bits - 1)
-                slots_[count++] = places[word * 64 + __builtin_ctzll(bits)];
-        slots_[count++] = static_cast<int32_t>(ordinary);
-        std::fill(slots_ + count, slots_ + a_.slots, -1);
+                use(count, places[word * 64 + __builtin_ctzll(bits)]);
+        use(count, static_cast<int32_t>(ordinary));
+        std::fill(used_ + count, used_ + a_.n, -1);
         a_.counts[b_ * a_.H + h_] = static_cast<int32_t>(count);
         a_.moved[b_ * a_.H + h_] = static_cast<int32_t>(loaded * a_.unit + known);
     }
@@ -78,6 +79,11 @@ class List {
             }
         slots_[at_] = kept;
         return at_;
+    }
+
+    // A list without the newest entry, which no policy may give, has one slot too few.
+    void use(int64_t& count, int32_t slot) const {
+        if (count < a_.n) used_[count++] = slot;
     }
 
     // The first `count` tokens of an entry; they lie in one page on both sides.
@@ -104,7 +110,7 @@ class List {
     const Exchange& a_;
     const int64_t b_, h_;
     int64_t newest_, at_ = 0;
-    int32_t *entries_, *slots_;
+    int32_t *entries_, *used_, *slots_ = nullptr;
     Slot free_ = empty;
 };
 
@@ -112,14 +118,15 @@ class List {
 
 void exchange(const Exchange& a) {
     const int64_t entries = a.M * a.page_size / a.unit, words = (entries + 63) / 64;
-    const int64_t numbers = 2 * words + (entries + 1) / 2;  // of 8 bytes, per thread
+    const int64_t numbers = 2 * words + (entries + a.slots + 1) / 2;  // of 8 bytes, per thread
     auto* room = static_cast<uint64_t*>(workspace(0, omp_get_max_threads() * numbers * 8));
     // Below this, waking other threads costs more than it saves.
     const bool together = a.B * a.H * a.slots * a.unit * (a.D + a.Dv) * a.itemsize > 1 << 19;
 #pragma omp parallel for schedule(dynamic) if (together)
     for (int64_t i = 0; i < a.B * a.H; i++) {
         uint64_t* own = room + omp_get_thread_num() * numbers;
-        List(a, i / a.H, i % a.H).run(own, own + words, reinterpret_cast<int32_t*>(own + 2 * words));
+        auto* places = reinterpret_cast<int32_t*>(own + 2 * words);
+        List(a, i / a.H, i % a.H).run(own, own + words, places, places + entries);
     }
 }
 

@@ -144,6 +144,7 @@ def exchange(
 
     read = torch.cat([held.masked_fill(~(kept | placed), num_entries), newest], -1)
     read, slots = read.sort(dim=-1, stable=True)
+    read, slots = (found[..., : indices.shape[2]] for found in (read, slots))
     counts = (read < num_entries).sum(-1, dtype=torch.int32)
     written = lengths - 1 - newest[:, 0, 0] * unit  # of the newest entry
     moved = (missing.sum(-1) * unit + written[:, None]).int()
