@@ -36,7 +36,7 @@ def step_times(line: dict[str, Any], path: Path) -> None:
         axis.grid(axis="y")
         axis.set_axisbelow(True)
         axis.set_xlabel("tokens of context")
-        axis.set_ylabel("milliseconds per step")
+        axis.set_ylabel("milliseconds per step (logarithmic)")
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         figure.suptitle(
             f"A decode step, {settings['shape']}, {settings['dtype']}, batch {settings['batch']}",

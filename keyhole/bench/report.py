@@ -49,14 +49,12 @@ def pictures(lines: Sequence[Line]) -> dict[str, Line]:
 
 
 def render(lines: Sequence[Line]) -> str:
-    """For the README: table and picture for each device, of its smallest batch."""
-    last = latest(lines, _device_and_batch)
-    last.sort(key=lambda line: int(line["settings"]["batch"]), reverse=True)
-    parts = [
-        f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, 'docs/images/')}\n"
-        for line in latest(last, lambda line: line["machine"]["device"])
-    ]
-    return "\n".join(parts)
+    """For the README: table and picture of a CPU, of the smallest batch; the page has the rest."""
+    last = latest([line for line in lines if _device(line) == "a CPU"], _device_and_batch)
+    if not last:
+        return ""
+    line = min(last, key=lambda line: int(line["settings"]["batch"]))
+    return f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, 'docs/images/')}\n"
 
 
 def inserted(text: str, tables: str) -> str:
