@@ -46,6 +46,11 @@ class Place:
         return dataclasses.replace(self, length=0, settings=others)
 
     @property
+    def is_perplexity(self) -> bool:
+        """Whether the score is 1 / perplexity, which is no share of right answers."""
+        return self.task == "perplexity"
+
+    @property
     def depth(self) -> float | None:
         """Where the needle was asked to be, from 0 to 1."""
         text = dict(self.settings).get(_DEPTH, "")
@@ -72,6 +77,7 @@ class Cell:
     score: float | None
     scores: tuple[float | None, ...] = ()
     depths: tuple[float | None, ...] = ()
+    perplexity: float | None = None
     tokens_prompt: float | None = None
     tokens_generated: float | None = None
     read_share: float | None = None
@@ -208,11 +214,12 @@ def _cell(line: Line) -> Cell:
         recall_per_layer=_numbers(line.get("recall_per_layer")),
         selection_maps=tuple(maps) if isinstance(maps, list) else (),
         line=line,
-        **{name: number(line.get(name)) for name in _COSTS},
+        **{name: number(line.get(name)) for name in _NUMBERS},
     )
 
 
-_COSTS = (
+_NUMBERS = (
+    "perplexity",
     "tokens_prompt",
     "tokens_generated",
     "read_share",

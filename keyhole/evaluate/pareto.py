@@ -25,7 +25,10 @@ _PANEL, _COLUMNS = (3.5, 2.7), 3
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Bytes read in a decode step, and the score from 0 to 1 with its interval if it has one."""
+    """Bytes read in a decode step, and the score from 0 to 1 with its interval if it has one.
+
+    The score of a perplexity is 1 / perplexity, so that more is better.
+    """
 
     cell: Cell
     bytes_per_step: float
@@ -38,7 +41,10 @@ class Point:
         """What the point says, in words."""
         low_high = "" if self.interval is None else " ({:.0%} to {:.0%})".format(*self.interval)
         read = size_text(self.bytes_per_step)
-        return f"{self.cell.label}: {self.score:.1%}{low_high}, {read} a step"
+        said = f"{self.score:.1%}{low_high}"
+        if self.cell.place.is_perplexity:
+            said = f"perplexity {1 / self.score:.2f}" if self.score else "no perplexity"
+        return f"{self.cell.label}: {said}, {read} a step"
 
 
 def points(cells: Sequence[Cell]) -> dict[str, list[Point]]:
@@ -117,7 +123,16 @@ def draw(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[st
             texts[identity := f"point-{len(texts)}"] = point.text
             _mark(axis, point, look, identity)
         axis.plot([], [], look.mark, linestyle="-", color=look.color, label=name, markersize=5)
-    _scale(axis, [point.bytes_per_step for own in found.values() for point in own])
+    every = [point for own in found.values() for point in own]
+    _scale(axis, [point.bytes_per_step for point in every])
+    if any(point.cell.place.is_perplexity for point in every):
+        axis.set_ylim(0, 1.1 * max(point.score for point in every) or 1.0)
+        axis.locator_params(axis="y", nbins=5)
+        axis.set_ylabel("1 / perplexity")
+    else:
+        axis.set_ylim(-0.02, 1.04)
+        axis.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
+        axis.set_ylabel("score, %")
     return texts
 
 
@@ -148,13 +163,10 @@ def _scale(axis: Any, read: Sequence[float]) -> None:
     ticks = [2.0**power for power in powers if power % every == 0]
     axis.set_xticks(ticks, [_tick(tick) for tick in ticks])
     axis.minorticks_off()
-    axis.set_ylim(-0.02, 1.04)
-    axis.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
     axis.set_axisbelow(True)
     axis.grid(axis="y")
     axis.tick_params(length=0, labelcolor=FAINT)
     axis.set_xlabel("read per decode step")
-    axis.set_ylabel("score, %")
 
 
 def _tick(size: float) -> str:

@@ -30,7 +30,7 @@ class Column:
     best: Callable[[Iterable[float]], float] | None = None
 
 
-COLUMNS = (
+SCORE, PERPLEXITY, *_ = COLUMNS = (
     Column(
         key="score",
         head="Score",
@@ -41,6 +41,15 @@ COLUMNS = (
         "chance.",
         text=lambda value: f"{100 * value:.1f}",
         best=max,
+    ),
+    Column(
+        key="perplexity",
+        head="Perplexity",
+        unit="",
+        meaning="How unlikely the text's next token is after each step, as the number of equally "
+        "likely tokens it might as well be one of; less is better.",
+        text=lambda value: f"{value:,.2f}",
+        best=min,
     ),
     Column(
         key="tokens_generated",
@@ -91,10 +100,14 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A cell of a table: its text, the number it is sorted by, and whether it is the best."""
+    """A cell of a table: its text, the number it is sorted by, and whether it is the best.
+
+    tint: a score from 0 to 1, which gives the cell its colour.
+    """
 
     text: str
     sort: float | None
+    tint: float | None = None
     best: bool = False
     low_high: tuple[float, float] | None = None
 
@@ -138,7 +151,7 @@ def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Ru
     by_place = places(cells)
     found = []
     for at, own in by_place.items():
-        columns = _columns(own)
+        columns = _columns(at, own)
         by_column = [_values([_of(cell, c) for cell in own], c, own) for c in columns]
         rows = tuple(
             Row(
@@ -158,20 +171,25 @@ def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Ru
 
 
 def overview(cells: Sequence[Cell], style: Mapping[str, Look]) -> Overview:
-    """All scores; the mean stands where a row has every score and there is more than one."""
+    """All scores; the mean stands where a row has every score and there is more than one.
+
+    A perplexity stands as it is, and is in no mean.
+    """
     by_place = places(cells)
     rows = list(dict.fromkeys((cell.name, cell.budget) for cell in cells))
     scores = {(cell.place, cell.name, cell.budget): cell for cell in cells}
-    score = COLUMNS[0]
     by_column: list[list[Value]] = []
+    averaged: list[list[Value]] = []
     for at in by_place:
         own = [scores.get((at, *row)) for row in rows]
-        values = [None if cell is None else cell.score for cell in own]
-        by_column.append(_values(values, score, own))
+        column = PERPLEXITY if at.is_perplexity else SCORE
+        values = [None if cell is None else _of(cell, column) for cell in own]
+        by_column.append(_values(values, column, own))
+        averaged += [] if at.is_perplexity else by_column[-1:]
     heads = [place_name(at, by_place).split(", ") for at in by_place]
-    if len(by_place) > 1:
-        means = [_mean([values[index].sort for values in by_column]) for index in range(len(rows))]
-        by_column.append(_values(means, score))
+    if len(averaged) > 1:
+        means = [_mean([values[index].sort for values in averaged]) for index in range(len(rows))]
+        by_column.append(_values(means, SCORE))
         heads.append(["mean"])
     return Overview(
         columns=tuple(heads),
@@ -189,10 +207,10 @@ def overview(cells: Sequence[Cell], style: Mapping[str, Look]) -> Overview:
     )
 
 
-def _columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
+def _columns(at: Place, cells: Sequence[Cell]) -> tuple[Column, ...]:
     """Those of which there is a number, sizes in a unit that suits all of them."""
     found = []
-    for column in COLUMNS:
+    for column in COLUMNS[at.is_perplexity :]:
         known = [value for cell in cells if (value := _of(cell, column)) is not None]
         if known and column.is_size:
             unit, text = size_scale(known)
@@ -216,9 +234,15 @@ def _values(
     best = column.text(column.best(known)) if known and column.best else None
     if 2 * texts.count(str(best)) > len(known):
         best = None
-    intervals = [cell.interval if cell and column.key == "score" else None for cell in cells]
+    intervals = [cell.interval if cell and column is SCORE else None for cell in cells]
     return [
-        Value(text=text, sort=value, best=text == best, low_high=interval)
+        Value(
+            text=text,
+            sort=value,
+            tint=value if column is SCORE else None,
+            best=text == best,
+            low_high=interval,
+        )
         for text, value, interval in zip(
             texts, numbers, intervals or [None] * len(texts), strict=True
         )

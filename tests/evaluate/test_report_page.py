@@ -136,6 +136,22 @@ def test_the_mean_is_of_rows_that_have_all_scores() -> None:
     assert found.sorts[0][2][3:] == ["", ""]
 
 
+def test_a_perplexity_stands_as_it_is_and_is_in_no_mean() -> None:
+    asked = {"task": "perplexity", "scores": None}
+    likely = full() | asked | {"perplexity": 8.0, "score": 1 / 8}
+    unlikely = line(**asked, perplexity=1234.5, score=1 / 1234.5)
+    found = page([full(), full(length=2048), line(), line(length=2048), likely, unlikely])
+    overview, table = texts(found.tables[0]), texts(found.tables[3])
+    assert overview[0][4:] == ["perplexity 1,024 tokens", "mean"]
+    assert overview[1][4:] == ["8.00 (best)", "100.0 (best)"]
+    assert overview[2][4:] == ["1,234.50", "75.0"]
+    assert table[0][2] == "Perplexity"
+    assert [row[2] for row in table[1:]] == ["8.00 (best)", "1,234.50"]
+    assert "Score %" not in table[0]
+    labels = [svg["aria-label"] for svg in found.svgs]
+    assert any("delta, 128 tokens: perplexity 1234.50, " in str(label) for label in labels)
+
+
 def test_nothing_is_best_where_most_is_as_good() -> None:
     found = page([full(), line(), line(policy="quest", score=1.0), line(policy="infllm", score=1)])
     assert [row[2] for row in texts(found.tables[0])[1:]] == ["100.0", "75.0", "100.0", "100.0"]
