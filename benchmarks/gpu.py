@@ -64,7 +64,10 @@ _PIECE_BYTES = 12 << 20
 
 #: Parts with tests: what they are, and their files; the last has all that no other has.
 TESTS = {
-    1: ("tests of kernels", ["test_kernels.py", "test_paged_flash.py", "test_prefill.py"]),
+    1: (
+        "tests of kernels",
+        ["test_kernels.py", "test_moves.py", "test_paged_flash.py", "test_prefill.py"],
+    ),
     13: ("tests of graphs and of layers on the host", ["test_graphs.py", "test_offload.py"]),
     14: ("tests of the engine", ["test_device.py", "test_documents.py"]),
     15: ("all other tests", []),

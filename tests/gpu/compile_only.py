@@ -5,7 +5,8 @@ powers of two, what is no constant. Here a launch compiles, down to the machine 
 capability 9.0, and computes nothing, so that of a test nothing counts but that. At the end every
 kernel of the files that were imported must have been compiled.
 
-    KEYHOLE_COMPILE_ONLY=all python -m pytest tests/gpu/test_kernels.py -p tests.gpu.compile_only
+    KEYHOLE_COMPILE_ONLY=all python -m pytest -p tests.gpu.compile_only \\
+        tests/gpu/test_kernels.py tests/gpu/test_moves.py
 
 With `few` instead of `all` each in one shape, in half a minute.
 """

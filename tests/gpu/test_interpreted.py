@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ("tests/gpu/test_kernels.py", "tests/gpu/test_moves.py")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
 
@@ -32,7 +33,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 def run_tests(settings: dict[str, str], *more: str) -> str:
     """What pytest printed of the kernels' tests; all must have passed."""
     # A process of its own: Triton reads such variables when it is imported, and for all of it.
-    command = [sys.executable, "-m", "pytest", "tests/gpu/test_kernels.py", "-W", "default"]
+    command = [sys.executable, "-m", "pytest", *KERNELS, "-W", "default"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
