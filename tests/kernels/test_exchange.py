@@ -257,3 +257,15 @@ def test_a_selection_that_leaves_no_place_for_the_newest_is_a_mistake() -> None:
     world = World(4, 1, 1, torch.float32, False, 3, 0)
     with pytest.raises(AssertionError, match="newest"):
         world.exchange({0: 9}, as_selection([[[0, 1, 2, 8]]], 4, 1))
+
+
+def test_a_full_list_without_the_newest_is_not_written_past_its_end() -> None:
+    """No policy may give one: what has no place in it is left out."""
+    world = World(4, 1, 2, torch.float32, False, 3, 0)
+    lists = [[[0, 1, 2], [3, 4, 6]]]
+    found, _ = world.exchange({1: 9}, as_selection(lists, 3, 1))
+    assert found.indices.shape == (1, 2, 3)
+    assert found.counts.tolist() == [[3, 3]]
+    for head, entries in enumerate(lists[0]):
+        held = world.entries[1, head].tolist()
+        assert [held[slot] for slot in found.indices[0, head].tolist()] == entries
