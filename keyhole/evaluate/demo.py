@@ -1,20 +1,25 @@
-"""The demonstration: a long recall and a long derivation under four methods with one budget.
+"""The demonstration: a long recall and a long derivation under three sparse methods, one budget.
 
 The recall asks for one fact of a long text. The derivation carries out a shuffled program of 40
 steps; each step needs two facts of the prompt and the result of an earlier step that the model
 itself has written, so what a method drops of the generated text is as fatal as what it drops of the
 prompt. Items are those of seed 0, whatever comes out.
+
+Beside each method stands its control: the same dense layers, first tokens and budget, and the
+newest tokens in place of a selection. What the two have in common is not due to the selection.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.llm import LLM
+from keyhole.engine.llm import LLM, Result
 from keyhole.engine.sequence import Stats
+from keyhole.evaluate.eval_controls import controls
 from keyhole.evaluate.trace import Trace, Traced
 from keyhole.models.loading import Model
 from keyhole.models.tiny.tasks import Item, is_correct, make
@@ -33,10 +38,11 @@ _DERIVE_WORDS = 24 * _DERIVE_STEPS + 17
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One task under one policy."""
+    """One task under one policy, or under the control of that policy."""
 
     task: str
     policy: str
+    is_control: bool
     correct: bool
     text: str
     stats: Stats
@@ -44,12 +50,25 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """All outcomes, the policies as they were settled, and what DELTA read in the derivation."""
+    """All outcomes, and the policies by name, settled.
+
+    dense: the layers that each policy reads in full. controls: of the methods that select; one that
+    does not is its own control, and has none here.
+    """
 
     outcomes: list[Outcome]
     policies: dict[str, Policy]
-    trace: Trace
-    traced_prompt_tokens: int
+    dense: dict[str, tuple[int, ...]]
+    controls: dict[str, Policy]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Who answers: a method, or the control of the method of that name."""
+
+    name: str
+    is_control: bool
+    llm: LLM
 
 
 def items() -> list[Item]:
@@ -58,24 +77,76 @@ def items() -> list[Item]:
 
 
 def run(model: Model, asked: list[Item]) -> Demo:
-    """Answers all items under every policy, the last one traced as well.
+    """Answers all items under every policy and control.
 
     `model` must know the bundled model's words.
     """
-    llms = [LLM(model, policy=policy) for policy in _policies(model)]
-    work = [(item, llm) for item in asked for llm in llms]
-    outcomes = [
-        _answer(item, llm) for item, llm in tqdm(work, unit="run", disable=None, leave=False)
-    ]
-    # Once more for the picture, so that no recording slows what was timed.
-    traced = Traced(_delta(model))
-    seen = _answer(asked[-1], LLM(model, policy=traced))
+    geometry = model.geometry(EngineConfig.page_size)
+    entries = []
+    for policy in _policies(model):
+        own = LLM(model, policy=policy)
+        entries.append(_Entry(own.policy.name, False, own))
+        control = controls(own.policy, geometry).get("recent")
+        if control is not None and control != own.policy:
+            entries.append(_Entry(own.policy.name, True, LLM(model, policy=control)))
+    work = [(item, entry) for item in asked for entry in entries]
+    policies = {entry.name: entry.llm.policy for entry in entries if not entry.is_control}
     return Demo(
-        outcomes=outcomes,
-        policies={llm.policy.name: llm.policy for llm in llms},
-        trace=traced.trace,
-        traced_prompt_tokens=seen.stats.prompt_tokens,
+        outcomes=[
+            _outcome(item, entry)
+            for item, entry in tqdm(work, unit="run", disable=None, leave=False)
+        ],
+        policies=policies,
+        dense={name: policy.dense_layers(geometry) for name, policy in policies.items()},
+        controls={entry.name: entry.llm.policy for entry in entries if entry.is_control},
     )
+
+
+def traced(model: Model, item: Item) -> tuple[Trace, int]:
+    """What DELTA reads while it answers an item, and the tokens of the prompt.
+
+    A run of its own, so that no recording slows what is timed.
+    """
+    policy = Traced(_delta(model))
+    result = _answer(item, LLM(model, policy=policy))
+    return policy.trace, result.stats.prompt_tokens
+
+
+def verdicts(outcomes: Sequence[Outcome]) -> list[str]:
+    """What each method's control says of it, a line for all tasks with the same two answers.
+
+    Tasks on which full attention is wrong are left out.
+    """
+    right = {(one.policy, one.is_control, one.task): one.correct for one in outcomes}
+    known = [task for task in _tasks(outcomes) if right.get((Full.name, False, task), True)]
+    lines = []
+    for method in dict.fromkeys(one.policy for one in outcomes if one.is_control):
+        found: dict[tuple[bool, bool], list[str]] = {}
+        for task in known:
+            both = right[method, False, task], right[method, True, task]
+            found.setdefault(both, []).append(task)
+        for both, tasks in found.items():
+            says = _SAYS[both].format(
+                method=method, cannot=f"{'this task' if len(tasks) == 1 else 'these tasks'} cannot"
+            )
+            lines.append(f"{', '.join(tasks)}: {says}")
+    return lines
+
+
+#: By whether a method and its control are right.
+_SAYS = {
+    (True, True): "{method} and its control are both right, so {cannot} tell whether "
+    "{method}'s selection matters",
+    (True, False): "{method} is right and its control wrong, so its selection found what the "
+    "newest tokens lack",
+    (False, True): "{method} is wrong and its control right, so its selection is worse than the "
+    "newest tokens",
+    (False, False): "{method} and its control are both wrong, so its selection does not help here",
+}
+
+
+def _tasks(outcomes: Sequence[Outcome]) -> list[str]:
+    return list(dict.fromkeys(one.task for one in outcomes))
 
 
 def _policies(model: Model) -> list[Policy]:
@@ -96,13 +167,18 @@ def _delta(model: Model) -> Delta:
     return Delta(token_budget=BUDGET, full_layers=(0,), delta_layers=(1,))
 
 
-def _answer(item: Item, llm: LLM) -> Outcome:
+def _answer(item: Item, llm: LLM) -> Result:
     """Greedy generation with room for the right answer and a little more."""
     room = len(item.answer.split()) + 8
-    result = llm.generate(item.prompt, SamplingParams(max_tokens=room, temperature=0.0))
+    return llm.generate(item.prompt, SamplingParams(max_tokens=room, temperature=0.0))
+
+
+def _outcome(item: Item, entry: _Entry) -> Outcome:
+    result = _answer(item, entry.llm)
     return Outcome(
         task=item.task,
-        policy=llm.policy.name,
+        policy=entry.name,
+        is_control=entry.is_control,
         correct=is_correct(item, result.text),
         text=result.text,
         stats=result.stats,

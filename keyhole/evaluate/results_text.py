@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from datetime import datetime
 
 from keyhole.evaluate.cells import Cell
 from keyhole.evaluate.looks import NOTHING
@@ -42,3 +43,8 @@ def ratio(cell: Cell, full: Cell | None) -> float | None:
     if full is None or not cell.tokens_generated or not full.tokens_generated:
         return None
     return cell.tokens_generated / full.tokens_generated
+
+
+def month(date: str) -> str:
+    """Of a line's date: November 2026."""
+    return datetime.fromisoformat(date).strftime("%B %Y")
