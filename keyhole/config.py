@@ -184,6 +184,9 @@ class EngineConfig:
     prefill_chunk: int = setting(1024, "at most this many prompt tokens in one step")
     prefix_cache: bool = setting(True, "do not compute the same prompt start twice")
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
+    total_memory: int | None = setting(
+        None, "instead of memory: bytes for weights, KV cache and what a step computes with"
+    )
     offload: str | None = setting(
         None, "folder that layers move to when memory is full; on a GPU: any, it is host memory"
     )
@@ -193,6 +196,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_batch", "page_size", "prefill_chunk"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
-        for name in ("memory", "max_length"):
+        for name in ("memory", "total_memory", "max_length"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
+        if self.memory is not None and self.total_memory is not None:
+            raise ConfigError(
+                "give memory=, for the KV cache alone, or total_memory=, with weights and what a "
+                f"step computes with; not both ({self.memory} and {self.total_memory})"
+            )

@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from keyhole.config import from_settings
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.settings_file import from_json, is_settings_file, method_in
 
 Method = TypeVar("Method")
 
@@ -21,26 +23,33 @@ class Registry(Generic[Method]):
 
     kind: what a user calls them. base: the class that all derive from. group: of entry points.
     ours: where ours are; they come first and cannot be replaced. default: the one among them that
-    is meant when none is named.
+    is meant when none is named. field: of a settings file that names one.
     """
 
     def __init__(
-        self, kind: str, base: type[Method], group: str, ours: Mapping[str, str], default: str
+        self,
+        kind: str,
+        base: type[Method],
+        group: str,
+        ours: Mapping[str, str],
+        default: str,
+        field: str,
     ) -> None:
         self._kind, self._base, self._group = kind, base, group
-        self._ours, self._default = ours, default
+        self._ours, self._default, self._field = ours, default, field
 
     def classes(self) -> dict[str, type[Method]]:
         """Every class by name: ours in the order of the table, then those of entry points."""
         return {name: self._load(name, place) for name, place in self._places().items()}
 
     def make(
-        self, method: Method | str | None, settings: Mapping[str, Any] | None = None
+        self, method: Method | str | Path | None, settings: Mapping[str, Any] | None = None
     ) -> Method:
         """A method from itself, from its name with settings, or the default from None.
 
+        A settings file stands for a name with settings; those given beside it come before its own.
         UnknownNameError for a name or setting that is not there; ConfigError for one that cannot be
-        loaded, and for settings beside an object.
+        loaded, for a file that is wrong, and for settings beside an object.
         """
         if isinstance(method, self._base):
             if settings:
@@ -48,13 +57,19 @@ class Registry(Generic[Method]):
                     f"settings {sorted(settings)} go with a {self._kind}'s name, not its object"
                 )
             return method
-        name = self._default if method is None else str(method)
+        name, stored = self._default if method is None else str(method), None
+        if isinstance(method, str | Path) and is_settings_file(method):
+            name, stored = method_in(method, self._field)
         places = self._places()
         if name not in places:
-            raise UnknownNameError(self._kind, name, places)
+            where = "" if stored is None else f" in {str(method)!r}"
+            raise UnknownNameError(f"{self._kind}{where}", name, places)
         # Only this one is loaded: a broken package of others harms nobody who does not use it.
         cls = self._load(name, places[name])
-        made: Method = from_settings(cls, f"{self._kind} {name}", dict(settings or {}))
+        given = dict(settings or {})
+        if stored is not None:
+            given = from_json(str(method), cls, f"{self._kind} {name}", stored) | given
+        made: Method = from_settings(cls, f"{self._kind} {name}", given)
         return made
 
     def _places(self) -> dict[str, str]:

@@ -7,8 +7,10 @@ an operation, so that a policy, its settings and `--help` need no torch.
 
     append           write new keys and values into pages
     attend           one query token per sequence over all, some pages or some tokens
+    attend_per_query_head  the same over pages or tokens that each query head has of its own
     attend_and_score the same over all, and reduced attention weights beside it
     attend_and_score_chosen  the same over chosen tokens
+    prompt_scores    the largest weight of any head, by the softmax over the prompt alone
     head_scores      attention weights alone, the largest of each group of heads
     head_scores_chosen  the same over chosen tokens
     prefill          the query tokens of one sequence, causal, over its pages
@@ -16,13 +18,17 @@ an operation, so that a policy, its settings and `--help` need no torch.
     gather_tokens    keys or values of some tokens of a sequence
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
+    bound_scores_per_query_head  the same for each query head of a group
     summary_scores   a query's scores on vectors that stand for pages, or for parts of them
     spread_scores    to every token the score of what it belongs to
-    representative_keys  the key of a page that is least like the others
+    add_received     what tokens receive of the attention of queries after them
+    represent_blocks the mean key of the tokens of a block that received most
     block_scores     a query's score on blocks of pages, by the keys that stand for these
+    between_ends     the first and last pages, and those of selected blocks between them
     block_pages      the pages of selected blocks
     form_clusters    k-means of some keys of a sequence; centroids and clusters into its pages
     cluster_scores   a query's score on the cluster of every token
+    cluster_scores_per_query_head  the same for each query head of a group
     chunk_landmarks  the mean key of each chunk of a page, and how well it fits
     outlier_chunks   the chunks that their means fit worst
     chunk_scores     a query's weight on the mean of every chunk
@@ -53,18 +59,23 @@ from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
 
 if TYPE_CHECKING:
     from keyhole.kernels.operations import (
+        add_received,
         append,
         attend,
         attend_and_score,
         attend_and_score_chosen,
+        attend_per_query_head,
         attend_rebuilt,
         backend,
+        between_ends,
         block_pages,
         block_scores,
         bound_scores,
+        bound_scores_per_query_head,
         chunk_landmarks,
         chunk_scores,
         cluster_scores,
+        cluster_scores_per_query_head,
         decompose,
         drop_oldest,
         exchange,
@@ -79,9 +90,10 @@ if TYPE_CHECKING:
         page_bounds,
         prefill,
         prefill_chosen,
+        prompt_scores,
         recent_indices,
         renew_stamps,
-        representative_keys,
+        represent_blocks,
         rotary,
         rotate,
         spread_scores,
@@ -95,18 +107,23 @@ __all__ = [
     "LowRank",
     "ScoreRequest",
     "Selection",
+    "add_received",
     "append",
     "attend",
     "attend_and_score",
     "attend_and_score_chosen",
+    "attend_per_query_head",
     "attend_rebuilt",
     "backend",
+    "between_ends",
     "block_pages",
     "block_scores",
     "bound_scores",
+    "bound_scores_per_query_head",
     "chunk_landmarks",
     "chunk_scores",
     "cluster_scores",
+    "cluster_scores_per_query_head",
     "decompose",
     "drop_oldest",
     "exchange",
@@ -121,9 +138,10 @@ __all__ = [
     "page_bounds",
     "prefill",
     "prefill_chosen",
+    "prompt_scores",
     "recent_indices",
     "renew_stamps",
-    "representative_keys",
+    "represent_blocks",
     "rotary",
     "rotate",
     "spread_scores",

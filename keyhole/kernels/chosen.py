@@ -55,8 +55,11 @@ def prefill_chosen(
     grouped = query.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
     if softcap is None and sinks is None:
         mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
+        # With a batch dimension: without one torch leaves its fused kernels for float32 products.
         parts = [
-            F.scaled_dot_product_attention(part, key, value, attn_mask=mask, scale=scale)
+            F.scaled_dot_product_attention(
+                part[None], key[None], value[None], attn_mask=mask, scale=scale
+            )[0]
             for part in grouped.unbind(1)
         ]
         out = torch.stack(parts, 1)

@@ -42,14 +42,16 @@ def chunk_landmarks(
         cosines[some] = cosine.transpose(1, 2).to(cosines.dtype)
 
 
-def outlier_chunks(cosines: Tensor, pages: Tensor, chunks: int, count: int) -> Tensor:
-    """The chunks, of the first `chunks` of a sequence, that their landmarks fit worst.
+def outlier_chunks(cosines: Tensor, pages: Tensor, chunks: tuple[int, int], count: int) -> Tensor:
+    """The chunks before chunks[0], and of those up to chunks[1] the ones that means fit worst.
 
     cosines as in `chunk_landmarks`; pages int64 [M], the sequence's pages. Returns int32
-    [Hkv, count], padded with -1; the earlier one of equals.
+    [Hkv, chunks[0] + count], padded with -1; the earlier one of equals.
     """
-    found = cosines[pages].flatten(0, 1)[:chunks].float().T  # [Hkv, chunks]
-    worst = found.sort(dim=-1, stable=True).indices[:, :count]
+    found = cosines[pages].flatten(0, 1)[slice(*chunks)].float().T  # [Hkv, chunks]
+    worst = found.sort(dim=-1, stable=True).indices[:, :count] + chunks[0]
+    first = torch.arange(chunks[0], device=worst.device).expand(len(worst), -1)
+    worst, count = torch.cat((first, worst), 1), chunks[0] + count
     return F.pad(worst, (0, count - worst.shape[1]), value=-1).to(torch.int32)
 
 

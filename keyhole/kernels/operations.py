@@ -17,6 +17,8 @@ from keyhole.kernels import (
     dispatch,
     keeping,
     low_rank,
+    per_query_head,
+    prompt_weights,
     reference,
     stamps,
     summaries,
@@ -228,12 +230,17 @@ backend, use_triton = dispatch.backend, dispatch.use_triton
 recent_indices = reference.recent_indices
 attend_and_score_chosen = chosen.attend_and_score_chosen
 head_scores_chosen, gather_tokens = chosen.head_scores_chosen, chosen.gather_tokens
-representative_keys = blocks.representative_keys
 form_clusters, cluster_scores = clusters.form_clusters, clusters.cluster_scores
+add_received, represent_blocks = blocks.add_received, blocks.represent_blocks
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
+between_ends = blocks.between_ends
 keep, kept, with_newer = keeping.keep, keeping.kept, keeping.with_newer
 chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
 outlier_chunks = chunks.outlier_chunks
+attend_per_query_head = per_query_head.attend_per_query_head
+bound_scores_per_query_head = per_query_head.bound_scores_per_query_head
+cluster_scores_per_query_head = per_query_head.cluster_scores_per_query_head
+prompt_scores = prompt_weights.prompt_scores
 decompose = low_rank.decompose
 summary_scores, spread_scores = summaries.summary_scores, summaries.spread_scores
 renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest

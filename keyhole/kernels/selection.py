@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 class Selection:
     """Tokens or pages to attend to, for every sequence of a decode step.
 
-    indices: int32 [B, Hkv or 1, n], ascending and unique along n, padded with -1 at the end; a
-        second dimension of 1 means that all KV heads share the choice.
-    counts: int32 [B, Hkv or 1], how many entries are real. The newest token is always among them.
+    indices: int32 [B, H, n], ascending and unique along n, padded with -1 at the end. H is the
+        number of KV heads, or 1 if all of them share the choice, or the number of query heads if
+        each of these has its own (`attend_per_query_head`).
+    counts: int32 [B, H], how many entries are real. The newest token is always among them.
     unit: tokens per entry: 1 (token positions) or the page size (page numbers of the sequence).
     """
 

@@ -1,43 +1,56 @@
 """The table of policies: one line per method. CLI, documents and conformance tests read it.
 
+Controls stand in a table of their own. They are policies that no paper proposes, and that a method
+is compared with: what it would be worth to select at random, or perfectly. The control that selects
+the newest tokens is `streaming_llm` with the dense layers of the method.
+
 Others add theirs by an entry point in the group `keyhole.policies`: name = "package.module:Class".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from keyhole.policy.base import Policy
 from keyhole.registry import Registry
 
+_METHODS = {
+    "full": "keyhole.policy.full:Full",
+    "sliding_window": "keyhole.policy.sliding_window:SlidingWindow",
+    "streaming_llm": "keyhole.policy.streaming_llm:StreamingLLM",
+    "quest": "keyhole.policy.quest:Quest",
+    "delta": "keyhole.policy.delta:Delta",
+    "tidal_decode": "keyhole.policy.tidal_decode:TidalDecode",
+    "omnikv": "keyhole.policy.omnikv:OmniKV",
+    "infllm": "keyhole.policy.infllm:InfLLM",
+    "raas": "keyhole.policy.raas:RaaS",
+    "clusterkv": "keyhole.policy.clusterkv:ClusterKV",
+    "shadowkv": "keyhole.policy.shadowkv:ShadowKV",
+    "spe_context": "keyhole.policy.spe_context:SpeContext",
+}
+_CONTROLS = {
+    "random": "keyhole.policy.random_tokens:RandomTokens",
+    "oracle": "keyhole.policy.oracle:Oracle",
+}
 _POLICIES = Registry(
-    "policy",
-    Policy,
-    "keyhole.policies",
-    {
-        "full": "keyhole.policy.full:Full",
-        "sliding_window": "keyhole.policy.sliding_window:SlidingWindow",
-        "streaming_llm": "keyhole.policy.streaming_llm:StreamingLLM",
-        "quest": "keyhole.policy.quest:Quest",
-        "delta": "keyhole.policy.delta:Delta",
-        "tidal_decode": "keyhole.policy.tidal_decode:TidalDecode",
-        "omnikv": "keyhole.policy.omnikv:OmniKV",
-        "infllm": "keyhole.policy.infllm:InfLLM",
-        "raas": "keyhole.policy.raas:RaaS",
-        "clusterkv": "keyhole.policy.clusterkv:ClusterKV",
-        "shadowkv": "keyhole.policy.shadowkv:ShadowKV",
-        "spe_context": "keyhole.policy.spe_context:SpeContext",
-    },
-    default="full",
+    "policy", Policy, "keyhole.policies", _METHODS | _CONTROLS, default="full", field="policy"
 )
 
 
 def policies() -> dict[str, type[Policy]]:
-    """Every policy by name: ours in the order of the table, then those of entry points."""
-    return _POLICIES.classes()
+    """Every method by name: ours in the order of the table, then those of entry points."""
+    return {name: cls for name, cls in _POLICIES.classes().items() if name not in _CONTROLS}
 
 
-def make_policy(policy: Policy | str | None, settings: Mapping[str, Any] | None = None) -> Policy:
-    """A policy from itself, from its name with settings, or full attention from None."""
+def controls() -> dict[str, type[Policy]]:
+    """The controls by name; `make_policy` makes them, too."""
+    return {name: cls for name, cls in _POLICIES.classes().items() if name in _CONTROLS}
+
+
+def make_policy(
+    policy: Policy | str | Path | None, settings: Mapping[str, Any] | None = None
+) -> Policy:
+    """A policy from itself, from its name or a settings file, or full attention from None."""
     return _POLICIES.make(policy, settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.kernels import LowRank, ScoreRequest, Selection
@@ -75,6 +75,25 @@ class Step:
     head_token_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class PromptQueries:
+    """The queries of prompt tokens of one sequence that one layer computes in one step.
+
+    query: [T, Hq, D], rotated as the keys are; of tokens in a row, from `start` on.
+    keys: the layer's pages of keys [P, Hkv, page_size, D], those of these tokens among them.
+    data: the side data that the policy declared, [P, ...] each.
+    pages: int64 [M], the pages of the sequence up to the last of these tokens.
+    first: tokens from here on are computed for this sequence, those before it were known.
+    """
+
+    query: Tensor
+    keys: Tensor
+    data: Mapping[str, Tensor]
+    pages: Tensor
+    start: int
+    first: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What a decode step attends to. Subclass it, set `name`, write `select`."""
@@ -87,6 +106,9 @@ class Policy:
     #: False if what is kept of a page depends on more than its tokens and those before them: every
     #: sequence then has pages of its own, copies where a prompt start is known.
     shares_pages: ClassVar[bool] = True
+    #: Whether it sees the queries of all tokens (`on_prompt_queries`, `on_queries`). Prompts whose
+    #: keys were computed elsewhere (stored documents) are then refused.
+    reads_queries: ClassVar[bool] = False
     #: True if a decode step can be recorded and repeated (a CUDA graph), else the reason why not.
     #: The hooks of a step then wait for nothing, make tensors of shapes that follow from the step's
     #: tensors and the settings alone, and go by what the host knows only as `branch` says.
@@ -95,6 +117,27 @@ class Policy:
     #: Whether its hooks read keys of pages in every step. That waits for the host where a layer is
     #: on the lower tier of a GPU; such steps are not recorded.
     reads_keys: ClassVar[bool] = False
+    #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
+    #: that scores attends to everything and is not asked to select.
+    selects_by_own_scores: ClassVar[bool] = False
+
+    @classmethod
+    def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
+        """The policy as its paper or its authors' code has it, at this budget; not resolved.
+
+        What the authors read beside their budget is included: `outside_budget` names it. Layers
+        that a paper gives by number are scaled to the depth. Here: the defaults.
+        """
+        has_budget = "token_budget" in cls.__dataclass_fields__
+        return cls(**{"token_budget": token_budget} if has_budget else {})
+
+    def outside_budget(self) -> str:
+        """What a sparse layer reads beside `token_budget`, in a few words; "" for nothing.
+
+        Layers that read everything are not meant (`dense_layers`), nor what a policy keeps beside
+        keys and values (`overhead_bytes`).
+        """
+        return ""
 
     def resolve(self, geometry: Geometry) -> Self:
         """This policy with every "auto" value settled for a model; the engine uses the result.
@@ -102,6 +145,14 @@ class Policy:
         Raises ConfigError for settings that this model or page size cannot have.
         """
         return self
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """The full-attention layers that read everything in every step, once settings are resolved.
+
+        A control of this policy keeps the same layers dense, so that the two differ in nothing but
+        how the tokens of the other layers are selected.
+        """
+        return geometry.full_attention if self.dense else ()
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """Layers that are read only through selections, so that they may live on a lower tier."""
@@ -145,6 +196,25 @@ class Policy:
         Called in prefill and decode, for every layer with full attention, after keys were written.
         """
 
+    def reusable(self, known: int, page_size: int) -> int:
+        """How many of the known tokens at the start of a prompt need not be computed again.
+
+        Whole pages, like `known`. For policies that do not share pages: of the others all are.
+        """
+        return known
+
+    def on_prompt_queries(
+        self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
+    ) -> None:
+        """Sees queries of a prompt, where the policy `reads_queries`; may change side data.
+
+        Called for every layer with full attention, after keys were written and `on_append`.
+        options: scale, softcap and sinks, as `kernels.attend` takes them.
+        """
+
+    def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
+        """The same for the newest tokens of decoding sequences, [B, Hq, D]."""
+
     def branch(self, step: Step) -> Hashable:
         """Which way the hooks of this step go by what the host knows of it, such as `max_length`.
 
@@ -155,7 +225,7 @@ class Policy:
         return ()
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
-        """Scores that this layer must give; a layer that scores attends to everything."""
+        """Scores that this layer must give; such a layer computes the scores of all its keys."""
         return ()
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:

@@ -32,3 +32,18 @@ def served(
     reads_all = {*(full or ()), *(choosing or ())}
     first = min(choosing or (geometry.num_layers,))
     return tuple(i for i in geometry.full_attention if i > first and i not in reads_all)
+
+
+def dense(
+    choosing: Sequence[int] | None, full: Sequence[int] | None, geometry: Geometry
+) -> tuple[int, ...]:
+    """Layers that read everything in every step: all full-attention layers but those `served`."""
+    sparse = served(choosing, full, geometry)
+    return tuple(i for i in geometry.full_attention if i not in sparse)
+
+
+def following(choosing: Sequence[int], count: int, geometry: Geometry) -> tuple[int, ...]:
+    """The next `count` full-attention layers after each that chooses, ascending."""
+    usable = geometry.full_attention
+    after = ([i for i in usable if i > layer][:count] for layer in choosing)
+    return tuple(sorted({i for layers in after for i in layers}))

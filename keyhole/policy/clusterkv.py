@@ -30,6 +30,7 @@ import numpy as np
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, require_layers, setting
+from keyhole.errors import ConfigError
 from keyhole.policy.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ if TYPE_CHECKING:
 
 # Numbers of centroids are rounded up to multiples of this.
 _ROUNDED = 64
+
+#: What is done with generated tokens, and what of them is read beside the budget.
+_GENERATED = {
+    "counted": "",
+    "recent_beside": "generated tokens that are in no cluster yet",
+    "all_beside": "all generated tokens",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +60,23 @@ class ClusterKV(Policy):
     sink_size: int | None = setting(
         None, "first tokens that are always read; None: 16, or an eighth of a smaller budget"
     )
+    window_size: int | None = setting(
+        None, "newest tokens that are always read, in clusters too; None: the newest one"
+    )
     cluster_size: int = setting(80, "tokens per cluster, on average")
+    num_clusters: int | None = setting(
+        None, "clusters of any prompt, one per token at most; None: by cluster_size"
+    )
     cluster_every: int | None = setting(
-        None, "generated tokens clustered at once; None: 320, or a third of a smaller budget"
+        None, "generated tokens clustered at once; None: 320, or a third of a counting budget"
+    )
+    share_group: bool = setting(
+        True, "the query heads of a KV head read one choice; False: each its own, as published"
+    )
+    generated: str = setting(
+        "counted",
+        "generated tokens: counted in the budget; recent_beside: read beside it until they are "
+        "in clusters; all_beside: read beside it and never put into clusters",
     )
 
     def resolve(self, geometry: Geometry) -> Self:
@@ -63,18 +85,53 @@ class ClusterKV(Policy):
         require(is_count(budget), "token_budget", budget, "at least 1")
         require_layers("full_layers", self.full_layers)
         require(is_count(self.cluster_size), "cluster_size", self.cluster_size, "at least 1")
-        sinks, every = self.sink_size, self.cluster_every
+        good = self.num_clusters is None or is_count(self.num_clusters)
+        require(good, "num_clusters", self.num_clusters, "at least 1")
+        right = "one of " + ", ".join(_GENERATED)
+        require(self.generated in _GENERATED, "generated", self.generated, right)
+        sinks, every, window = self.sink_size, self.cluster_every, self.window_size
         sinks = min(16, budget // 8) if sinks is None else sinks
-        every = max(1, min(320, budget // 3)) if every is None else every
+        if every is None:
+            every = max(1, min(320, budget // 3)) if self._counts else 320
         require(is_count(sinks, 0), "sink_size", sinks, "at least 0")
         require(is_count(every), "cluster_every", every, "at least 1")
-        right = f"at least {sinks + every}: sink_size {sinks} and cluster_every {every}"
-        require(budget >= sinks + every, "token_budget", budget, right)
+        right = "at least 1, or None for the newest alone"
+        require(window is None or is_count(window), "window_size", window, right)
+        # What is in no cluster yet and the window are newest tokens, both of them.
+        waiting = every if self._counts else 1
+        newest = "window_size" if (window or 1) > waiting else "cluster_every"
+        least = sinks + max(waiting, window or 1)
+        right = f"at least {least}: sink_size {sinks} and {newest} {least - sinks}"
+        require(budget >= least, "token_budget", budget, right)
         return dataclasses.replace(self, sink_size=sinks, cluster_every=every)
 
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything."""
+        """All but those that read everything. ConfigError for a choice per query head."""
+        if not self.share_group:
+            raise ConfigError(
+                f"policy {self.name!r} with offload= needs share_group=True: from a lower tier one "
+                "list per KV head is loaded"
+            )
         return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
+    @classmethod
+    def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
+        """As in the authors' measurements of accuracy; as many clusters as in the paper."""
+        sinks = min(16, token_budget - 1)
+        return cls(
+            token_budget=token_budget,
+            sink_size=sinks,
+            share_group=False,
+            generated="all_beside",
+        )
+
+    def outside_budget(self) -> str:
+        """What is read of the generated tokens, unless they are counted."""
+        return _GENERATED[self.generated]
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The cluster of each token, and room for the centroids of the sequence.
@@ -82,7 +139,7 @@ class ClusterKV(Policy):
         A sequence has at most one cluster for so many tokens as the smallest holds on average, one
         more at most; its pages have room for them in order.
         """
-        smallest = min(self.cluster_size, self._every)
+        smallest = min(self.cluster_size, self._every) if self.num_clusters is None else 1
         heads, slots = layout.num_kv_heads, -(-page_size // smallest)
         return {"centroid": (slots, heads, layout.key_dim), "cluster": (heads, page_size)}
 
@@ -92,57 +149,74 @@ class ClusterKV(Policy):
         crossing = self._crossing(step)
         for row in np.flatnonzero(self._due(step)).tolist():
             prompt, end = int(prompts[row]), int(made[row])
-            if crossing[row]:
-                self._form(step, row, (self._sinks, prompt), 0)
+            of_prompt = int(self._of_prompt(np.asarray(prompt - self._sinks)))
+            if crossing[row] and of_prompt:
+                self._form(step, row, (self._sinks, prompt), (0, of_prompt))
+            each = int(self._number(np.asarray(self._every)))
             first = prompt if crossing[row] else end - self._every
             for start in range(first, end, self._every):
-                before = int(self._count(np.asarray(prompt), np.asarray(start + 1)))
-                self._form(step, row, (start, start + self._every), before)
+                before = of_prompt + (start - prompt) // self._every * each
+                self._form(step, row, (start, start + self._every), (before, before + each))
 
     def branch(self, step: Step) -> Hashable:
         """How many centroids are read, 0 where all keys are; not where clusters are made."""
         if self._due(step).any():
             return None
-        return 0 if step.max_length <= self.token_budget else self._most(step)
+        if not self._selects(step):
+            return 0
+        return None if self.generated == "all_beside" else self._most(step)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """The tokens of each KV head's best clusters, the first and the recent ones among them."""
-        if layer in self.full_layers or step.max_length <= self.token_budget:
+        """The tokens of each KV head's best clusters, with the first and the recent ones."""
+        if layer in self.full_layers or not self._selects(step):
             return None
         data = step.page_data[layer]
         ends = self._ends(step.prompts, step.lengths)
-        stored = data["centroid"], data["cluster"], step.page_table
-        scores = kernels.cluster_scores(query, *stored, self._sinks, ends, self._most(step))
+        stored = query, data["centroid"], data["cluster"], step.page_table
+        clusters = (*stored, self._sinks, ends, self._most(step))
+        if self.share_group:
+            scores = kernels.cluster_scores(*clusters)
+        else:
+            scores = kernels.cluster_scores_per_query_head(*clusters)
         # Tokens of one cluster score the same, and the earlier ones of equals are taken first.
-        return kernels.top_indices(scores, step.lengths, self.token_budget, 1, last=1)
+        among, last = self._among(step.prompts, step.lengths), self.window_size or 0
+        if self._counts:
+            return kernels.top_indices(scores, among, self.token_budget, 1, last=max(1, last))
+        chosen = kernels.top_indices(scores, among, self.token_budget, 1, last=last)
+        most = self._every
+        if self.generated == "all_beside":
+            most = int((step.host_lengths - step.host_prompts).max())
+        return kernels.with_newer(chosen, among, step.lengths, most)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The centroids and the clusters of all tokens in all sparse layers."""
-        if step.max_length <= self.token_budget:
+        if not self._selects(step):
             return None
-        layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
+        sparse = [i for i in geometry.full_attention if i not in self.full_layers]
+        layouts = [geometry.layers[i] for i in sparse]
         heads = sum(layout.num_kv_heads for layout in layouts)
         numbers = sum(layout.num_kv_heads * layout.key_dim for layout in layouts)
         count = self._count(step.prompts, step.lengths)
         read: Tensor = count * numbers + step.lengths * heads
         return read * geometry.itemsize
 
-    def _form(self, step: Step, row: int, tokens: tuple[int, int], first: int) -> None:
-        """Clusters some tokens of a sequence in all sparse layers; its `first` ones are there."""
-        number = int(self._number(np.asarray(tokens[1] - tokens[0])))
-        if not number:
-            return
+    def _form(
+        self, step: Step, row: int, tokens: tuple[int, int], numbers: tuple[int, int]
+    ) -> None:
+        """Puts tokens (first, end) of a sequence into clusters (first, end), in sparse layers."""
         pages = step.page_table[row].long()
         for layer, keys in enumerate(step.keys):
             data = step.page_data[layer]
             if "cluster" in data and layer not in self.full_layers:
                 kernels.form_clusters(
-                    keys, data["centroid"], data["cluster"], pages, tokens, (first, first + number)
+                    keys, data["centroid"], data["cluster"], pages, tokens, numbers
                 )
 
     def _crossing(self, step: Step) -> np.ndarray:
-        """Sequences of which nothing is in clusters yet, bool [B]."""
-        crossing: np.ndarray = step.fresh | (step.host_lengths == self.token_budget + 1)
+        """Sequences that outgrew the budget, or begin beyond it, bool [B]."""
+        prompts, lengths = step.host_prompts, step.host_lengths
+        before = self._long(prompts, lengths - 1) & ~step.fresh
+        crossing: np.ndarray = self._long(prompts, lengths) & ~before
         return crossing
 
     def _due(self, step: Step) -> np.ndarray:
@@ -165,16 +239,46 @@ class ClusterKV(Policy):
         """Clusters for so many tokens. Arrays or tensors."""
         return (tokens // self.cluster_size).clip(1) * (tokens > 0)
 
+    def _of_prompt(self, tokens: Any) -> Any:
+        """Clusters for the tokens of a prompt after its first ones. Arrays or tensors."""
+        if self.num_clusters is None:
+            return self._number(tokens)
+        return tokens.clip(0, self.num_clusters)
+
+    def _pieces(self, prompts: Any, lengths: Any) -> Any:
+        """How often generated tokens went into clusters, the newest not. Arrays or tensors."""
+        if self.generated == "all_beside":
+            return 0 * prompts
+        return (lengths - 1 - prompts) // self._every
+
+    def _among(self, prompts: Any, lengths: Any) -> Any:
+        """The tokens that the budget is for: all of them, or those in clusters."""
+        if self._counts:
+            return lengths
+        return prompts + self._pieces(prompts, lengths) * self._every
+
+    def _long(self, prompts: Any, lengths: Any) -> Any:
+        """Whether a sequence has more tokens than the budget is for. Arrays or tensors."""
+        return self._among(prompts, lengths) > self.token_budget
+
+    def _selects(self, step: Step) -> bool:
+        """Whether some sequence of the step does not read everything."""
+        return bool(self._long(step.host_prompts, step.host_lengths).any())
+
     def _ends(self, prompts: Any, lengths: Any) -> Any:
         """Tokens from here on are in no cluster; 0 up to the budget. Arrays or tensors."""
-        made = prompts + (lengths - 1 - prompts) // self._every * self._every
-        return made * (lengths > self.token_budget)
+        made = prompts + self._pieces(prompts, lengths) * self._every
+        return made * self._long(prompts, lengths)
 
     def _count(self, prompts: Any, lengths: Any) -> Any:
         """Clusters of sequences of `lengths` tokens, of which the newest is in none."""
-        pieces = (lengths - 1 - prompts) // self._every
         each = int(self._number(np.asarray(self._every)))
-        return self._number(prompts - self._sinks) + pieces * each
+        return self._of_prompt(prompts - self._sinks) + self._pieces(prompts, lengths) * each
+
+    @property
+    def _counts(self) -> bool:
+        """Whether generated tokens count in the budget."""
+        return self.generated == "counted"
 
     @property
     def _sinks(self) -> int:

@@ -9,9 +9,22 @@ every token and nothing is evicted.
 
 Cost per step: full and delta layers read the whole cache, the others `token_budget` tokens.
 
-Differences from the paper: layers other than full attention (sliding windows) are left alone;
-default delta layers are scaled to the model's depth, or measured (`keyhole calibrate`). `recall`
-is ours (see `adaptive`).
+Differences (theirs | ours | effect measured):
+- layers {0, 1} read everything and {2, 14, 22} of 28 choose | scaled to the depth, or measured for
+  the model, if a file of `keyhole calibrate` lies beside it or is given as `layers` | differs by
+  model: `keyhole calibrate` prints mass kept, error of the output, dense layers and keys read of
+  every placement
+- layers are placed where attention shifts most | `keyhole calibrate` places them where the layers
+  between lose the least, by attention mass or by the error of the output; `--method paper` is
+  theirs, and begins with the first layer behind the full ones as their layers do | as above;
+  without that first layer, all layers before the one of largest shift would be dense
+- 8 of 64 pages are the newest | an eighth of the budget, at least the newest page; `recent_pages` |
+  none at their budget
+- no sinks | the same by default; `sink_size`, in whole pages within the budget | none by default
+- every layer has full attention | layers with a sliding window of their own are left alone | not
+  measured: their models have none
+- always the budget | the same by default; `recall` (ours, see `adaptive`) reads fewer pages where
+  they hold enough of the scores | none by default
 """
 
 from __future__ import annotations
@@ -26,7 +39,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers, setting
 from keyhole.errors import ConfigError
-from keyhole.policy import adaptive, choosing_layers
+from keyhole.policy import adaptive, always_read, choosing_layers
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policy.calibration import Calibration
 
@@ -42,6 +55,7 @@ class Delta(Policy):
     capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a sparse layer reads, in whole pages")
     recent_pages: int | None = setting(None, "newest pages always read; None: 1/8 of the budget")
+    sink_size: int = setting(0, "first tokens that are always read, in whole pages")
     full_layers: tuple[int, ...] | None = setting(None, "layers that read everything; None: 0,1")
     delta_layers: tuple[int, ...] | None = setting(None, "layers that choose; None: by depth")
     recall: float | None = setting(
@@ -51,6 +65,12 @@ class Delta(Policy):
         None, "tokens a sparse layer reads at least, with recall; None: 1/4 of the budget"
     )
     layers: str | None = setting(None, "file of `keyhole calibrate` with both lists of layers")
+
+    @classmethod
+    def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
+        """The paper's layers scaled to the depth, not those that were measured for the model."""
+        layers = default_delta_layers(geometry)
+        return cls(token_budget=token_budget, full_layers=(0, 1), delta_layers=layers)
 
     def resolve(self, geometry: Geometry) -> Self:
         """Settles recent pages and layers: as given, else calibrated, else scaled to the depth."""
@@ -67,9 +87,11 @@ class Delta(Policy):
         recent = max(1, pages // 8) if self.recent_pages is None else self.recent_pages
         right = f"from 1 to {pages}, the pages in token_budget {self.token_budget}"
         require(is_count(recent) and recent <= pages, "recent_pages", recent, right)
-        least = adaptive.settled(
-            self.recall, self.min_budget, self.token_budget, recent * size, size
-        )
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        always = (always_read.entries(self.sink_size, size) + recent) * size
+        right = f"at least {always}: sink_size {self.sink_size} and {recent} recent_pages of {size}"
+        require(pages * size >= always, "token_budget", self.token_budget, right)
+        least = adaptive.settled(self.recall, self.min_budget, self.token_budget, always, size)
         full, delta = self._layers(geometry)
         return dataclasses.replace(
             self,
@@ -97,6 +119,10 @@ class Delta(Policy):
         require_layers("full_layers", full)
         return tuple(sorted(set(full))), choosing_layers.settled("delta_layers", delta, geometry)
 
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """Full layers, delta layers, and those before the first of them."""
+        return choosing_layers.dense(self.delta_layers, self.full_layers, geometry)
+
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """The sparse layers after the first one that chooses."""
         return choosing_layers.served(self.delta_layers, self.full_layers, geometry)
@@ -114,13 +140,14 @@ class Delta(Policy):
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         """Chooses the pages for the layers that follow."""
         size, last = step.page_size, self.recent_pages or 1
+        first = always_read.entries(self.sink_size, size)
         chosen = kernels.top_indices(
-            scores[0], step.pages, self.token_budget // size, size, last=last
+            scores[0], step.pages, self.token_budget // size, size, first=first, last=last
         )
         if self.recall is not None:
             least = (self.min_budget or 0) // size
             chosen = kernels.trim(
-                chosen, scores[0], step.pages, self.recall, least=least, last=last
+                chosen, scores[0], step.pages, self.recall, least=least, first=first, last=last
             )
         step.carry = chosen
 

@@ -2,34 +2,38 @@
 query scores highest.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
-Memory, NeurIPS 2024 (arXiv 2402.04617), section 3. Every block of the past has a few representative
-tokens; a block's score is the product of the query and their keys, summed over all query heads, so
-that all heads read the same blocks. Every layer chooses for itself, at every token.
+Memory, NeurIPS 2024 (arXiv 2402.04617), section 3. Every block of the past has, for each query
+head, a few representative tokens: those that the queries of the `window_size` tokens from theirs on
+gave the most attention, summed over these queries. A block's score is the product of the query and
+the mean of their keys, summed over all query heads, so that all heads read the same blocks. Every
+layer chooses for itself, at every token. A block has representatives when the window has left it;
+until then it is read.
 
-Cost per step and layer: one key per page, then `token_budget` keys and values.
+Cost per step and layer: a key per query head and block, and what the tokens of the window received;
+then `token_budget` keys and values. Over a prompt the attention of all tokens within the window is
+computed a second time, for what they received.
 
-Differences from the paper: a token represents its block for the keys beside it, not for the queries
-of the local window after it. These are not known where a page comes from a stored document, and
-differ between the requests that share a page. Of every page it is the token whose key is farthest
-from their mean; a block has as many representatives as pages (the authors' blocks of 128 have
-four). Blocks start at the first token, and the window is whole blocks, the newest as far as it is
-filled. Prompts are read exactly. Tokens keep their true positions, the paper puts all that is far
-away at one distance.
+What a token received depends on the queries after it. A sequence so has pages of its own, uses a
+known start of a prompt only up to a window before its end, and cannot stand on stored documents,
+of which no queries are stored.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, setting
-from keyhole.policy.base import Policy, Selection, Step
+from keyhole.config import is_count, require, require_layers, setting
+from keyhole.policy.base import Policy, PromptQueries, Selection, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from torch import Tensor
 
 
@@ -38,15 +42,21 @@ class InfLLM(Policy):
     """First tokens, newest tokens, and the blocks whose representative tokens score highest."""
 
     name: ClassVar[str] = "infllm"
+    shares_pages: ClassVar[bool] = False
+    reads_queries: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     reads_keys: ClassVar[bool] = True
-    token_budget: int = setting(1024, "tokens a step reads, sinks and window included, in blocks")
-    sink_size: int = setting(4, "first tokens that are always read, in whole blocks")
+    token_budget: int = setting(1024, "tokens a step reads, sinks and window included, in pages")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+    sink_size: int = setting(4, "first tokens that are always read, in whole pages")
     window_size: int | None = setting(
-        None, "newest tokens always read, in whole blocks; None: half of the budget"
+        None, "newest tokens always read, in whole pages; None: two thirds of the budget"
     )
     block_size: int | None = setting(
         None, "tokens in a block, whole pages; None: 64, or an eighth of a smaller budget"
+    )
+    num_representatives: int | None = setting(
+        None, "tokens that stand for a block, per query head; None: 4, or all of a smaller block"
     )
 
     def resolve(self, geometry: Geometry) -> Self:
@@ -54,6 +64,8 @@ class InfLLM(Policy):
         page, budget = geometry.page_size, self.token_budget
         right = f"at least one page of {page} tokens"
         require(is_count(budget, page), "token_budget", budget, right)
+        require_layers("full_layers", self.full_layers)
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
         block = self.block_size
         if block is None:
             block = max(page, min(64, budget // 8) // page * page)
@@ -62,28 +74,106 @@ class InfLLM(Policy):
         require(block <= budget, "block_size", block, right)
         window = self.window_size
         if window is None:
-            # The authors' window is two thirds of what they read.
-            window = max(1, budget // 2 // block) * block
+            # The authors' share: 4096 of the 6272 tokens that a step reads.
+            left = budget - block - -(-self.sink_size // page) * page
+            window = max(1, min(2 * budget // 3, left) // page) * page
         require(is_count(window), "window_size", window, "at least 1")
-        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
-        settled = dataclasses.replace(self, block_size=block, window_size=window)
-        least = sum(settled._ends) * block
+        count = min(4, block) if self.num_representatives is None else self.num_representatives
+        right = f"from 1 to block_size {block}"
+        require(is_count(count) and count <= block, "num_representatives", count, right)
+        settled = dataclasses.replace(
+            self, block_size=block, window_size=window, num_representatives=count
+        )
+        least = (-(-self.sink_size // page) + -(-window // page)) * page + block
         right = (
-            f"at least {least}: sink_size {self.sink_size} and window_size {window} in blocks of "
-            f"{block}"
+            f"at least {least}: sink_size {self.sink_size} and window_size {window} in whole pages "
+            f"of {page}, and a block of {block}"
         )
         require(budget >= least, "token_budget", budget, right)
         return settled
 
-    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """The key of the page's representative token."""
-        return {"representative": (layout.num_kv_heads, layout.key_dim)}
+    @classmethod
+    def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
+        """The authors' 128 first tokens, 4096 newest and 16 blocks of 128, at this budget."""
+        page = geometry.page_size
+        share = token_budget / (128 + 4096 + 16 * 128)
+        return cls(
+            token_budget=token_budget,
+            sink_size=int(128 * share),
+            window_size=max(1, int(4096 * share) // page) * page,
+            block_size=max(1, int(128 * share) // page) * page,
+        )
 
-    def on_append(
-        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
+        """What each token received, and of a block's first page the representative key."""
+        heads = layout.num_query_heads
+        return {"received": (2, heads, page_size), "representative": (heads, layout.key_dim)}
+
+    def reusable(self, known: int, page_size: int) -> int:
+        """What later queries give to the tokens of the last window is another sequence's."""
+        return max(0, known - self._window) // page_size * page_size
+
+    def on_prompt_queries(
+        self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
     ) -> None:
-        """Finds the representatives of the pages that were written."""
-        kernels.representative_keys(key_pages, data["representative"], pages, filled)
+        """Adds what tokens received, and represents the blocks that the window has left."""
+        if layer in self.full_layers:
+            return
+        size, start = queries.keys.shape[2], queries.start
+        pages, data = queries.pages[None], queries.data
+        starts = pages.new_tensor([start])
+        kernels.add_received(
+            queries.query[None],
+            queries.keys,
+            data["received"],
+            pages,
+            starts,
+            pages.new_tensor([queries.first]),
+            window=self._window,
+            init=self._ends(size)[0] * size,
+            **options,
+        )
+        # The last one before was not complete; of a known start none is.
+        done = self._blocks(-(-start // size), size) if start > queries.first else 0
+        end = self._blocks(pages.shape[1], size)
+        if end > max(0, done - 1):
+            first, per_block = self._ends(size)[0], self._block // size
+            entries = slice(first + max(0, done - 1) * per_block, first + end * per_block)
+            blocks = queries.pages[entries].view(-1, per_block)
+            self._represent(queries.keys, data, blocks, blocks[:, 0] >= 0)
+
+    def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
+        """The same for the newest tokens; the last block that the window has left."""
+        if layer in self.full_layers:
+            return
+        size, keys, data = step.page_size, step.keys[layer], step.page_data[layer]
+        first, per_block = self._ends(size)[0], self._block // size
+        table = step.page_table.long()
+        kernels.add_received(
+            query[:, None],
+            keys,
+            data["received"],
+            table,
+            step.lengths.long() - 1,
+            table.new_zeros(len(table)),
+            window=self._window,
+            init=first * size,
+            **options,
+        )
+        number = self._blocks(step.pages, size)
+        block = (number.long() - 1)[:, None] * per_block + first
+        entries = block + table.new_ones(per_block).cumsum(0) - 1
+        # Of a sequence without a block its own first page: nothing else may be touched.
+        entries = entries.masked_fill((number == 0)[:, None], 0)
+        self._represent(keys, data, table.gather(1, entries), number > 0)
 
     def branch(self, step: Step) -> Hashable:
         """Whether everything is read."""
@@ -91,31 +181,51 @@ class InfLLM(Policy):
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Sinks, window, and the best blocks between, for all heads."""
-        if self._covers(step):
+        if layer in self.full_layers or self._covers(step):
             return None
-        keys, size = step.page_data[layer]["representative"], self._block // step.page_size
-        there = None
-        if step.thinned is not None:  # pages of documents that this layer has nothing of
-            there = step.thinned.pages(layer, step.page_table.shape[1], step.page_size)
-        scores = kernels.block_scores(query, keys, step.page_table, step.pages, size, there)
-        first, last = self._ends
-        blocks = kernels.top_indices(
-            scores,
-            (step.pages + size - 1) // size,
-            self.token_budget // self._block,
-            self._block,
-            first=first,
-            last=last,
-        )
-        return kernels.block_pages(blocks, step.pages, step.page_size)
+        size = step.page_size
+        (first, last), per_block = self._ends(size), self._block // size
+        keys, table = step.page_data[layer]["representative"], step.page_table[:, first::per_block]
+        number = self._blocks(step.pages, size)
+        scores = kernels.block_scores(query, keys, table.contiguous(), number)
+        # Pages between the last whole block and the window wait for a block of their own.
+        count = ((step.pages - first - last).clamp(min=0) + per_block - 1) // per_block
+        waiting = table.new_ones(table.shape[1]).cumsum(0) > number[:, None]
+        scores = scores.masked_fill(waiting[:, None], float("inf"))
+        most = (self.token_budget // size - first - last) // per_block
+        chosen = kernels.top_indices(scores, count, most, self._block)
+        return kernels.between_ends(chosen, step.pages, size, (first, last))
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """The representatives of all pages in all layers."""
+        """The representatives of all blocks, and what the window received, in sparse layers."""
         if self._covers(step):
             return None
-        layouts = [geometry.layers[i] for i in geometry.full_attention]
-        numbers = sum(layout.num_kv_heads * layout.key_dim for layout in layouts)
-        return step.pages * (numbers * geometry.itemsize)
+        layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
+        heads = geometry.num_query_heads
+        keys = sum(heads * layout.key_dim for layout in layouts)
+        window = 2 * heads * len(layouts) * step.lengths.clamp(max=self._window)
+        blocks = self._blocks(step.pages, geometry.page_size)
+        read: Tensor = (blocks * keys + window) * geometry.itemsize
+        return read
+
+    def _represent(
+        self, keys: Tensor, data: Mapping[str, Tensor], pages: Tensor, real: Tensor
+    ) -> None:
+        stored = data["received"], data["representative"]
+        assert self.num_representatives is not None, "settled by resolve"
+        kernels.represent_blocks(keys, *stored, pages, real, self.num_representatives)
+
+    def _blocks(self, pages: Any, page_size: int) -> Any:
+        """Blocks that the window has left, of sequences with so many pages. Ints or tensors."""
+        left = pages - sum(self._ends(page_size))
+        return left * (left > 0) // (self._block // page_size)
+
+    def _ends(self, page_size: int) -> tuple[int, int]:
+        """Pages of the sinks, and of the window with what the budget has left beside blocks."""
+        first, per_block = -(-self.sink_size // page_size), self._block // page_size
+        left = self.token_budget // page_size - first
+        most = (left - -(-self._window // page_size)) // per_block
+        return first, left - most * per_block
 
     @property
     def _block(self) -> int:
@@ -123,10 +233,9 @@ class InfLLM(Policy):
         return self.block_size
 
     @property
-    def _ends(self) -> tuple[int, int]:
-        """Blocks of the sinks, and blocks of the window."""
+    def _window(self) -> int:
         assert self.window_size is not None, "settled by resolve"
-        return -(-self.sink_size // self._block), -(-self.window_size // self._block)
+        return self.window_size
 
     def _covers(self, step: Step) -> bool:
-        return step.max_length <= self.token_budget // self._block * self._block
+        return step.max_length <= self.token_budget // step.page_size * step.page_size

@@ -4,19 +4,20 @@ Hu et al., RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning 
 arXiv 2502.11147), section 3: in a long derivation a step matters until its conclusion is drawn, and
 then never again. Every page carries a stamp, renewed to the current step when any head gives it
 more attention than `alpha`; where a new page would exceed `token_budget`, the page with the oldest
-stamp leaves the cache for good (of equals the earlier one). Prompt pages are pinned. Attention is
-over all pages that are left, in every layer.
+stamp leaves the cache for good (of equals the earlier one). The prompt stays, beside the budget or,
+with `prompt_in_budget`, in it; there a prompt that fills the budget leaves one page for what is
+generated. Attention is over all pages that are left, in every layer.
 
-Cost per step and layer: `token_budget` keys and values, or those of the prompt and the newest page
-if they are more: a prompt that fills the budget leaves no room for what is generated. Memory is
-bounded in the same way.
+Cost per step and layer: the prompt, and `token_budget` keys and values. Memory is bounded in the
+same way.
 
 Differences from the paper: a page's attention is the largest weight of any of its tokens, as the
 layer itself computed it, not estimated from a representative key; so no page's key is kept beside
 the cache. One stamp serves all layers, renewed by any of them, and a page leaves all layers at
-once, as it is one piece of memory. Layers with a sliding window of their own are left alone: what
-they still see is freed when they no longer do. A page is stamped while it is written to. A sequence
-that is pre-empted is replayed step by step and evicts again what it had evicted.
+once, as it is one piece of memory: no layer can be kept dense. Layers with a sliding window of
+their own are left alone: what they still see is freed when they no longer do. A page is stamped
+while it is written to. A sequence that is pre-empted is replayed step by step and evicts again what
+it had evicted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class RaaS(Policy):
 
     name: ClassVar[str] = "raas"
     capturable: ClassVar[bool | str] = True
-    token_budget: int = setting(1024, "tokens kept, the prompt included, in whole pages")
+    token_budget: int = setting(1024, "tokens kept of what is generated, in whole pages")
+    prompt_in_budget: bool = setting(False, "count the prompt in token_budget, too")
     alpha: float = setting(1e-4, "attention weight above which a token renews its page")
 
     def resolve(self, geometry: Geometry) -> Self:
@@ -54,13 +56,23 @@ class RaaS(Policy):
         require(good, "alpha", self.alpha, "a number from 0 to below 1")
         return self
 
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """None: a page that is evicted leaves all layers at once, so that no layer stays dense."""
+        return ()
+
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """None: every layer reads all that is left."""
         return ()
 
+    def outside_budget(self) -> str:
+        """The prompt, unless it is counted."""
+        return "" if self.prompt_in_budget else "the prompt"
+
     def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray:
-        """The budget; beside a prompt that fills it, one page."""
-        most: np.ndarray = np.maximum(prompt_pages + 1, self.token_budget // page_size)
+        """The prompt and the budget; of a prompt that is counted and fills it, one page more."""
+        most: np.ndarray = prompt_pages + self.token_budget // page_size
+        if self.prompt_in_budget:
+            most = np.maximum(prompt_pages + 1, self.token_budget // page_size)
         return most
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,8 @@ Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM I
 (arXiv 2410.21465), section 4 and algorithms 1 and 2. Behind the prompt its keys, before RoPE and
 with all KV heads side by side, are decomposed: `rank` numbers per token and a basis per sequence.
 The landmark of a chunk is the mean of its keys after RoPE. Chunks whose keys differ most from their
-landmark (least cosine) are outliers: always read, with their own keys, as the newest chunks are.
+landmark (least cosine) are outliers: always read, with their own keys, as the first and the newest
+chunks are.
 The others are chosen by the softmax of the query's products with their landmarks, at every token by
 every layer; prompt keys among them are rebuilt and rotated to their places.
 
@@ -28,13 +29,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, require, require_layers, setting
 from keyhole.errors import ConfigError
 from keyhole.policy.base import LowRank, Policy, Selection, Step
 
@@ -63,13 +64,18 @@ class ShadowKV(Policy):
     outlier_chunks: int | None = setting(
         None, "chunks of the prompt always read; None: 48, or 3/8 of a smaller budget"
     )
-    local_chunks: int | None = setting(
-        None, "newest chunks always read; None: 4, or an eighth of a smaller budget"
+    sink_size: int = setting(0, "first tokens that are always read, in whole chunks")
+    window_size: int | None = setting(
+        None, "newest tokens always read, in whole chunks; None: 32, or an eighth of the budget"
     )
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
     keep_generated: bool = setting(False, "read all generated tokens, beside the budget")
+    always_beside: bool = setting(
+        False, "read first, outlier and newest chunks beside the budget, too"
+    )
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles sizes; checks that outliers, newest chunks and one more fit into the budget."""
+        """Settles sizes; checks that what is always read and one more chunk fit into the budget."""
         page, chunk, rank = geometry.page_size, self.chunk_size, self.rank
         chunk = min(8, page) if chunk is None else chunk
         good = is_count(chunk) and page % chunk == 0
@@ -78,29 +84,59 @@ class ShadowKV(Policy):
         require(
             is_count(budget, 2 * chunk), "token_budget", budget, f"at least 2 chunks of {chunk}"
         )
-        count, outliers, local = budget // chunk, self.outlier_chunks, self.local_chunks
+        count, outliers, window = budget // chunk, self.outlier_chunks, self.window_size
         outliers = min(48, 3 * count // 8) if outliers is None else outliers
-        local = max(1, min(4, count // 8)) if local is None else local
+        window = max(1, min(32 // chunk, count // 8)) * chunk if window is None else window
         require(is_count(outliers, 0), "outlier_chunks", outliers, "at least 0")
-        require(is_count(local), "local_chunks", local, "at least 1")
-        least = (outliers + local + 1) * chunk
-        right = f"at least {least}: {outliers} outlier, {local} newest and one chunk of {chunk}"
-        require(budget >= least, "token_budget", budget, right)
-        most = min((_width(geometry.layers[i]) for i in geometry.full_attention), default=0)
+        require(is_count(window), "window_size", window, "at least 1")
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        require_layers("full_layers", self.full_layers)
+        settled = dataclasses.replace(
+            self, chunk_size=chunk, outlier_chunks=outliers, window_size=window
+        )
+        parts = f"{settled._sinks} first, {outliers} outlier, {settled._local} newest and one"
+        least = (settled._always + 1) * chunk
+        right = f"at least {least}: {parts} chunk of {chunk}"
+        require(self.always_beside or budget >= least, "token_budget", budget, right)
+        most = min((_width(geometry.layers[i]) for i in settled._sparse(geometry)), default=0)
         right = f"from 0 to {most}, the numbers of a key of all KV heads"
         require(rank is None or (is_count(rank, 0) and rank <= most), "rank", rank, right)
-        return dataclasses.replace(
-            self, chunk_size=chunk, outlier_chunks=outliers, local_chunks=local
+        return settled
+
+    @classmethod
+    def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
+        """The authors' 48 outlier chunks and 32 newest tokens, whatever the budget."""
+        return cls(
+            token_budget=token_budget,
+            outlier_chunks=48,
+            window_size=32,
+            keep_generated=True,
+            always_beside=True,
         )
 
+    def outside_budget(self) -> str:
+        """Chunks that are always read, and generated tokens, if they are not counted."""
+        chunks = (self.sink_size, "first"), (self.outlier_chunks, "outlier"), (1, "newest")
+        names = [name for count, name in chunks if count]
+        listed = ", ".join(names[:-1]) + " and newest chunks"
+        always = [listed] if self.always_beside else []
+        return " and ".join([*always, *(["all generated tokens"] if self.keep_generated else [])])
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All layers, if keys are read as they are. ConfigError if they are rebuilt."""
+        """All but those that read everything, if keys are read as they are.
+
+        ConfigError if they are rebuilt.
+        """
         if self.rank != 0:
             raise ConfigError(
                 "policy 'shadowkv' with offload= needs rank=0: keys that are rebuilt are not "
                 "loaded from a lower tier"
             )
-        return geometry.full_attention
+        return self._sparse(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """Landmarks, the least cosine of each chunk, and each token's numbers of low rank."""
@@ -112,15 +148,15 @@ class ShadowKV(Policy):
         }
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The outlier chunks of every layer."""
+        """The first and the outlier chunks of every sparse layer."""
         return {
-            f"outliers {i}": (geometry.layers[i].num_kv_heads, self._outliers)
-            for i in geometry.full_attention
+            f"taken {i}": (geometry.layers[i].num_kv_heads, self._sinks + self._outliers)
+            for i in self._sparse(geometry)
         }
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The basis of the keys of every layer."""
-        layouts = {i: geometry.layers[i] for i in geometry.full_attention}
+        """The basis of the keys of every sparse layer."""
+        layouts = {i: geometry.layers[i] for i in self._sparse(geometry)}
         return {
             f"basis {i}": (self._rank(layout), layout.num_kv_heads, layout.key_dim)
             for i, layout in layouts.items()
@@ -137,11 +173,11 @@ class ShadowKV(Policy):
         for row in np.flatnonzero(self._due(step)).tolist():
             prompt, slot = int(step.host_prompts[row]), step.slots[row]
             pages = step.page_table[row].long()
-            chunks = max(0, prompt // self._chunk - self._local)
+            chunks = self._sinks, max(self._sinks, prompt // self._chunk - self._local)
             for layer, data in enumerate(step.page_data):
-                if "landmark" not in data:
+                if "landmark" not in data or layer in self.full_layers:
                     continue
-                step.state[f"outliers {layer}"][slot] = kernels.outlier_chunks(
+                step.state[f"taken {layer}"][slot] = kernels.outlier_chunks(
                     data["cosine"], pages, chunks, self._outliers
                 )
                 coefficients = data["coefficient"]
@@ -158,23 +194,22 @@ class ShadowKV(Policy):
         return reads_all
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """The tokens of the outlier chunks, the newest ones and the best of the others."""
-        if step.max_length <= self._covered:
+        """The tokens of first, outlier and newest chunks, and of the best of the others."""
+        if layer in self.full_layers or step.max_length <= self._covered:
             return None
         ends, chunks = self._ends(step)
         landmarks, taken = step.page_data[layer]["landmark"], self._taken(layer, step)
         table, local = step.page_table, self._local
         scores = kernels.chunk_scores(query, landmarks, table, taken, chunks, local)
-        count = self.token_budget // self._chunk
-        chosen = kernels.top_indices(scores, chunks, count, self._chunk, last=local)
+        chosen = kernels.top_indices(scores, chunks, self._count, self._chunk, last=local)
         tokens = kernels.block_pages(chosen, ends, 1)
         if not self.keep_generated:
             return tokens
-        most = int((step.host_lengths - step.host_prompts).max())
-        return kernels.with_newer(tokens, step.prompts, step.lengths, most)
+        most = int((step.host_lengths - self._end(step.host_prompts)).max())
+        return kernels.with_newer(tokens, ends, step.lengths, most)
 
     def low_rank(self, layer: int, step: Step) -> LowRank | None:
-        """Keys of the prompt, but for outlier chunks, the newest ones and short texts."""
+        """Keys of the prompt, but for first, outlier and newest chunks, and short texts."""
         if self.rank == 0:
             return None
         # From here on keys are the tokens' own: generated ones, newest chunks, and short texts.
@@ -194,7 +229,7 @@ class ShadowKV(Policy):
         """Landmarks of all chunks, numbers of low rank of what is read, and bases."""
         if step.max_length <= self._covered:
             return None
-        layouts = [geometry.layers[i] for i in geometry.full_attention]
+        layouts = [geometry.layers[i] for i in self._sparse(geometry)]
         keys = sum(_width(layout) for layout in layouts)
         ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
         bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
@@ -209,14 +244,18 @@ class ShadowKV(Policy):
         return due
 
     def _taken(self, layer: int, step: Step) -> Tensor:
-        """The outlier chunks, int32 [B, Hkv, n]; -1 in texts within the budget, which have none."""
+        """First and outlier chunks, int32 [B, Hkv, n]; -1 in texts within the budget."""
         short = (step.lengths <= self._covered)[:, None, None]
-        return step.state[f"outliers {layer}"][step.slots].masked_fill(short, -1)
+        return step.state[f"taken {layer}"][step.slots].masked_fill(short, -1)
 
     def _ends(self, step: Step) -> tuple[Tensor, Tensor]:
         """Tokens that are chosen among, and chunks of them, int32 [B] each."""
-        ends = step.prompts if self.keep_generated else step.lengths
+        ends = self._end(step.prompts) if self.keep_generated else step.lengths
         return ends, (ends + self._chunk - 1) // self._chunk
+
+    def _end(self, prompts: Any) -> Any:
+        """The end of a prompt's last whole chunk. Arrays or tensors."""
+        return prompts // self._chunk * self._chunk
 
     def _rank(self, layout: LayerLayout) -> int:
         """Numbers per key of all KV heads: the authors' 160 of 1024, and never more than half.
@@ -228,7 +267,17 @@ class ShadowKV(Policy):
     @property
     def _covered(self) -> int:
         """Up to this length everything is read."""
-        return self.token_budget // self._chunk * self._chunk
+        return self._count * self._chunk
+
+    @property
+    def _always(self) -> int:
+        """Chunks that are always read."""
+        return self._sinks + self._outliers + self._local
+
+    @property
+    def _count(self) -> int:
+        """Chunks that a step reads, generated tokens beside the budget apart."""
+        return self.token_budget // self._chunk + (self._always if self.always_beside else 0)
 
     @property
     def _chunk(self) -> int:
@@ -241,9 +290,19 @@ class ShadowKV(Policy):
         return self.outlier_chunks
 
     @property
+    def _sinks(self) -> int:
+        """Chunks of the first tokens."""
+        return -(-self.sink_size // self._chunk)
+
+    @property
     def _local(self) -> int:
-        assert self.local_chunks is not None, "settled by resolve"
-        return self.local_chunks
+        """Chunks of the newest tokens."""
+        assert self.window_size is not None, "settled by resolve"
+        return -(-self.window_size // self._chunk)
+
+    def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
+        """The layers that select."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
 
 def _width(layout: LayerLayout) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, require, require_layers, setting
 from keyhole.policy.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -28,11 +28,21 @@ class SlidingWindow(Policy):
     name: ClassVar[str] = "sliding_window"
     capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head: the window")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the budget."""
+        require_layers("full_layers", self.full_layers)
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         return self
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
     def branch(self, step: Step) -> Hashable:
         """Whether everything is read."""
@@ -40,6 +50,6 @@ class SlidingWindow(Policy):
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The newest tokens, the same for all heads."""
-        if step.max_length <= self.token_budget:
+        if layer in self.full_layers or step.max_length <= self.token_budget:
             return None
         return kernels.recent_indices(step.lengths, self.token_budget)

@@ -7,6 +7,9 @@ largest among the head's query heads of its group, and every layer reads the sam
 
 Cost per step: the head's keys once, then `token_budget` keys and values per layer.
 
+`per_head=False` is the coarser choice that section 4.2 compares with (figure 5a): one list by the
+largest weight of any head.
+
 Differences from the paper: first tokens and a recent window are part of the budget; a choice may be
 kept for several steps (`refresh_every`), with the tokens generated meanwhile added to it; a choice
 may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive`). Over stored
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, require, require_layers, setting
 from keyhole.errors import ConfigError
 from keyhole.policy import adaptive
 from keyhole.policy.base import Policy, Selection, Step
@@ -53,11 +56,14 @@ class SpeContext(Policy):
     min_budget: int | None = setting(
         None, "tokens a step reads at least, with recall; None: 1/4 of the budget"
     )
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+    per_head: bool = setting(True, "a list per KV head; False: one list that all heads share")
     head: str | None = setting(None, "folder of the retrieval head; None: beside the weights")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that sinks, window and the tokens of a kept choice fit into the budget."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require_layers("full_layers", self.full_layers)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
         window = self.window_size
         if window is None:
@@ -74,16 +80,24 @@ class SpeContext(Policy):
         minimum = adaptive.settled(self.recall, self.min_budget, self.token_budget, least)
         return dataclasses.replace(self, window_size=window, min_budget=minimum)
 
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`; the paper has none."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
     def selection_heads(self, geometry: Geometry) -> int | None:
         """A choice per query head over latents that all of them share."""
         latent = any(layout.shared_values for layout in geometry.layers)
-        return choice_lists(geometry) if latent else None
+        return choice_lists(geometry) if latent and self.per_head else None
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The kept choice, how many tokens it has, and the length it was made at."""
         if self.refresh_every == 1:
             return {}
-        heads = choice_lists(geometry)
+        heads = choice_lists(geometry) if self.per_head else 1
         return {"chosen": (heads, self._at_refresh), "counts": (heads,), "length": ()}
 
     def before_step(self, step: Step) -> None:
@@ -111,7 +125,7 @@ class SpeContext(Policy):
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The head's choice."""
-        return step.carry
+        return None if layer in self.full_layers else step.carry
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The head's keys, in steps that choose; a mean where a choice is kept."""
@@ -140,6 +154,8 @@ class SpeContext(Policy):
     def _choose(self, step: Step, lengths: Tensor) -> Selection:
         assert step.head_weights is not None, "the engine gives a head where wants_head is set"
         weights, first, last = step.head_weights(), self.sink_size, self.window_size or 1
+        if not self.per_head:
+            weights = weights.amax(1, keepdim=True)
         chosen = kernels.top_indices(weights, lengths, self._at_refresh, 1, first=first, last=last)
         if self.recall is None:
             return chosen

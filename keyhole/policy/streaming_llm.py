@@ -6,7 +6,8 @@ Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024
 Cost per step and layer: `token_budget` keys and values.
 
 Differences from the paper: tokens keep their true positions, the paper renumbers them inside the
-cache; what leaves the window is skipped, not deleted.
+cache; what leaves the window is skipped, not deleted. With `full_layers` it is the *recent* control
+of other methods: their dense layers, and no selection elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, require, require_layers, setting
 from keyhole.policy.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -32,14 +33,24 @@ class StreamingLLM(Policy):
     capturable: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the sinks included")
     sink_size: int = setting(4, "first tokens that are always read")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that a window is left beside the sinks."""
+        require_layers("full_layers", self.full_layers)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
         least = self.sink_size + 1
         right = f"at least {least}: sink_size {self.sink_size} and the newest token"
         require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
         return self
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
     def branch(self, step: Step) -> Hashable:
         """Whether everything is read."""
@@ -47,6 +58,6 @@ class StreamingLLM(Policy):
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Sinks and the newest tokens, the same for all heads."""
-        if step.max_length <= self.token_budget:
+        if layer in self.full_layers or step.max_length <= self.token_budget:
             return None
         return kernels.recent_indices(step.lengths, self.token_budget, first=self.sink_size)

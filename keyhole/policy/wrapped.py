@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.policy.base import LowRank, Policy, ScoreRequest, Selection, Step
+from keyhole.policy.base import (
+    LowRank,
+    Policy,
+    PromptQueries,
+    ScoreRequest,
+    Selection,
+    Step,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +36,15 @@ class Wrapped(Policy):
 
     def __post_init__(self) -> None:
         # Class variables of a policy; here they are those of the policy inside.
-        for name in ("name", "dense", "wants_head", "shares_pages", "reads_keys"):
+        for name in (
+            "name",
+            "dense",
+            "wants_head",
+            "shares_pages",
+            "reads_keys",
+            "reads_queries",
+            "selects_by_own_scores",
+        ):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def __getattr__(self, name: str) -> Any:
@@ -41,6 +56,14 @@ class Wrapped(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Settles the policy inside; everything else stays the same objects."""
         return dataclasses.replace(self, inner=self.inner.resolve(geometry))
+
+    def outside_budget(self) -> str:
+        """As the policy inside."""
+        return self.inner.outside_budget()
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """As the policy inside."""
+        return self.inner.dense_layers(geometry)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """As the policy inside."""
@@ -75,6 +98,20 @@ class Wrapped(Policy):
     ) -> None:
         """As the policy inside."""
         self.inner.on_append(key_pages, data, pages, filled)
+
+    def reusable(self, known: int, page_size: int) -> int:
+        """As the policy inside."""
+        return self.inner.reusable(known, page_size)
+
+    def on_prompt_queries(
+        self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
+    ) -> None:
+        """As the policy inside."""
+        self.inner.on_prompt_queries(layer, queries, options)
+
+    def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
+        """As the policy inside."""
+        self.inner.on_queries(layer, query, step, options)
 
     def branch(self, step: Step) -> Hashable:
         """As the policy inside."""
