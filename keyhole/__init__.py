@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keyhole.config import SamplingParams
+    from keyhole.engine.async_llm import AsyncLLM
     from keyhole.engine.context import Reused
     from keyhole.engine.llm import LLM, Piece, Result
     from keyhole.engine.sequence import Stats
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "LLM": "keyhole.engine.llm",
+    "AsyncLLM": "keyhole.engine.async_llm",
     "Result": "keyhole.engine.llm",
     "Piece": "keyhole.engine.llm",
     "Stats": "keyhole.engine.sequence",
@@ -99,6 +101,7 @@ _PLACES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheBlend",
     "CapacityError",
     "ClusterKV",

@@ -3,7 +3,8 @@
 SpeContext (2025), section 6. Eq. 6 is the memory with every layer's keys and values on the upper
 tier, Eq. 7 with some layers on the lower one, where each keeps a buffer of `token_budget` tokens
 above; Eq. 8 asks for the fewest layers below. `MemoryModel.thresholds` is Algorithm 1, `Plan` is
-what Algorithm 2 asks while a text grows. All sizes are bytes.
+what Algorithm 2 asks while a text grows, and asks in reverse when texts have ended. All sizes are
+bytes.
 
 Differences from the paper: every constant is a named term, so that it can be that of our own cache
 (`measured`) or the paper's (`paper`); layers may differ, and those with a sliding window stay
@@ -32,6 +33,9 @@ _PAPER_WEIGHT_FACTOR = Fraction(13, 10)
 _PAPER_PAIR_BYTES = 4
 #: A page number is an int32 in the engine's table, and again in the table of a step.
 _TABLE_BYTES = 8
+#: One part in so many of the pages that fit stays free when a layer comes back up, so that many
+#: steps lie between its coming up and its going down again.
+_FREE_PART = 8
 
 
 def buffer_tokens(token_budget: int, page_size: int) -> int:
@@ -162,6 +166,12 @@ class MemoryModel:
         """Keys and values of a token in all layers."""
         return self._token_bytes(0)
 
+    @property
+    def beside_bytes(self) -> int:
+        """What is there beside the KV cache: weights, and what a step computes with."""
+        terms = self.terms(0, 0)
+        return terms["weights"] + terms["requests"] + terms["runtime"]
+
     def pages(self, length: int) -> int:
         """Pages of all requests at this length."""
         return self.requests * -(-length // self.page_size)
@@ -181,6 +191,10 @@ class MemoryModel:
             "staging": self.staging_bytes if offloaded else 0,
             "runtime": self.runtime_bytes,
         }
+
+    def cache_bytes(self, pages: int, offloaded: int) -> int:
+        """The terms of the KV cache alone: keys and values, side data, buffers, staging."""
+        return sum(self.terms(pages, offloaded).values()) - self.beside_bytes
 
     def bytes(self, length: int, offloaded: int = 0) -> int:
         """Bytes on the upper tier for texts of `length` tokens with `offloaded` layers below.
@@ -264,7 +278,8 @@ class Row:
 class Plan:
     """A memory model at a given memory: what Algorithm 2 asks before each step.
 
-    CapacityError if the memory does not even hold the weights and what a step needs.
+    memory: bytes for all terms of the model, weights included; `for_cache` takes those for the KV
+    cache alone. CapacityError if the memory does not even hold the weights and what a step needs.
     """
 
     model: MemoryModel
@@ -278,6 +293,16 @@ class Plan:
                 f"the weights need {_mib(terms['weights'])}, with what a step needs {_mib(need)}; "
                 f"memory is {_mib(self.memory)}: raise memory, or use a smaller dtype or model"
             )
+
+    @classmethod
+    def for_cache(cls, model: MemoryModel, memory: int) -> Plan:
+        """The plan for so many bytes of KV cache, beside weights and what a step computes with."""
+        return cls(model=model, memory=memory + model.beside_bytes)
+
+    @property
+    def cache_memory(self) -> int:
+        """Bytes of `memory` that are left for the KV cache."""
+        return self.memory - self.model.beside_bytes
 
     @cached_property
     def capacities(self) -> tuple[int, ...]:
@@ -314,6 +339,20 @@ class Plan:
         # Where moving does not help, capacities fall, and the largest so far stays what fits.
         return found if found < len(self._longest) else None
 
+    def left_below(self, pages: int, growth: int, offloaded: int, least: int = 0) -> int:
+        """Layers that stay below, of `offloaded`, once no more than `pages` pages are needed.
+
+        growth: pages that may still be asked for. One layer after the other comes up, the last that
+        went down first, as long as the pages fit with it above, and beside them either all of the
+        growth or an eighth of what fits, whichever is less. least: layers that stay in any case.
+        """
+        while offloaded > least:
+            most = self.capacities[offloaded - 1]
+            if pages + min(growth, most // _FREE_PART) > most:
+                break
+            offloaded -= 1
+        return offloaded
+
     def rows(self, lengths: Iterable[int]) -> tuple[Row, ...]:
         """A row per length."""
         return tuple(self._row(length) for length in lengths)
@@ -324,7 +363,8 @@ class Plan:
         names = [f.name for f in dataclasses.fields(model) if f.name != "layers"]
         return {
             "thresholds": list(self.thresholds),
-            "memory": self.memory,
+            "total_memory": self.memory,
+            "memory": self.cache_memory,
             "num_layers": len(model.layers),
             "order": list(model.order),
             **{name: getattr(model, name) for name in names},

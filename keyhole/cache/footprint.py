@@ -1,15 +1,74 @@
-"""What a cache of a given shape costs, in the terms of the planner; plain numbers, no tensors."""
+"""What an engine of a given shape costs, in the terms of the planner; plain numbers, no tensors."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from keyhole.cache.layout import Geometry
-from keyhole.planner import LayerMemory
+from keyhole.planner import LayerMemory, MemoryModel
 
+#: Of a request's logits: as the model gives them, and in float32 beside a sorted copy.
+_LOGIT_BYTES = 8
+#: A process holds about twice what lives in a step, since freed memory is not all given back:
+#: measured were 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
+_KEPT_BY_ALLOCATOR = 2
 #: A place in a buffer remembers its token, per head, in an int32.
 _ENTRY_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What counts of a model beside its KV cache.
+
+    weight_bytes: every weight once. head_weight_bytes: of its retrieval head, without what it
+    shares. vocab_size: logits of a request. step_numbers: numbers that live at once in a layer, per
+    token of a step; an estimate.
+    """
+
+    weight_bytes: int
+    vocab_size: int
+    step_numbers: int
+    head_weight_bytes: int = 0
+
+
+def memory_model(
+    geometry: Geometry,
+    size: ModelSize,
+    *,
+    requests: int,
+    token_budget: int,
+    prefill_chunk: int,
+    page_data: Iterable[Mapping[str, tuple[int, ...]]] = (),
+    movable: Collection[int] | None = None,
+    num_heads: int | None = None,
+) -> MemoryModel:
+    """Every term of an engine: the one account that the engine and `keyhole plan` go by.
+
+    requests: that run at once, at most. prefill_chunk: prompt tokens of a step, at most. page_data:
+    shapes beside the keys of a page, of all layers and of the head. movable: layers that the policy
+    lets go below; None: all that may. num_heads: as for `layer_memory`.
+    """
+    layers = layer_memory(geometry, num_heads)
+    if movable is not None:
+        layers = tuple(
+            dataclasses.replace(layer, movable=layer.movable and i in movable)
+            for i, layer in enumerate(layers)
+        )
+    step_bytes = (prefill_chunk + requests) * size.step_numbers * geometry.itemsize
+    return MemoryModel.measured(
+        layers=layers,
+        requests=requests,
+        token_budget=token_budget,
+        page_size=geometry.page_size,
+        weight_bytes=size.weight_bytes,
+        head_weight_bytes=size.head_weight_bytes,
+        page_data_bytes=data_bytes(geometry, page_data),
+        request_bytes=size.vocab_size * (geometry.itemsize + _LOGIT_BYTES),
+        runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
+    )
 
 
 def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[LayerMemory, ...]:

@@ -19,6 +19,7 @@ class LayerLayout:
     value_dim: int
     window: int | None = None  # the layer's own sliding window in tokens; None is full attention
     shared_values: bool = False
+    num_query_heads: int = 0  # for what a policy keeps per query head; 0 where nothing is
 
     @property
     def numbers_per_token(self) -> int:

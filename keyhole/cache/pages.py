@@ -4,24 +4,41 @@ A page holds `page_size` tokens in every layer at once, so one page number serve
 layer there is one tensor in which a head's page of keys is followed by its page of values: what is
 read together lies together, which selected tokens gain most by (benchmarks/LOG.md). Beside it lies
 what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`. Keys and values
-of a layer can move to a lower tier, where they are used and grow as before.
+of a layer can move to a lower tier, where they are used and grow as before, and up again once the
+tensors have been cut to what is in use.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from keyhole.cache import huge_pages
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.tiers import Store, Tier, move
+from keyhole.cache.tiers import BLOCK_BYTES, Store, Tier, discard, move
 from keyhole.errors import CapacityError, is_out_of_memory
 
 # Pages of the first allocation; each growth doubles, so a page is moved O(1) times on average.
 _FIRST_PAGES = 64
+
+
+class Room(Protocol):
+    """Who lets the tensors of a cache grow, and moves layers down for it."""
+
+    @property
+    def pages(self) -> int:
+        """Pages that there may be with every layer where it is."""
+
+    def make(self, least: int, wanted: int) -> int:
+        """Makes room for `least` pages; how many of `wanted` there may be then.
+
+        CapacityError if there can never be so many.
+        """
 
 
 class PageCache:
@@ -32,7 +49,10 @@ class PageCache:
     data: per layer, the policy's side data by name, [capacity, ...].
     common: side data that belongs to no layer, in the same form.
     peak_pages: the most pages that were in use at once.
-    moves: how often tensors have been replaced by others, larger or on another tier.
+    released: how many references to pages have been given up so far.
+    moves: how often tensors have been replaced by others, of another size or on another tier.
+    empty: a tensor without numbers, of the upper tier's dtype and device.
+    room: asked before the tensors grow; None: they may grow to `max_pages`.
     """
 
     def __init__(
@@ -49,7 +69,9 @@ class PageCache:
         self.page_size = geometry.page_size
         self.max_pages = max_pages
         self.peak_pages = 0
+        self.released = 0
         self.moves = 0
+        self.room: Room | None = None
         self._device = device
         self._shapes = page_data or [{} for _ in geometry.layers]
         self._common_shapes = common or {}
@@ -57,9 +79,7 @@ class PageCache:
         self._free: list[int] = []
         self._aside: int | None = None
         self._stores: dict[int, Store] = {}  # layers on the lower tier
-        #: Told how many pages there must be and how many are wished for; says how many may be.
-        self.before_growth: Callable[[int, int], int] | None = None
-        empty = torch.empty(0, dtype=dtype, device=device)
+        self.empty = empty = torch.empty(0, dtype=dtype, device=device)
         self._pages = [
             empty.new_empty(0, layout.num_kv_heads, self.page_size * layout.numbers_per_head)
             for layout in geometry.layers
@@ -82,6 +102,22 @@ class PageCache:
     def available(self) -> int:
         """Pages that can still be allocated."""
         return len(self._free) + self._most - self.capacity
+
+    @property
+    def at_hand(self) -> int:
+        """Pages that can be allocated with every layer where it is."""
+        most = self._most if self.room is None else min(self._most, self.room.pages)
+        return len(self._free) + max(0, most - self.capacity)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that somebody holds, and those that were set aside."""
+        return self.capacity - len(self._free)
+
+    @property
+    def num_aside(self) -> int:
+        """Pages that were set aside."""
+        return int(self._aside is not None)
 
     @property
     def page_bytes(self) -> int:
@@ -116,6 +152,67 @@ class PageCache:
         self.moves += 1
         self._pages[layer], self._stores[layer] = lower, store
         self.keys, self.values = self._views()
+
+    def move_up(self, layer: int) -> None:
+        """Moves keys and values of a layer back to the upper tier. Not while a step runs.
+
+        What it took below is given back. CapacityError if there is no memory for as many pages as
+        there are; nothing has changed then.
+        """
+        lower = self._pages[layer]
+        self._settle()
+        with _no_room("a layer could not come back to the upper tier"):
+            upper = huge_pages.new_empty(self.empty, self.capacity, *lower.shape[1:])
+        used = self._past_last
+        upper[:used] = lower[:used]
+        self.moves += 1
+        del self._stores[layer], lower
+        self._pages[layer] = upper
+        self.keys, self.values = self._views()
+
+    def pack(self) -> dict[int, int]:
+        """Moves pages until those in use are the first ones. Not while a step runs.
+
+        Returns the new numbers of those that moved; whoever lists them has to take these.
+        """
+        used = [page for page, count in enumerate(self._refs) if count]
+        moved = [page for page in used if page >= len(used)]
+        holes = [page for page in range(len(used)) if not self._refs[page]]
+        numbers = dict(zip(moved, holes, strict=True))
+        if not numbers:
+            return numbers
+        self._settle()
+        for tensor in self._tensors():
+            _copy_pages(tensor, moved, holes)
+        for page, other in numbers.items():
+            self._refs[other], self._refs[page] = self._refs[page], 0
+        if self._aside is not None:
+            self._aside = numbers.get(self._aside, self._aside)
+        self._free = self._listed_free()
+        self.moves += 1
+        return numbers
+
+    def cut(self, count: int) -> None:
+        """Gives the memory of all but the first `count` pages of the upper tier back.
+
+        None of the others is in use (`pack` first). Not while a step runs. One tensor after the
+        other; CapacityError if there is no memory for a smaller one, and the rest stays larger.
+        """
+        used = self._past_last
+        assert used <= count <= self.capacity, f"page {used - 1} is in use"
+        self.moves += 1
+        self._settle()
+        del self._refs[count:]
+        self._free = self._listed_free()
+        with _no_room("the KV cache could not be made smaller"):
+            for i, data in enumerate(self.data):
+                if i not in self._stores:
+                    self._pages[i] = _cut(self._pages[i], count, used)
+                    self.keys, self.values = self._views()  # let go of the larger tensor
+                for name, tensor in data.items():
+                    data[name] = _cut(tensor, count, used)
+            for name, tensor in self.common.items():
+                self.common[name] = _cut(tensor, count, used)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages with one reference each, or None (and nothing changed) if they are out."""
@@ -156,6 +253,7 @@ class PageCache:
         for page in pages:
             assert self._refs[page] > 0, f"page {page} is already free"
             self._refs[page] -= 1
+            self.released += 1
             if self._refs[page] == 0:
                 self._free.append(page)
 
@@ -227,6 +325,15 @@ class PageCache:
         ]
         return [keys for keys, _ in views], [values for _, values in views]
 
+    def _listed_free(self) -> list[int]:
+        """Pages without a reference; the first ones come last and are taken first."""
+        return [page for page in reversed(range(self.capacity)) if not self._refs[page]]
+
+    @property
+    def _past_last(self) -> int:
+        """The number after that of the last page in use."""
+        return max((page + 1 for page, count in enumerate(self._refs) if count), default=0)
+
     @property
     def _most(self) -> int:
         """The most pages that tensors may exist for."""
@@ -237,26 +344,20 @@ class PageCache:
         self.moves += 1
         self._settle()
         capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))
-        if self.before_growth is not None:
+        if self.room is not None:
             least = min(least, capacity)
-            capacity = self.before_growth(least, capacity)
-        try:
+            capacity = self.room.make(least, capacity)
+        need = capacity * self.page_bytes / 2**20
+        with _no_room(
+            f"the KV cache could not grow to {need:.0f} MiB ({capacity} pages of "
+            f"{self.page_size} tokens); set memory= to less, with offload= to a folder for the "
+            "rest (and a policy that selects), or lower max_batch or max_length"
+        ):
             for i, data in enumerate(self.data):
                 self._pages[i] = self._enlarged_pages(i, capacity)
                 self.keys, self.values = self._views()  # let go of the smaller tensor
                 _enlarge_all(data, capacity)
             _enlarge_all(self.common, capacity)
-        except CapacityError:  # of the lower tier, which says more
-            raise
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            need = capacity * self.page_bytes / 2**20
-            raise CapacityError(
-                f"the KV cache could not grow to {need:.0f} MiB ({capacity} pages of "
-                f"{self.page_size} tokens); set memory= to less, with offload= to a folder for the "
-                "rest (and a policy that selects), or lower max_batch or max_length"
-            ) from error
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
         self._refs.extend([0] * (capacity - self.capacity))
 
@@ -285,6 +386,19 @@ def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple
     return keys, pages[..., end:].unflatten(-1, (page_size, layout.value_dim))
 
 
+@contextmanager
+def _no_room(message: str) -> Iterator[None]:
+    """Memory that is not there becomes a CapacityError with this message."""
+    try:
+        yield
+    except CapacityError:  # of the lower tier, which says more
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(message) from error
+
+
 def _enlarge_all(data: dict[str, Tensor], capacity: int) -> None:
     for name, tensor in data.items():
         data[name] = _enlarged(tensor, capacity)
@@ -296,3 +410,21 @@ def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
     larger = huge_pages.new_empty(tensor, capacity, *tensor.shape[1:])
     larger[: tensor.shape[0]] = tensor
     return larger
+
+
+def _copy_pages(tensor: Tensor, source: list[int], target: list[int]) -> None:
+    """Copies pages within a tensor, a few at a time, as what is copied is there twice."""
+    step = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes))
+    for start in range(0, len(source), step):
+        end = start + step
+        tensor[target[start:end]] = tensor[source[start:end]]
+
+
+def _cut(tensor: Tensor, count: int, used: int) -> Tensor:
+    """The first `count` pages in a tensor of their own; only the first `used` are copied."""
+    if tensor.shape[0] <= count:
+        return tensor
+    smaller = huge_pages.new_empty(tensor, count, *tensor.shape[1:])
+    discard(tensor[used:])
+    move(tensor[:used], smaller[:used])
+    return smaller

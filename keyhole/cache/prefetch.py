@@ -27,6 +27,7 @@ from torch import Tensor
 from keyhole.cache.elastic import ElasticBuffer, Frame, Resident
 from keyhole.cache.pages import PageCache
 from keyhole.cache.tiers import Tier
+from keyhole.errors import CapacityError
 from keyhole.kernels import Selection
 from keyhole.planner import buffer_tokens
 
@@ -102,6 +103,7 @@ class Prefetcher:
         self._num_tokens = buffer_tokens(token_budget, cache.page_size)
         self._num_heads = num_heads
         self._buffers: dict[int, ElasticBuffer] = {}
+        self._cuts = 0  # of buffers that are gone
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keyhole-prefetch")
         self._stream: torch.cuda.Stream | None = None
         self._step: tuple[Tensor, Tensor, Tensor] | None = None
@@ -123,27 +125,33 @@ class Prefetcher:
     @property
     def moves(self) -> int:
         """How often a buffer was cut anew; what was recorded before then writes to old places."""
-        return sum(buffer.cuts for buffer in self._buffers.values())
+        return self._cuts + sum(buffer.cuts for buffer in self._buffers.values())
 
     def offload(self, layer: int, tier: Tier) -> None:
         """Moves a layer of the cache to the lower tier, and gives it buffers where it was.
 
         Between steps. CapacityError if it does not fit there; nothing has changed then.
         """
-        upper = self._cache.keys[layer]
-        if upper.device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(upper.device)
-        buffer = ElasticBuffer(
-            self._cache.geometry.layers[layer],
-            upper.new_empty(0),
-            page_size=self._cache.page_size,
-            num_rows=self._num_rows,
-            num_tokens=self._num_tokens,
-            num_heads=self._num_heads,
-        )
-        del upper
+        device = self._cache.empty.device
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        buffer = self._buffer(layer)
         self._cache.move_down(layer, tier)
         self._buffers[layer] = buffer
+
+    def restore(self, layer: int) -> None:
+        """Moves a layer of the cache back to the upper tier, in the place of its buffers.
+
+        Between steps. CapacityError if there is no memory for it; it stays below then.
+        """
+        self._drain()
+        self._done.clear()  # of a step that came to no end
+        self._cuts += self._buffers.pop(layer).cuts  # its memory is needed, its content is not
+        try:
+            self._cache.move_up(layer)
+        except CapacityError:
+            self._buffers[layer] = self._buffer(layer)
+            raise
 
     def reset(self, row: int) -> None:
         """Forgets a sequence: another one has its row, or it has other tokens."""
@@ -230,6 +238,17 @@ class Prefetcher:
         """Ends the thread."""
         self._drain()
         self._pool.shutdown()
+
+    def _buffer(self, layer: int) -> ElasticBuffer:
+        """Empty buffers, on the upper tier."""
+        return ElasticBuffer(
+            self._cache.geometry.layers[layer],
+            self._cache.empty,
+            page_size=self._cache.page_size,
+            num_rows=self._num_rows,
+            num_tokens=self._num_tokens,
+            num_heads=self._num_heads,
+        )
 
     def _frame(self, unit: int) -> Frame:
         """Computed once per step, for all layers."""

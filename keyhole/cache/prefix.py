@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -75,6 +75,11 @@ class PrefixIndex:
         """Forgets everything."""
         self._cache.release(page for page, _ in self._pages.values())
         self._pages.clear()
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Takes the new numbers of pages that moved (`PageCache.pack`)."""
+        for digest, (page, exact) in self._pages.items():
+            self._pages[digest] = (numbers.get(page, page), exact)
 
     def held(self) -> list[int]:
         """The pages that the index holds a reference to."""

@@ -1,9 +1,10 @@
 """The lower tier: where a layer's pages go when the upper one is too small for them.
 
 Two pairs, one interface: below a GPU's memory lies pinned memory of the host, below a CPU's memory
-a file, mapped into memory, in a folder of the user's choice. A layer moves as a whole. What lies in
-a mapped file can be read and written by every kernel as it is; the operating system fetches it, and
-drops it again under pressure.
+a file, mapped into memory, in a folder of the user's choice. A layer moves as a whole, down and up
+again. What lies in a mapped file can be read and written by every kernel as it is; the operating
+system fetches it, and drops it again under pressure. When a layer has come up, its file is closed,
+which frees the disk; pinned memory goes back to torch, which keeps it for the next layer down.
 
 A file has no name from its first moment on (O_TMPFILE, or unlinked at once), so it ends with the
 process, however that ends: nothing is left to be cleaned up at the next start, and processes that
@@ -29,8 +30,8 @@ from torch import Tensor
 
 from keyhole.errors import CapacityError, ConfigError
 
-# Bytes that are copied at once when a layer moves, and given back above before the next.
-_BLOCK_BYTES = 64 << 20
+#: Bytes that are copied at once when a layer moves, and given back above before the next.
+BLOCK_BYTES = 64 << 20
 # Where space cannot be set aside, the file grows as it is written.
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -143,18 +144,18 @@ class PinnedStore:
 
 
 def move(upper: Tensor, lower: Tensor) -> None:
-    """Copies pages [count, ...] to `lower`; what `upper` holds is lost.
+    """Copies pages [count, ...] of the upper tier to `lower`; what `upper` holds is lost.
 
     Memory of a CPU is given back block by block, so that nothing is held twice at any time, at a
     moment when there is none to spare.
     """
-    step = max(1, _BLOCK_BYTES // max(1, upper[:1].nbytes))
+    step = max(1, BLOCK_BYTES // max(1, upper[:1].nbytes))
     for start in range(0, len(upper), step):
         lower[start : start + step] = upper[start : start + step]
-        _discard(upper[: start + step])
+        discard(upper[: start + step])
 
 
-def _discard(tensor: Tensor) -> None:
+def discard(tensor: Tensor) -> None:
     """Gives the memory of a contiguous tensor back; what it holds then is undefined."""
     if tensor.device.type != "cpu" or sys.platform != "linux":
         return

@@ -10,8 +10,8 @@ import torch
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.config import EngineConfig
-from keyhole.engine.lookahead import Lookahead
-from keyhole.engine.placement import Placement, make_plan, make_tier
+from keyhole.engine.memory import make_plan, memory_of, model_size, movable, page_data
+from keyhole.engine.placement import Placement, make_tier
 from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
@@ -38,30 +38,36 @@ def allocate(
     num_rows: sequences with buffers of layers below.
     ConfigError if not a page fits, or if the policy has no layers that may move.
     """
-    page_data = [
-        {} if layout.window is not None else policy.page_data(layout, config.page_size)
-        for layout in geometry.layers
-    ]
-    common = Lookahead.page_data(head.config, config.page_size) if head is not None else {}
-    data = [*page_data, common]
-    page_bytes = bytes_per_page(geometry, data)
-    if config.offload is not None:
-        plan = make_plan(geometry, policy, config, data, num_rows)
-        max_pages = max(plan.capacities)
+    data = page_data(geometry, policy, None if head is None else head.config)
+    page_bytes, plan = bytes_per_page(geometry, data), None
+    if config.offload is not None or config.total_memory is not None:
+        memory = memory_of(
+            geometry,
+            policy,
+            model_size(model, head),
+            data,
+            layers=() if config.offload is None else movable(geometry, policy),
+            requests=num_rows,
+            prefill_chunk=config.prefill_chunk,
+        )
+        plan = make_plan(memory, config)
+        room = plan.cache_memory
     else:
-        memory = free_memory(model.device) if config.memory is None else config.memory
-        max_pages = memory // page_bytes
+        room = free_memory(model.device) if config.memory is None else config.memory
+    max_pages = room // page_bytes
+    if plan is not None and config.offload is not None:
+        max_pages = max(plan.capacities)
     if max_pages < 1:
-        raise ConfigError(f"memory {config.memory} bytes holds no page of {page_bytes} bytes")
+        raise ConfigError(f"memory {room} bytes holds no page of {page_bytes} bytes")
     cache = PageCache(
         geometry,
         max_pages,
         dtype=model.dtype,
         device=model.device,
-        page_data=page_data,
-        common=common,
+        page_data=data[:-1],
+        common=data[-1],
     )
-    if config.offload is None:
+    if plan is None or config.offload is None:
         return cache, None
     tier, lists = make_tier(config.offload, model.device), policy.selection_heads(geometry)
     return cache, Placement(plan, cache, tier, num_rows=num_rows, num_heads=lists)
@@ -74,17 +80,23 @@ def too_long(
     if placement is not None:
         layers, most = len(placement.plan.model.order), cache.max_pages * config.page_size
         return (
-            f"{length} tokens (prompt and max_tokens) do not fit into memory {config.memory} with "
-            f"all {layers} layers that may on the lower tier: {most} do; raise memory=, or lower "
-            "token_budget, max_batch or max_tokens"
+            f"{length} tokens (prompt and max_tokens) do not fit into "
+            f"{placement.plan.cache_memory} bytes of KV cache with all {layers} layers that may on "
+            f"the lower tier: {most} do; raise {_limit(config)}, or lower token_budget, max_batch "
+            "or max_tokens"
         )
     pages = -(-length // config.page_size)
     need, have = (n * cache.page_bytes / 2**20 for n in (pages, cache.max_pages))
     return (
         f"{length} tokens (prompt and max_tokens) need {need:.1f} MiB of KV cache, the limit is "
-        f"{have:.1f} MiB; raise memory=, set offload= to a folder that layers may move to (with a "
-        "policy that selects), or lower max_tokens"
+        f"{have:.1f} MiB; raise {_limit(config)}, set offload= to a folder that layers may move to "
+        "(with a policy that selects), or lower max_tokens"
     )
+
+
+def _limit(config: EngineConfig) -> str:
+    """The setting that limits the cache, or would."""
+    return "memory=" if config.total_memory is None else "total_memory="
 
 
 def free_memory(device: torch.device) -> int:

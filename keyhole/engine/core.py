@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 
 import torch
@@ -16,6 +17,7 @@ from keyhole.engine.allocation import allocate, too_long
 from keyhole.engine.context import Context
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.eviction import most_pages
+from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.fingerprint import head_fingerprint
 from keyhole.engine.graphs import make_recorder
 from keyhole.engine.lookahead import Lookahead, load_head
@@ -47,6 +49,8 @@ class Engine:
     cache: pages that other engines use too; None: its own, within `config.memory`.
     head: of a policy that wants one; None: the policy's own, or the one beside the weights.
     copies: prompts that other engines over the same model have computed; this one adds its own.
+
+    One thread at a time: `lock` is for callers with several, who hold it for each call.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Engine:
         head: RetrievalHead | None = None,
         copies: PromptCopies | None = None,
     ) -> None:
+        self.lock = FairLock()
         self.model = model
         self.config = config
         self.geometry = model.geometry(config.page_size)
@@ -85,6 +90,7 @@ class Engine:
             dense=self.policy.dense,
             most_pages=functools.partial(most_pages, self.policy, self.geometry),
             shares_pages=self.policy.shares_pages,
+            reusable=lambda known: self.policy.reusable(known, config.page_size),
             max_length=self.max_length,
             prepare=self._prepare,
             known=self._known,
@@ -175,7 +181,7 @@ class Engine:
 
     def _known(self, sequence: Sequence) -> int:
         """Brings what others computed of a prompt into its pages; how many tokens these are."""
-        if self._copies is None:
+        if self._copies is None or self.policy.reads_queries:
             return 0
         where = (sequence.prompt, sequence.pages, self.cache)
         return self._copies.give(*where, self.policy, self._head)
@@ -222,6 +228,8 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan.decodes and not plan.chunks:
             return []
+        if self.placement is not None and self.placement.may_come_up:
+            self._move_up(self.placement)
         try:
             wanted, logits, reads = self._runner.run(plan)
         except (RuntimeError, MemoryError) as error:
@@ -260,6 +268,15 @@ class Engine:
         holders = [[p for p in s.pages if p != HOLE] for s in self.scheduler.running]
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
+
+    def _move_up(self, placement: Placement) -> None:
+        demand = self.scheduler.demand()
+        if demand is not None:
+            placement.move_up(demand, self.prefix, self._renumber)
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        self.scheduler.renumber(numbers)
+        self._runner.renumber()
 
     def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
         """Samples a token for each sequence and ends those that are done."""

@@ -143,6 +143,10 @@ class Documents:
             ) from error
 
     def _encode(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
+        with self._engine.lock:
+            return self._encoded(name, source, block_size)
+
+    def _encoded(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
         engine = self._engine
         tokens = self._tokens(name, source)
         wrong = [t for t in tokens if not 0 <= t < engine.model.vocab_size]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
+from keyhole.settings_file import require_depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,19 @@ class LLM:
     """A language model that reads, at each step, only what its policy selects.
 
     model: a folder, a hub id, or a model from `keyhole.models.loading.load` to share its weights.
-    policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", or None (dense).
+    policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", the path of a
+    settings file such as `keyhole eval --suite paper` writes, or None (dense).
     device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
     "bfloat16", "float16". memory: the most that the KV cache may take, bytes or "2GiB"; None: most
-    of what is free. offload: a folder that layers move to, one by one, when texts grow beyond
-    `memory`; results do not change. documents: where documents are stored, a folder or any URL that
-    fsspec knows; None: in the user's cache folder. documents_limit: the most that they may take
-    there, bytes or "20GiB". The others as in `EngineConfig`.
+    of what is free. total_memory: instead of it, the most that all may take: weights, KV cache and
+    what a step computes with, as `keyhole plan` counts them. offload: a folder that layers move to,
+    one by one, when texts grow beyond the memory, and come back from when there is room again;
+    results do not change. documents: where documents are stored, a folder or any URL that fsspec
+    knows; None: in the user's cache folder. documents_limit: the most that they may take there,
+    bytes or "20GiB". The others as in `EngineConfig`.
+
+    Safe from threads: calls take turns step by step, and requests of all threads run in one batch.
+    `AsyncLLM` is for asyncio.
 
     Raises ModelError for the model, ConfigError for settings.
     """
@@ -72,11 +79,12 @@ class LLM:
     def __init__(
         self,
         model: str | Path | Model,
-        policy: Policy | str | None = None,
+        policy: Policy | str | Path | None = None,
         *,
         device: str = "auto",
         dtype: str = "auto",
         memory: int | str | None = None,
+        total_memory: int | str | None = None,
         offload: str | Path | None = None,
         max_batch: int = EngineConfig.max_batch,
         page_size: int = EngineConfig.page_size,
@@ -92,16 +100,17 @@ class LLM:
             page_size=page_size,
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
-            memory=None if memory is None else parse_bytes(memory),
+            memory=_bytes(memory, "memory"),
+            total_memory=_bytes(total_memory, "total_memory"),
             offload=None if offload is None else str(offload),
             graphs=graphs,
             max_length=max_length,
         )
         chosen = make_policy(policy)
         loaded = model if isinstance(model, Model) else load(model, device, dtype)
+        require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
-        limit = None if documents_limit is None else parse_bytes(documents_limit, "documents_limit")
-        self._store = documents, limit
+        self._store = documents, _bytes(documents_limit, "documents_limit")
 
     @property
     def policy(self) -> Policy:
@@ -128,12 +137,12 @@ class LLM:
         """
         alone = isinstance(prompts, str | Mapping)
         wanted: list[Any] = [prompts] if alone else list(prompts)
-        results = self._run([self._tokens(prompt) for prompt in wanted], params)
+        results = self._run(wanted, params)
         return results[0] if alone else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Yields text as it comes; leaving the loop early frees the request."""
-        return self._stream(self._add(self._tokens(prompt), params))
+        return self._stream(self.submit(prompt, params))
 
     def chat(
         self,
@@ -147,7 +156,7 @@ class LLM:
         reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
         instead of computing them again exactly. A dense policy always keeps it.
         """
-        sequence = self._add(self._chat_tokens(messages), params, reuse_generated)
+        sequence = self.submit_chat(messages, params, reuse_generated=reuse_generated)
         return self._finish([sequence])[0]
 
     def stream_chat(
@@ -158,7 +167,7 @@ class LLM:
         reuse_generated: bool = False,
     ) -> Iterator[Piece]:
         """`chat`, as it comes."""
-        return self._stream(self._add(self._chat_tokens(messages), params, reuse_generated))
+        return self._stream(self.submit_chat(messages, params, reuse_generated=reuse_generated))
 
     @functools.cached_property
     def documents(self) -> Documents:
@@ -173,7 +182,7 @@ class LLM:
         question: Prompt,
         documents: Several[str],
         *,
-        reuse: Reuse | str | None = None,
+        reuse: Reuse | str | Path | None = None,
         params: SamplingParams | None = None,
         prefix: Prompt = "",
         separator: Prompt = "",
@@ -182,14 +191,23 @@ class LLM:
         """An answer from stored documents, which stand between the prefix and the question.
 
         documents: names, in order; one may stand twice. reuse: what to keep of them and to compute
-        again, an object such as `SamKV(update="fusion")`, a name, or None (SamKV). separator:
-        between two documents. chat: prefix, documents and question make the user's message of
-        the model's chat template.
+        again, an object such as `SamKV(update="fusion")`, a name, a settings file, or None (SamKV).
+        separator: between two documents. chat: prefix, documents and question make the user's
+        message of the model's chat template.
 
         UnknownNameError for a name that is not stored, with the nearest one.
         """
         with ExitStack() as stack:
-            sequence = self._ask(stack, question, documents, reuse, params, prefix, separator, chat)
+            sequence = self.submit_ask(
+                stack,
+                question,
+                documents,
+                reuse=reuse,
+                params=params,
+                prefix=prefix,
+                separator=separator,
+                chat=chat,
+            )
             return self._finish([sequence])[0]
 
     def stream_ask(
@@ -197,7 +215,7 @@ class LLM:
         question: Prompt,
         documents: Several[str],
         *,
-        reuse: Reuse | str | None = None,
+        reuse: Reuse | str | Path | None = None,
         params: SamplingParams | None = None,
         prefix: Prompt = "",
         separator: Prompt = "",
@@ -205,44 +223,71 @@ class LLM:
     ) -> Iterator[Piece]:
         """`ask`, as it comes."""
         with ExitStack() as stack:
-            sequence = self._ask(stack, question, documents, reuse, params, prefix, separator, chat)
+            sequence = self.submit_ask(
+                stack,
+                question,
+                documents,
+                reuse=reuse,
+                params=params,
+                prefix=prefix,
+                separator=separator,
+                chat=chat,
+            )
             yield from self._stream(sequence)
 
-    def _ask(
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
+        """Takes a request and does not run it, for callers that run `engine.step` themselves."""
+        with self.engine.lock:
+            return self.engine.add(self._tokens(prompt), _params(params))
+
+    def submit_chat(
+        self,
+        messages: Several[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        reuse_generated: bool = False,
+    ) -> Sequence:
+        """`submit` for `chat`."""
+        with self.engine.lock:
+            tokens = self._chat_tokens(messages)
+            return self.engine.add(tokens, _params(params), reuse_approximate=reuse_generated)
+
+    def submit_ask(
         self,
         stack: ExitStack,
         question: Prompt,
         documents: Several[str],
-        reuse: Reuse | str | None,
-        params: SamplingParams | None,
-        prefix: Prompt,
-        separator: Prompt,
-        chat: bool,
+        *,
+        reuse: Reuse | str | Path | None = None,
+        params: SamplingParams | None = None,
+        prefix: Prompt = "",
+        separator: Prompt = "",
+        chat: bool = False,
     ) -> Sequence:
+        """`submit` for `ask`; the documents are open until `stack` is closed."""
         method = make_reuse(reuse).resolve(self.engine.geometry)
-        asked = assemble(
-            self.engine,
-            self.documents,
-            documents,
-            question,
-            method,
-            stack,
-            prefix=prefix,
-            separator=separator,
-            chat=chat,
-        )
-        return self.engine.add(asked.tokens, _params(params), context=asked.context)
+        with self.engine.lock:
+            asked = assemble(
+                self.engine,
+                self.documents,
+                documents,
+                question,
+                method,
+                stack,
+                prefix=prefix,
+                separator=separator,
+                chat=chat,
+            )
+            return self.engine.add(asked.tokens, _params(params), context=asked.context)
 
-    def _add(
-        self, tokens: list[int], params: SamplingParams | None, reuse_approximate: bool = False
-    ) -> Sequence:
-        return self.engine.add(tokens, _params(params), reuse_approximate=reuse_approximate)
-
-    def _run(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Result]:
+    def _run(self, prompts: list[Prompt], params: SamplingParams | None) -> list[Result]:
         params = _params(params)
-        for tokens in prompts:
-            self.engine.check(tokens, params)
-        return self._finish([self._add(tokens, params) for tokens in prompts])
+        with self.engine.lock:
+            tokens = [self._tokens(prompt) for prompt in prompts]
+            for one in tokens:
+                self.engine.check(one, params)
+            sequences = [self.engine.add(one, params) for one in tokens]
+        return self._finish(sequences)
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
         left = set(sequences)
@@ -250,31 +295,38 @@ class LLM:
         try:
             with bar:
                 while left:
-                    self.engine.step()
-                    done = {sequence for sequence in left if sequence.is_finished}
+                    with self.engine.lock:
+                        # Steps of other threads may have finished some.
+                        if not any(sequence.is_finished for sequence in left):
+                            self.engine.step()
+                        done = {sequence for sequence in left if sequence.is_finished}
                     left -= done
                     bar.update(len(done))
         finally:
-            for sequence in left:
-                self.engine.abort(sequence)
-        return [_result(sequence) for sequence in sequences]
+            self._abort(left)
+        return [result_of(sequence) for sequence in sequences]
 
     def _stream(self, sequence: Sequence) -> Iterator[Piece]:
         given = 0
         try:
             done = False
             while not done:
-                if not sequence.is_finished:  # the step of another stream may have finished it
-                    self.engine.step()
-                done = sequence.is_finished
-                text = sequence.detokenizer.take(final=done)
-                tokens = sequence.generated[given:]
-                given += len(tokens)
-                if done or tokens:
-                    result = _result(sequence) if done else None
-                    yield Piece(text=text, token_ids=tokens, result=result)
+                with self.engine.lock:
+                    # A step of another stream may have brought something.
+                    if not sequence.is_finished and len(sequence.generated) == given:
+                        self.engine.step()
+                    piece = piece_of(sequence, given)
+                if piece is not None:
+                    given += len(piece.token_ids)
+                    done = piece.result is not None
+                    yield piece
         finally:
-            self.engine.abort(sequence)
+            self._abort([sequence])
+
+    def _abort(self, sequences: Iterable[Sequence]) -> None:
+        with self.engine.lock:
+            for sequence in sequences:
+                self.engine.abort(sequence)
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         ids = given_ids("a prompt", prompt)
@@ -303,6 +355,10 @@ class LLM:
         return encode_text(self.tokenizer, text, special=special)
 
 
+def _bytes(value: int | str | None, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name)
+
+
 def _params(params: SamplingParams | None) -> SamplingParams:
     if params is None:
         return SamplingParams()
@@ -311,7 +367,20 @@ def _params(params: SamplingParams | None) -> SamplingParams:
     return params
 
 
-def _result(sequence: Sequence) -> Result:
+def piece_of(sequence: Sequence, given: int) -> Piece | None:
+    """What came of a stream behind its first `given` tokens; None: nothing yet.
+
+    Raises what ended the request if that was an error.
+    """
+    done, tokens = sequence.is_finished, sequence.generated[given:]
+    if not (done or tokens):
+        return None
+    text = sequence.detokenizer.take(final=done)
+    return Piece(text=text, token_ids=tokens, result=result_of(sequence) if done else None)
+
+
+def result_of(sequence: Sequence) -> Result:
+    """The result of a finished sequence; raises its error if it has one."""
     if sequence.error is not None:
         raise sequence.error
     assert sequence.finish_reason is not None

@@ -26,6 +26,10 @@ class PageTable:
         """Takes a page out that the sequence no longer has."""
         self._rows[sequence.slot, entry] = 0
 
+    def renumber(self) -> None:
+        """Pages have other numbers in the sequences' lists (`PageCache.pack`)."""
+        self._filled = [0] * len(self._filled)
+
     def _update(self, sequence: Sequence) -> None:
         slot, pages = sequence.slot, sequence.pages
         if self._lists[slot] is not pages:

@@ -1,89 +1,106 @@
-"""Which layers live where while texts grow: SpeContext's Algorithm 2 (section 6.3) at run time.
+"""Which layers live where while texts grow and end: SpeContext's Algorithm 2 at run time.
 
 Before pages are added that would not fit, the next layer moves to the lower tier, the last layers
 first. What is decided comes from the planner, what is moved and loaded from the cache.
+
+Differences from the paper: it follows one text that only grows (section 6.2.1). Here texts come and
+go, and layers move up again before a step whose requests leave room for them. Known prompts that no
+request uses are given up for that: they fill what is free above, and hold no layer below.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
-from keyhole.cache.footprint import data_bytes, layer_memory
-from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.prefix import PrefixIndex
 from keyhole.cache.tiers import FileTier, PinnedTier, Tier
-from keyhole.config import EngineConfig
-from keyhole.errors import CapacityError, ConfigError
-from keyhole.planner import MemoryModel, Plan
-from keyhole.policy.base import Policy
+from keyhole.engine.scheduler import Demand
+from keyhole.errors import CapacityError
+from keyhole.planner import Plan
 
 
 class Placement:
-    """Moves layers of a cache down, so that its upper tier stays within the plan's memory."""
+    """Moves layers of a cache down and up, so that its upper tier stays within the plan's memory.
+
+    least: layers that stay below even where there is room for them, once they are there.
+    """
 
     def __init__(
         self, plan: Plan, cache: PageCache, tier: Tier, *, num_rows: int, num_heads: int | None
     ) -> None:
         self.plan = plan
+        self.least = 0
         self._tier = tier
         self._cache = cache
+        self._released = 0  # by the cache, when it was last looked at whether layers may come up
         self.prefetcher = Prefetcher(
             cache, num_rows=num_rows, token_budget=plan.model.token_budget, num_heads=num_heads
         )
-        cache.before_growth = self.make_room
+        cache.room = self
 
     @property
     def offloaded(self) -> int:
         """Layers on the lower tier."""
         return len(self.prefetcher.layers)
 
-    def make_room(self, least: int, wanted: int) -> int:
+    @property
+    def pages(self) -> int:
+        """Pages that fit with every layer where it is."""
+        return self.plan.capacities[self.offloaded]
+
+    def make(self, least: int, wanted: int) -> int:
         """Moves layers down until `least` pages fit; returns how many of `wanted` may be there."""
         target = self.plan.offloaded_for(least)
         if target is None:  # the cache has a limit of its own, which is lower
             raise CapacityError(f"{least} pages do not fit, with all layers on the lower tier")
-        while self.offloaded < target:
+        self.move_down(target)
+        return max(least, min(wanted, self.pages))
+
+    def move_down(self, count: int) -> None:
+        """Moves layers down until at least `count` are below."""
+        while self.offloaded < count:
+            self._released = -1  # what it was done for may be gone before the step
             self.prefetcher.offload(self.plan.model.order[self.offloaded], self._tier)
-        return max(least, min(wanted, self.plan.capacities[self.offloaded]))
 
+    @property
+    def may_come_up(self) -> bool:
+        """Whether layers are below, and somebody has given up pages since it was last looked at."""
+        return self.offloaded > self.least and self._released != self._cache.released
 
-def make_plan(
-    geometry: Geometry,
-    policy: Policy,
-    config: EngineConfig,
-    page_data: Sequence[Mapping[str, tuple[int, ...]]],
-    num_rows: int,
-) -> Plan:
-    """What fits into `config.memory` bytes of keys and values, with layers below and without.
+    def move_up(
+        self,
+        demand: Demand,
+        prefix: PrefixIndex | None,
+        renumber: Callable[[Mapping[int, int]], None],
+    ) -> None:
+        """Moves those layers up that fit beside what running sequences need. Between steps.
 
-    ConfigError if the policy reads everything of every layer, so that none may move.
-    """
-    movable = policy.offloadable(geometry)
-    budget = getattr(policy, "token_budget", None)
-    if not movable or budget is None:
-        raise ConfigError(
-            f"policy {policy.name!r} reads all keys of every layer, so none can live on a lower "
-            "tier; offload goes with a policy that selects, such as delta, quest or spe_context"
-        )
-    if config.memory is None:
-        raise ConfigError("offload needs memory=, the most that keys and values may take above")
-    layers = tuple(
-        dataclasses.replace(layer, movable=layer.movable and i in movable)
-        for i, layer in enumerate(layer_memory(geometry, policy.selection_heads(geometry)))
-    )
-    model = MemoryModel.measured(
-        layers=layers,
-        requests=num_rows,
-        token_budget=budget,
-        page_size=geometry.page_size,
-        weight_bytes=0,
-        page_data_bytes=data_bytes(geometry, page_data),
-    )
-    return Plan(model=model, memory=config.memory)
+        renumber: tells everybody but `prefix` the new numbers of pages that had to move.
+        """
+        self._released = self._cache.released
+        unused = set() if prefix is None else set(prefix.held()) - demand.pages
+        pages = len(demand.pages) + self._cache.num_aside
+        target = self.plan.left_below(pages, demand.growth, self.offloaded, self.least)
+        if target == self.offloaded or pages + len(unused) < self._cache.in_use:
+            return  # in the second case somebody else holds pages, and may not have others
+        most = min(self.plan.capacities[target : self.offloaded])
+        if prefix is not None:
+            prefix.evict(self._cache.in_use - most)
+            self._released = self._cache.released
+        numbers = self._cache.pack()
+        if prefix is not None:
+            prefix.renumber(numbers)
+        renumber(numbers)
+        try:
+            self._cache.cut(min(most, self._cache.capacity))
+            while self.offloaded > target:
+                self.prefetcher.restore(self.plan.model.order[self.offloaded - 1])
+        except CapacityError:
+            return  # somebody else has the memory; a layer is as right below, only slower
 
 
 def make_tier(folder: str, device: torch.device) -> Tier:

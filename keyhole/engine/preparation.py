@@ -67,6 +67,11 @@ class Preparation:
                 what, right = "its record has no extreme keys", "a record with them"
                 raise RecordError("missing", what, right, document.info.name)
 
+        if self._policy.reads_queries:
+            raise ConfigError(
+                f"policy {self._policy.name!r} needs the queries of a prompt, and documents are "
+                "stored without theirs; use reuse='recompute', or another policy"
+            )
         if not self._policy.shares_pages and not context.reuse.keeps_all:
             raise ConfigError(
                 f"policy {self._policy.name!r} needs every token of a prompt, and reuse method "
@@ -283,9 +288,9 @@ class _Prompt:
         seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
         self._pass(rows, seen, written=written, deviations=deviations, last_layer=layer)
         self._loader.present[: layer + 1, again] = True
-        found = torch.zeros(len(again))
+        found = torch.zeros(2, len(again))
         documents = np.searchsorted(rows, places)
-        found[again] = torch.cat(deviations[layer]).cpu()[torch.from_numpy(documents)]
+        found[:, again] = torch.cat(deviations[layer], 1).cpu()[:, torch.from_numpy(documents)]
         return found
 
     def _compute(self, plan: Plan, again: Tensor) -> None:
@@ -302,9 +307,19 @@ class _Prompt:
         self._pass(rows, seen, written=written, update=update, head=self._head)
 
     def _seen(self, kept: Tensor, more: np.ndarray) -> list[np.ndarray]:
-        """Per layer the positions that can be read: loose tokens, kept ones of documents, more."""
+        """Per layer the positions that can be read: loose tokens, kept ones of documents, more.
+
+        A layer that reads what the layer before it reads has the same array.
+        """
         loose = np.union1d(self._loose, more)
-        return [np.union1d(loose, self._documents[row]) for row in kept.numpy()]
+        found: list[np.ndarray] = []
+        rows = kept.numpy()
+        for layer, row in enumerate(rows):
+            if layer and np.array_equal(row, rows[layer - 1]):
+                found.append(found[-1])
+            else:
+                found.append(np.union1d(loose, self._documents[row]))
+        return found
 
     def _pass(
         self,
@@ -325,17 +340,20 @@ class _Prompt:
         done = 0
         for part in [positions] if whole and len(positions) else owner.chunks(positions):
             rows = slice(done, done + len(part))
+            # What comes later is not there yet: its places may hold anything.
+            sent = {id(row): owner.send(row[: row.searchsorted(part[-1] + 1)]) for row in seen}
             chunk = ScatteredChunk(
                 rows=slice(0, len(part)),
                 positions=owner.send(part),
                 pages=table,
-                # What comes later is not there yet: its places may hold anything.
-                seen=[owner.send(row[: row.searchsorted(part[-1] + 1)]) for row in seen],
+                seen=[sent[id(row)] for row in seen],
                 written=None if written is None else written[:, rows].to(table.device),
                 stored=owner.send(np.isin(part, self._documents)),
                 update=update,
                 queries=queries,
                 deviations=deviations,
+                unbroken=int(part[-1] - part[0]) + 1 == len(part),
+                start=int(part[0]),
             )
             batch = owner.batch(self._pages.slots(part), chunk)
             batch.last_layer = last_layer

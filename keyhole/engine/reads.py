@@ -25,13 +25,17 @@ def counted(
 def attended(
     reads: list[Selection | None], step: Step, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """Attended fraction (mean over layers) and bytes of keys and values, float64 [B] each."""
+    """Attended fraction (mean over layers) and bytes of keys and values, float64 [B] each.
+
+    Bytes are those of a kernel that reads every list by itself: where each query head has a list of
+    its own, a token in the lists of two heads of a group counts twice.
+    """
     length = step.lengths.double()  # also of what was evicted
     # Layers that share a selection or a window share the count: how many, and bytes of a token.
     alike: dict[object, tuple[Selection | None, int | None, int, int]] = {}
     for layer, selection in zip(geometry.layers, reads, strict=True):
         key = layer.window if selection is None else id(selection)
-        # With MLA every head may read latents of its own choice.
+        # There may be a list for each query head.
         lists = 1 if selection is None else selection.indices.shape[1]
         token_bytes = max(layer.num_kv_heads, lists) * layer.numbers_per_head * geometry.itemsize
         *_, number, so_far = alike.get(key, (None, None, 0, 0))

@@ -7,7 +7,7 @@ it is repeated. Rows that stand for no sequence have a page and a row of the pol
 own, which nobody else reads. What the host keeps of a step (lengths, pages, who is evicted,
 counters) is not in the recording: the runner does it in every step, recorded or not.
 
-All is recorded anew when the cache's tensors have moved, or layers of it to the lower tier.
+All is recorded anew when the cache's tensors have moved, or layers of it between the tiers.
 """
 
 from __future__ import annotations
@@ -92,13 +92,14 @@ class RecordedSteps:
         self._device = device
         self._make_step = make_step
         self._work = work
-        page = cache.set_aside()
-        self._nobody = _nobody(page or 0, cache.page_size, max_batch)
+        self._cache = cache
+        self.why_not: str | None = None
+        if not self._set_aside():
+            self.why_not = "the cache has no page to set aside"
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._logits: Tensor | None = None
         self._moves = moves()
         self.replayed = 0
-        self.why_not = "the cache has no page to set aside" if page is None else None
 
     def run(self, numbers: Numbers, decodes: Sequence[Request]) -> Outputs | None:
         """Repeats the step of these sequences; None: it is not to be recorded, and was not run."""
@@ -148,8 +149,15 @@ class RecordedSteps:
             self._logits = found.logits.new_empty(self._max_batch, width)
         return replace(found, logits=self._logits[:rows].copy_(found.logits))
 
+    def _set_aside(self) -> bool:
+        """Whether there is a page for rows that stand for nobody."""
+        page = self._cache.set_aside()
+        self._nobody = _nobody(page or 0, self._cache.page_size, self._max_batch)
+        return page is not None
+
     def _forget(self) -> None:
         self._moves = self._count_moves()
+        self._set_aside()  # it may have another number
         self._shapes.clear()
         self._recorder.forget()
 

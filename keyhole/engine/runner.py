@@ -137,6 +137,10 @@ class Runner:
             sequence.num_computed += count
         return reads
 
+    def renumber(self) -> None:
+        """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
+        self._table.renumber()
+
     def evict(self) -> None:
         """Frees the pages that the policy gives up, once the host has waited for the step anyway.
 
@@ -264,7 +268,7 @@ class Runner:
             rows, listed = slice(row, row + count), self._send(_join([pages]))
             if sequence.kept is None:
                 known = int(sequence.repeated == start)
-                chunks.append(Chunk(rows, start, listed, known))
+                chunks.append(Chunk(rows, start, listed, known, sequence.first))
             else:
                 chunks.append(self._scattered(sequence.kept, rows, place, listed))
             row += count

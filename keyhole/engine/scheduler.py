@@ -8,7 +8,7 @@ the policy, so that it goes on exactly where it was.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from keyhole.cache.pages import PageCache
@@ -28,6 +28,17 @@ class Plan:
     preempted: list[Sequence] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What the running sequences hold, and how much more they may ask for until they end.
+
+    pages: the numbers of the pages. growth: how many pages more.
+    """
+
+    pages: set[int]
+    growth: int
+
+
 class Scheduler:
     """Holds waiting and running sequences and shares out pages, slots and prompt tokens."""
 
@@ -39,6 +50,7 @@ class Scheduler:
         *,
         dense: bool,
         shares_pages: bool,
+        reusable: Callable[[int], int],
         max_length: int,
         most_pages: Callable[[int, int], int],
         prepare: Callable[[Sequence], bool],
@@ -51,6 +63,7 @@ class Scheduler:
         self._config = config
         self._dense = dense
         self._shares_pages = shares_pages
+        self._reusable = reusable
         self._max_length = max_length
         self._most_pages = most_pages
         self._prepare = prepare
@@ -88,6 +101,22 @@ class Scheduler:
             count = 1 if sequence.is_decoding else min(budget, _left(sequence))
             budget -= self._enter(sequence, count, plan)
         return plan
+
+    def demand(self) -> Demand | None:
+        """What the running sequences need; None while a request waits for pages to be free."""
+        if self.waiting and self._slots:
+            return None
+        pages = {page for s in self.running for page in s.pages if page != HOLE}
+        ends = [(s, len(s.prompt) + len(s.given) + s.params.max_tokens) for s in self.running]
+        growth = sum(
+            max(0, self._most(s, min(end, self._max_length)) - len(s.pages)) for s, end in ends
+        )
+        return Demand(pages, growth)
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Takes the new numbers of pages that moved (`PageCache.pack`)."""
+        for sequence in self.running:  # in place: a new list would be a new sequence to others
+            sequence.pages[:] = [numbers.get(page, page) for page in sequence.pages]
 
     def finish(self, sequence: Sequence, *, remember: bool = True) -> None:
         """Takes a sequence out, wherever it is; its full pages may stay known to later prompts."""
@@ -139,6 +168,7 @@ class Scheduler:
                 sequence.num_computed = self._known(sequence)
             cached = min(sequence.num_computed, len(sequence.prompt))
             sequence.num_cached = max(sequence.num_cached, cached)
+            sequence.first = sequence.num_computed
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
         return True
@@ -149,12 +179,14 @@ class Scheduler:
             return
         known = sequence.tokens[: sequence.prefill_end]
         pages, sequence.exact = self._prefix.match(known, approximate=sequence.reuse_approximate)
-        sequence.pages = pages
         size = self._cache.page_size
-        computed = len(pages) * size
+        computed = self._reusable(len(pages) * size)
+        self._cache.release(pages[computed // size :])
+        sequence.pages = pages = pages[: computed // size]
         sequence.repeated = None
         if computed == sequence.prefill_end:
             # The last token is written again, into a page that others may hold.
+            self._forget_known(1 - self._cache.at_hand)
             page = self._cache.writable(pages[-1])
             if page is None:
                 self._cache.release([pages.pop()])
@@ -202,14 +234,18 @@ class Scheduler:
         if not need and not spare:  # most sequences in most steps
             return True
         short = need + spare - self._cache.available
-        if short > 0 and self._prefix is not None:
-            short -= self._prefix.evict(short)
+        # What nobody reads is not worth a layer: known prompts go before one moves down for them.
+        short -= self._forget_known(max(short, need - self._cache.at_hand))
         if short > 0:
             return False
         pages = self._cache.allocate(need)
         assert pages is not None
         sequence.pages += pages
         return True
+
+    def _forget_known(self, count: int) -> int:
+        """Gives up to `count` pages of known prompts back that nobody else uses; how many."""
+        return 0 if self._prefix is None or count <= 0 else self._prefix.evict(count)
 
     def _documents(self, sequence: Sequence) -> bool:
         """Brings a prompt's stored documents into pages; gives up known prompt starts for them."""

@@ -88,6 +88,7 @@ class Sequence:
     under the policy, also when they are already known (replay after pre-emption, given tokens).
     offloaded: layers on the lower tier at its last step; None if they cannot go there.
     repeated: the place of a token that is computed again only for its logits.
+    first: the first token that is computed for it since it began to run; those before were known.
     leaving: entries of `pages` that a policy evicted, and a layer's own sliding window still sees.
     evicted_pages: how many are gone; a hole stands in their place.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
@@ -113,6 +114,7 @@ class Sequence:
     slot: int = -1
     num_cached: int = 0
     repeated: int | None = None
+    first: int = 0
     offloaded: int | None = None
     leaving: list[int] = field(default_factory=list)
     evicted_pages: int = 0

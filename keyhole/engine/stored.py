@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from keyhole import kernels
+from keyhole.cache.documents import StoredDocument
 from keyhole.cache.pages import PageCache
 from keyhole.engine.context import Context
 from keyhole.engine.prompt_pages import PromptPages
@@ -18,6 +19,9 @@ from keyhole.models.positions import Turns
 from keyhole.reuse.base import LayerFacts, PlacedDocument
 
 _T = TypeVar("_T")
+
+#: Tokens between two runs that are read along with them: one more read costs about as much.
+_GAP = 16
 
 
 class Loader:
@@ -75,11 +79,10 @@ class Loader:
 
     def _load_layer(self, layer: int, wanted: np.ndarray, pages: PromptPages) -> None:
         parts = list(self._parts(layer, wanted))
-        key = torch.cat([keys for keys, _ in parts]).to(self._device)
+        key = torch.cat([keys for keys, _ in parts])
         value = None
         if parts[0][1] is not None:
             value = torch.cat([values for _, values in parts if values is not None])
-            value = value.to(self._device)
         if self._context.reuse.turns:
             by = torch.from_numpy(self._by[wanted]).to(self._device)
             key = self._turns.turn(layer, key, by[:, None])
@@ -88,12 +91,24 @@ class Loader:
         kernels.append(self._cache.keys[layer], values, key, value, slots)
 
     def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Stored rows of what is wanted, document by document, one piece per run of tokens."""
+        """Stored rows of what is wanted, on the device, document by document."""
         for i, document in enumerate(self._context.documents):
-            own = wanted[self._starts[i] : self._starts[i + 1]].astype(np.int8)
-            edges = np.flatnonzero(np.diff(own, prepend=0, append=0))
-            for start, stop in edges.reshape(-1, 2).tolist():
-                yield document.rows(layer, start, stop)
+            own = np.flatnonzero(wanted[self._starts[i] : self._starts[i + 1]])
+            for run in np.split(own, np.flatnonzero(np.diff(own) > _GAP) + 1):
+                if len(run):
+                    yield self._rows(document, layer, run)
+
+    def _rows(
+        self, document: StoredDocument, layer: int, wanted: np.ndarray
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows of some tokens, ascending, by one read of all from the first to the last."""
+        start, stop = int(wanted[0]), int(wanted[-1]) + 1
+        key, value = document.rows(layer, start, stop)
+        key, value = key.to(self._device), None if value is None else value.to(self._device)
+        if len(wanted) == stop - start:
+            return key, value
+        places = torch.from_numpy(wanted - start).to(self._device)
+        return key[places], None if value is None else value[places]
 
     def _facts(self, layer: int) -> list[LayerFacts]:
         """Facts of one layer, document by document; all of them are turned at once."""

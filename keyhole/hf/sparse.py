@@ -29,6 +29,7 @@ from keyhole.models.attention import NAME
 from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER, Model
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
+from keyhole.settings_file import require_depth
 
 #: Models inside a `sparse` block.
 _ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -37,7 +38,7 @@ _ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 @contextmanager
 def sparse(
     model: Any,
-    policy: Policy | str | None = None,
+    policy: Policy | str | Path | None = None,
     *,
     page_size: int = EngineConfig.page_size,
     memory: int | str | None = None,
@@ -48,8 +49,9 @@ def sparse(
     sampling, left-padded batches, streamers, stopping criteria and the `past_key_values` that
     `generate` returns work; beam search, assisted generation, caches of other kinds, attention
     weights and gradients are refused by name. Afterwards, also after an error, the model is as it
-    was. policy: an object such as `Delta(token_budget=1024)`, a name, or None (dense).
-    memory: the most that the KV cache may take, bytes or "2GiB"; None: most of what is free.
+    was. policy: an object such as `Delta(token_budget=1024)`, a name, a settings file, or None
+    (dense). memory: the most that the KV cache may take, bytes or "2GiB"; None: most of what is
+    free.
 
     ModelError for a model that is not supported; ConfigError for settings, and for a model that is
     inside such a block already.
@@ -57,6 +59,7 @@ def sparse(
     size = None if memory is None else parse_bytes(memory)
     config = EngineConfig(page_size=page_size, memory=size, prefix_cache=False)
     adopted = _adopt(model)
+    require_depth(policy, adopted.geometry(page_size).num_layers)
     if model in _ACTIVE:
         raise ConfigError(
             "this model is inside keyhole.sparse already; leave that block before another one"

@@ -18,8 +18,8 @@ from transformers import AttentionInterface
 from keyhole import kernels
 from keyhole.errors import ConfigError
 from keyhole.models import mla, scattered
-from keyhole.models.batch import Batch, LastLayer, ScatteredChunk
-from keyhole.policy.base import ScoreRequest, Selection, Step
+from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
+from keyhole.policy.base import PromptQueries, ScoreRequest, Selection, Step
 
 NAME = "keyhole"
 
@@ -86,13 +86,15 @@ def _paged(
         batch.policy.on_append(keys, cache.data[layer], batch.touched, batch.filled)
     if batch.observer is not None:
         batch.observer(layer, query, {"window": window, **options})
+    if batch.policy.reads_queries and window is None:
+        _show(batch, layer, query, options)
     if layer == batch.last_layer:
         raise LastLayer
     parts = []
     if batch.step is not None:
         rows = slice(batch.num_decode)
         newest = (key[rows], None if value is None else value[rows])
-        parts.append(_decode(batch, layer, query[rows], newest, window, options))
+        parts.append(decode(batch, layer, query[rows], newest, window, options))
     for chunk in batch.chunks:
         if isinstance(chunk, ScatteredChunk):
             part = scattered.attend(batch, chunk, layer, query[chunk.rows], window, options)
@@ -103,7 +105,18 @@ def _paged(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(
+def _show(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> None:
+    """Shows the queries [T, Hq, D] of a step to its policy."""
+    if batch.step is not None:
+        batch.policy.on_queries(layer, query[: batch.num_decode], batch.step, options)
+    for chunk in batch.chunks:
+        assert isinstance(chunk, Chunk), "who reads queries has no stored documents"
+        where = (batch.cache.keys[layer], batch.cache.data[layer], chunk.pages)
+        shown = PromptQueries(query[chunk.rows], *where, chunk.start, chunk.first)
+        batch.policy.on_prompt_queries(layer, shown, options)
+
+
+def decode(
     batch: Batch,
     layer: int,
     query: Tensor,
@@ -132,8 +145,10 @@ def _decode(
     if requests:
         out, scores = _attend_and_score(batch, layer, paged, requests, options)
         policy.on_scores(layer, scores, step)
-        batch.prefetch(layer)
-        return out
+        if not policy.selects_by_own_scores:
+            batch.reads.append(_there(step, layer, None))
+            batch.prefetch(layer)
+            return out
     chosen = policy.select(layer, query, step)
     selected = _there(step, layer, chosen)
     batch.reads.append(selected)
@@ -148,10 +163,7 @@ def _decode(
         resident.append(*newest)
         return kernels.attend(query, *resident.paged, selection=resident.selection, **options)
     if selected.indices.shape[1] > keys.shape[1]:
-        # A choice per query head over what all heads share (MLA): as if each had keys of its own.
-        heads = selected.indices.shape[1]
-        keys, values = (x.expand(-1, heads, -1, -1) for x in (keys, values))
-        paged = (query, keys, values, left.page_table, left.lengths)
+        return kernels.attend_per_query_head(*paged, selection=selected, **options)
     return kernels.attend(*paged, selection=selected, **options)
 
 
@@ -166,7 +178,6 @@ def _attend_and_score(
     step = batch.step
     assert step is not None
     selection = _there(step, layer, None)
-    batch.reads.append(selection)
     if selection is None:
         return kernels.attend_and_score(*paged, requests=requests, **options)
     return kernels.attend_and_score_chosen(

@@ -19,13 +19,15 @@ from keyhole.policy.base import Policy, Selection, Step
 class Chunk:
     """Prompt tokens `start` .. of one sequence, at rows `rows` of the packed row.
 
-    known: how many of the first ones have all their side data already (0 or 1).
+    known: how many of the first ones have all their side data already (0 or 1). first: tokens of
+    the sequence from here on are computed for it; those before were known.
     """
 
     rows: slice
     start: int
     pages: Tensor  # int64 [M], all pages of the sequence up to the chunk's end
     known: int = 0
+    first: int = 0
 
 
 @dataclass
@@ -38,8 +40,10 @@ class ScatteredChunk:
     there stays and is read; None: everywhere, as they are.
     queries: called by every layer with its number and its rotated queries [T, Hq, D].
     start, known: as in `Chunk`, of tokens that follow each other, as the runner's do.
-    deviations: for the layers that are its keys, gets |new - old|^2 of keys and values, summed over
-        heads and numbers, float32 [T].
+    deviations: for the layers that are its keys, gets |new - old|^2 of keys and of values, summed
+        over heads and numbers, float32 [2, T].
+    unbroken: whether `positions` are start, start + 1, ...; a layer that sees every token before
+        them too is then computed like any prompt.
     """
 
     rows: slice
@@ -51,6 +55,7 @@ class ScatteredChunk:
     update: Callable[[Tensor, Tensor], Tensor] | None = None
     queries: Callable[[int, Tensor], None] | None = None
     deviations: dict[int, list[Tensor]] | None = None
+    unbroken: bool = False
     start: int = 0
     known: int = 0
 

@@ -34,7 +34,8 @@ class Checkpoint:
 
     dtype: what it would be loaded in. num_parameters: counted from `counted_from`.
     layer_parameters: those of the last layer. step_numbers: numbers that live at once in a layer,
-    per token of a step; an estimate. max_length: tokens that a sequence may have.
+    per token of a step; an estimate. max_length: tokens that a sequence may have. folder: of its
+    files; there is none where it came by its hub id.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Checkpoint:
     step_numbers: int
     vocab_size: int
     max_length: int
+    folder: Path
 
     @property
     def itemsize(self) -> int:
@@ -94,6 +96,7 @@ def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
             step_numbers=parameters.step_numbers(config),
             vocab_size=int(config.vocab_size),
             max_length=families.max_length(config)[0],
+            folder=Path(name),
         )
     except AttributeError as error:
         raise ModelError(f"the config of {name!r} has no field {error.name!r}") from error

@@ -50,7 +50,11 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
     if config.model_type == "deepseek_v3":
         rank, rope = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
         latent = LayerLayout(
-            num_kv_heads=1, key_dim=rank + rope, value_dim=rank, shared_values=True
+            num_kv_heads=1,
+            key_dim=rank + rope,
+            value_dim=rank,
+            shared_values=True,
+            num_query_heads=heads,
         )
         return (latent,) * int(config.num_hidden_layers)
     dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -59,7 +63,13 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
     else:
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     return tuple(
-        LayerLayout(num_kv_heads=kv_heads, key_dim=dim, value_dim=dim, window=window)
+        LayerLayout(
+            num_kv_heads=kv_heads,
+            key_dim=dim,
+            value_dim=dim,
+            window=window,
+            num_query_heads=heads,
+        )
         for window in _windows(config)
     )
 

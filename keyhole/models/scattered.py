@@ -47,29 +47,29 @@ def attend(
     """Attention of the chunk's queries [T, Hq, D] over what the layer has, [T, Hq, Dv]."""
     if chunk.queries is not None:
         chunk.queries(layer, query)
-    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
+    paged = query, batch.cache.keys[layer], batch.cache.values[layer]
+    seen, end = chunk.seen[layer], chunk.start + len(query)
+    if chunk.unbroken and len(seen) == end:
+        pages = chunk.pages[: -(-end // batch.cache.page_size)]
+        return kernels.prefill(*paged, pages, chunk.start, window=window, **options)
     return kernels.prefill_chosen(
-        query,
-        keys,
-        values,
-        chunk.pages,
-        chunk.positions,
-        chunk.seen[layer],
-        window=window,
-        **options,
+        *paged, chunk.pages, chunk.positions, seen, window=window, **options
     )
 
 
 def _deviation(
     batch: Batch, chunk: ScatteredChunk, layer: int, new: tuple[Tensor, Tensor | None]
 ) -> Tensor:
-    """|new - stored|^2 of keys and values, summed over heads and numbers: float32 [T]."""
-    total = torch.zeros(len(chunk.positions), device=chunk.positions.device)
-    for part, pages in zip(new, (batch.cache.keys[layer], batch.cache.values[layer]), strict=True):
-        if part is not None:
-            old = kernels.gather_tokens(pages, chunk.pages, chunk.positions)
-            total += (part.float() - old.float()).square().flatten(1).sum(1)
-    return total
+    """|new - stored|^2 of keys and of values, summed over heads and numbers: float32 [2, T]."""
+    key, value = new
+    pages = batch.cache.keys[layer], batch.cache.values[layer]
+    if value is None:  # MLA: the latent that values are made of is the first part of the key
+        value = key[..., : pages[1].shape[-1]]
+    found = []
+    for part, stored in zip((key, value), pages, strict=True):
+        old = kernels.gather_tokens(stored, chunk.pages, chunk.positions)
+        found.append((part.float() - old.float()).square().flatten(1).sum(1))
+    return torch.stack(found)
 
 
 def _updated(

@@ -6,6 +6,7 @@ Others add theirs by an entry point in the group `keyhole.reuses`: name = "packa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from keyhole.registry import Registry
@@ -24,6 +25,7 @@ _REUSES = Registry(
         "multi_infllm": "keyhole.reuse.multi_infllm:MultiInfLLM",
     },
     default="sam_kv",
+    field="reuse",
 )
 
 
@@ -32,6 +34,8 @@ def reuses() -> dict[str, type[Reuse]]:
     return _REUSES.classes()
 
 
-def make_reuse(reuse: Reuse | str | None, settings: Mapping[str, Any] | None = None) -> Reuse:
-    """A reuse method from itself, from its name with settings, or SamKV from None."""
+def make_reuse(
+    reuse: Reuse | str | Path | None, settings: Mapping[str, Any] | None = None
+) -> Reuse:
+    """A reuse method from itself, from its name or a settings file, or SamKV from None."""
     return _REUSES.make(reuse, settings)

@@ -135,9 +135,9 @@ class Reuse:
     def revise(self, documents: Sequence[PlacedDocument], plan: Plan, deviation: Tensor) -> Plan:
         """What is still to be computed once `check_layer` is; called only if there is one.
 
-        deviation: float32 [T], |new - stored|^2 in that layer, summed over keys and values, heads
-        and numbers. What was computed up to that layer stays there, whatever the new `written` says
-        of those layers; it names the tokens that go on.
+        deviation: float32 [2, T], |new - stored|^2 in that layer of keys and of values, summed over
+        heads and numbers. What was computed up to that layer stays there, whatever the new
+        `written` says of those layers; it names the tokens that go on.
         """
         return plan
 

@@ -24,10 +24,15 @@ import torch
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
+from keyhole.errors import UnknownNameError
 from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+#: Which rows of [keys, values] count.
+DEVIATIONS = {"value": slice(1, 2), "key": slice(0, 1), "both": slice(0, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,7 @@ class CacheBlend(Reuse):
         "first that sees everything",
     )
     recompute_ratio: float = setting(0.15, "share of the tokens that is computed in all layers")
+    deviation: str = setting("value", "what must differ from the stored: value, key or both")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Settles the layer; checks that there is such a one."""
@@ -52,6 +58,8 @@ class CacheBlend(Reuse):
         require(
             is_count(layer, 0) and layer <= last, "check_layer", layer, f"a layer from 0 to {last}"
         )
+        if self.deviation not in DEVIATIONS:
+            raise UnknownNameError("deviation", str(self.deviation), DEVIATIONS)
         ratio = self.recompute_ratio
         require(is_number(ratio) and 0 <= ratio <= 1, "recompute_ratio", ratio, "from 0 to 1")
         return dataclasses.replace(self, check_layer=layer)
@@ -67,8 +75,9 @@ class CacheBlend(Reuse):
 
     def revise(self, documents: Sequence[PlacedDocument], plan: Plan, deviation: Tensor) -> Plan:
         """The tokens of largest deviation go on; of equals the earlier."""
-        number = math.ceil(self.recompute_ratio * len(deviation))
-        chosen = deviation.argsort(descending=True, stable=True)[:number]
+        total = deviation[DEVIATIONS[self.deviation]].sum(0)
+        number = math.ceil(self.recompute_ratio * len(total))
+        chosen = total.argsort(descending=True, stable=True)[:number]
         written = torch.zeros_like(plan.written)
         written[:, chosen.to(written.device)] = True
         return dataclasses.replace(plan, written=written)

@@ -40,6 +40,16 @@ def best(scores: Tensor, number: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
 
 
+def fitting(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
+    """As many of the largest of each row, in order, as have no more than `room` tokens together.
+
+    scores [L, m]; sizes int64 [m], tokens of each block. The first of equals; bool [L, m].
+    """
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    fits = sizes[order].cumsum(1) <= room
+    return torch.zeros_like(fits).scatter_(1, order, fits)
+
+
 def standardised(scores: Tensor) -> Tensor:
     """Scores [L, m] less their row's mean, by its standard deviation (divided by m; 0 counts as 1).
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, is_number, require, setting
 from keyhole.reuse.base import PlacedDocument, Plan, Reuse
 from keyhole.reuse.blocks import Blocks, gather
-from keyhole.reuse.choice import best
+from keyhole.reuse.choice import best, fitting
 from keyhole.reuse.scoring import key_scores
 
 if TYPE_CHECKING:
@@ -42,12 +42,18 @@ class MultiInfLLM(Reuse):
     num_initial_blocks: int = setting(1, "first blocks of the whole context, always kept")
     num_local_blocks: int = setting(2, "last blocks of the whole context, always kept")
     num_blocks: int = setting(8, "blocks between them that each layer keeps")
+    sequence_ratio: float | None = setting(
+        None, "keep this share of all tokens instead, first and last blocks included; None: not"
+    )
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the counts."""
         for name in ("num_initial_blocks", "num_local_blocks", "num_blocks"):
             value = getattr(self, name)
             require(is_count(value, 0), name, value, "a whole number >= 0")
+        ratio = self.sequence_ratio
+        good = ratio is None or (is_number(ratio) and 0 < ratio <= 1)
+        require(good, "sequence_ratio", ratio, "above 0 and at most 1")
         kept = self.num_initial_blocks + self.num_local_blocks + self.num_blocks
         right = "at least 1 together with num_initial_blocks and num_local_blocks"
         require(kept > 0, "num_blocks", self.num_blocks, right)
@@ -57,7 +63,7 @@ class MultiInfLLM(Reuse):
         """The first and last blocks; None if nothing is to be chosen between them."""
         blocks = Blocks.of(documents)
         ends = self._ends(blocks)
-        return None if self._takes_all(ends) else blocks.tokens(ends)
+        return None if self._takes_all(blocks, ends) else blocks.tokens(ends)
 
     def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
         """First and last blocks, and the best between; of equal scores the earlier."""
@@ -65,12 +71,12 @@ class MultiInfLLM(Reuse):
         ends = self._ends(blocks)
         keys = gather(documents, lambda facts: facts.representative_keys)
         kept = ends.repeat(len(keys), 1)
-        if self._takes_all(ends):
+        if self._takes_all(blocks, ends):
             kept[:] = True
         else:
             assert query is not None, "the question is read over the glance first"
             scores = [key_scores(own.cpu(), part) for own, part in zip(query, keys, strict=True)]
-            kept[:, ~ends] = best(torch.stack(scores)[:, ~ends], self.num_blocks)
+            kept[:, ~ends] = self._best(torch.stack(scores)[:, ~ends], blocks, ends)
         tokens = blocks.tokens(kept)
         return Plan(tokens, torch.zeros_like(tokens))
 
@@ -80,5 +86,19 @@ class MultiInfLLM(Reuse):
         late = place >= len(place) - self.num_local_blocks
         return late | (place < self.num_initial_blocks)
 
-    def _takes_all(self, ends: Tensor) -> bool:
-        return int((~ends).sum()) <= self.num_blocks
+    def _takes_all(self, blocks: Blocks, ends: Tensor) -> bool:
+        if self.sequence_ratio is None:
+            return int((~ends).sum()) <= self.num_blocks
+        return int(blocks.sizes[~ends].sum()) <= self._room(blocks, ends)
+
+    def _best(self, scores: Tensor, blocks: Blocks, ends: Tensor) -> Tensor:
+        """The blocks between the ends that each layer keeps, bool [L, m]; scores [L, m]."""
+        if self.sequence_ratio is None:
+            return best(scores, self.num_blocks)
+        return fitting(scores, blocks.sizes[~ends], self._room(blocks, ends))
+
+    def _room(self, blocks: Blocks, ends: Tensor) -> int:
+        """Tokens that `sequence_ratio` leaves for the blocks between the ends."""
+        assert self.sequence_ratio is not None
+        whole = round(self.sequence_ratio * int(blocks.sizes.sum()))
+        return max(0, whole - int(blocks.sizes[ends].sum()))

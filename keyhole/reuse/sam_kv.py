@@ -28,7 +28,8 @@ Equal scores go to the earlier document and block.
 
 Beyond the paper, where a mean hides what is looked for: with score="extremes" step 4 compares the
 queries of all of the question's tokens with single keys of a block (`keyhole.reuse.extremes`), and
-`share` stands for P in step 3.
+`share` stands for P in step 3. With score="random" step 4 draws as many blocks without looking at
+them: the control that tells whether a choice finds anything.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 _Score = Callable[["Tensor", PlacedDocument, int], "Tensor"]
 
 UPDATES = ("overwrite", "fusion")
-SCORES = ("mean", "extremes")
+SCORES = ("mean", "extremes", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,12 @@ class SamKV(Reuse):
     name: ClassVar[str] = "sam_kv"
     update: str = setting("overwrite", "overwrite stored keys and values, or fusion with them")
     select: bool = setting(True, "keep middle blocks; False: initial and local ones only")
-    score: str = setting("mean", "score blocks by their mean key, or by extremes: single keys")
+    score: str = setting(
+        "mean",
+        "score blocks by their mean key, by extremes: single keys, or at random: as many blocks, "
+        "drawn once for all layers, the control of a choice",
+    )
+    draw: int = setting(0, "seed of score random; prompts of the same shape keep the same blocks")
     share: float | None = setting(None, "share of its middle a document offers; None: P (eq. 2)")
     bias: bool = setting(True, "let the other documents add to a document's query")
     recompute: bool = setting(True, "compute tokens again that missed the other documents")
@@ -91,6 +97,7 @@ class SamKV(Reuse):
             raise UnknownNameError("update", str(self.update), UPDATES)
         if self.score not in SCORES:
             raise UnknownNameError("score", str(self.score), SCORES)
+        require(is_count(self.draw, 0), "draw", self.draw, "a whole number >= 0")
         good = self.share is None or (is_number(self.share) and 0 < self.share <= 1)
         require(good, "share", self.share, "above 0 and at most 1")
         for name in ("select", "bias", "recompute", "pooled"):
@@ -153,7 +160,12 @@ class SamKV(Reuse):
         if self.select and not ends.all():
             assert query is not None, "the question is read over the glance first"
             means = self._scores(documents, query, _by_mean)
-            scores = self._scores(documents, query, _by_extremes) if self.extremes else means
+            scores = means
+            if self.score == "extremes":
+                scores = self._scores(documents, query, _by_extremes)
+            elif self.score == "random":
+                generator = torch.Generator().manual_seed(self.draw)
+                scores = torch.rand(means.shape[1], generator=generator).expand_as(means)
             shares = self._shares(documents, blocks, means, alpha)
             kept[:, ~ends] = torch.cat(self._chosen(blocks, scores, shares), 1)
         tokens = blocks.tokens(kept)
