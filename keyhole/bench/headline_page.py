@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keyhole.bench import headline, tables
@@ -101,8 +101,18 @@ def _found(name: str, bar: Bar, line: Line | None) -> list[str]:
     said = named(bar, headline.unit(name))
     for entry in line["bars"]:
         if entry["bar"] == said:
+            if (slow := _slow(bar, line["speeds"])) is not None:
+                return ["–", f"{entry['value']:.2f}, which says nothing: {slow}"]
             return [entry["wanted"], f"{entry['value']:.2f}{'' if entry['met'] else ' (missed)'}"]
     return [wanted, "not there"]
+
+
+def _slow(bar: Bar, speeds: Mapping[str, float]) -> str | None:
+    """Why being faster than a bar's other system says nothing; None where it says something."""
+    if bar.floor is None or bar.by is None or not {bar.by, bar.floor} <= speeds.keys():
+        return None
+    times = speeds[bar.floor] / speeds[bar.by]
+    return f"`{bar.by}` takes {times:.1f} times as long as `{bar.floor}`" if times > 1 else None
 
 
 def _is_replayed(result: dict[str, Any]) -> bool:

@@ -18,7 +18,6 @@ from keyhole.bench.turns import Turn, take_turns
 from keyhole.cache.prefetch import Prefetcher, Traffic
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.core import Engine
-from keyhole.engine.placement import make_tier
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model
@@ -111,8 +110,9 @@ class Loading:
             self._prefetcher = placement.prefetcher
             # The engine has one way of loading; the others are only worth comparing it with.
             self._prefetcher.__class__ = kind
-            for layer in placement.plan.model.order if memory is None else ():
-                self._prefetcher.offload(layer, make_tier(folder, model.device))
+            if memory is None:
+                placement.move_down(len(placement.plan.model.order))
+            placement.least = placement.offloaded
 
     def __enter__(self) -> Self:
         return self
@@ -143,6 +143,9 @@ class Loading:
         """
         for sequence, prompt in enumerate(prompts):
             self._fill(numbers, sequence, prompt)
+        # What is known here is to be read, so it stays, though no request has it yet.
+        if self.engine.placement is not None:
+            self.engine.placement.least = self.engine.placement.offloaded
 
     def _fill(self, numbers: Numbers, sequence: int, prompt: list[int]) -> None:
         cache, policy, prefix = self.engine.cache, self.engine.policy, self.engine.prefix

@@ -17,7 +17,7 @@ from keyhole.errors import KeyholeError
 
 #: Name and one line of help, in the order of `keyhole --help`; each is a module here, with _ for -.
 COMMANDS = {
-    "demo": "two long tasks under four methods with one budget, and a picture",
+    "demo": "two long tasks under four methods, each beside its control, and a picture",
     "generate": "continue a prompt",
     "chat": "talk with a model",
     "documents": "store documents once, ask questions over them",

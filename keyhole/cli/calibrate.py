@@ -1,7 +1,9 @@
-"""Measures which layers of a model should choose for DELTA, and what attention the others keep.
+"""Measures which layers of a model should choose for DELTA, and what that costs the others.
 
-The model continues the prompts densely; every placement is judged by the same run. The output file
-is what `--layers` takes; named keyhole-delta.json beside the weights, it is used by itself.
+The model continues the prompts densely; every placement is judged by the same run, and the printed
+table compares them: the attention mass that a sparse layer keeps, the relative error of its output,
+the layers that read everything and the keys read. The output file is what `--layers` takes; named
+keyhole-delta.json beside the weights, it is used by itself.
 
 With --stable-layers it measures for SamKV instead which layers should say how much of stored
 documents is kept: those in which the most important block of a document stands out. Its output
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,7 @@ from keyhole.cli import calibrate_stable, flags, show
 from keyhole.cli.calibrate_stable import StableSettings
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.policy.calibration import rank_by_shift
 from keyhole.policy.delta import Delta
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from keyhole.policy.calibration import Calibration
 
 _METHODS = ("optimal", "paper")
+_MEASURES = ("mass", "error")
 _DELTA = ("token_budget", "recent_pages", "full_layers")
 _FULL_LAYERS = (0, 1)
 #: Items of the bundled model's tasks; evaluations count from 0, examinations from 1,000,000.
@@ -42,7 +47,12 @@ class PlacementSettings:
     """How DELTA's layers are placed."""
 
     method: str = setting(
-        "optimal", "optimal keeps the most attention, paper goes by the shift between layers"
+        "optimal", "optimal loses the least by --measure, paper goes by the shift between layers"
+    )
+    measure: str | None = setting(
+        None,
+        "what optimal goes by: attention mass kept, or relative error of the attention output; "
+        "None: mass",
     )
     num_delta_layers: int = setting(3, "layers that choose")
     max_tokens: int = setting(256, "tokens to generate per prompt")
@@ -51,6 +61,12 @@ class PlacementSettings:
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
             raise UnknownNameError("method", self.method, _METHODS)
+        if self.measure not in (None, *_MEASURES):
+            raise UnknownNameError("measure", str(self.measure), _MEASURES)
+        if self.method == "paper" and self.measure is not None:
+            raise ConfigError(
+                f"--measure {self.measure} goes with --method optimal: paper goes by the shift"
+            )
         for name in ("num_delta_layers", "max_tokens"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
 
@@ -80,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, places, and prints the recall of each layer."""
+    """Measures, places, and prints what each layer and each placement costs."""
     _check_own(arguments)
     if arguments.stable_layers:
         stable = StableSettings(**flags.settings_of(arguments, StableSettings))
@@ -92,21 +108,41 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _given(arguments) or _prompts()
     model = flags.load_model(arguments)
     from keyhole.evaluate import plots
-    from keyhole.evaluate.calibrate import measure
+    from keyhole.evaluate.calibrate import measured
 
-    found = measure(model, prompts, max_tokens=placement.max_tokens, **settings)
-    placed = found.place(placement.method, placement.num_delta_layers, full_layers)
+    found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
+    wanted = (placement.num_delta_layers, full_layers)
+    placed = found.place(placement.method, *wanted, placement.measure or "mass")
     if arguments.output:
         placed.save(arguments.output)
     if placement.plot:
         plots.recall_chart(found, placed, placement.plot)
     if arguments.json:
-        print(show.to_json({**vars(placed), "steps": found.steps, "shift": found.shift}))
+        others = [
+            {"placement": name, "delta_layers": one.delta_layers, **found.cost(one)._asdict()}
+            for name, one in _others(found, *wanted)
+        ]
+        extra = {"steps": found.steps, "shift": found.shift, "placements": others}
+        print(show.to_json({**vars(placed), **extra}))
     else:
-        print(_text(placed, found))
+        print(_text(placed, found, _others(found, *wanted)))
         for path in filter(None, (arguments.output, placement.plot)):
             print(f"written: {path}")
     return 0
+
+
+def _others(
+    found: Measurement, count: int, full_layers: Sequence[int]
+) -> list[tuple[str, Calibration]]:
+    """Placements of as many layers, by name: every way that there is, for comparison."""
+    candidates = [layer for layer in found.layers if layer not in full_layers]
+    alone = rank_by_shift(found.shift, candidates, count)
+    return [
+        ("optimal, mass", found.place("optimal", count, full_layers, "mass")),
+        ("optimal, error", found.place("optimal", count, full_layers, "error")),
+        ("paper", found.place("paper", count, full_layers)),
+        (_ALONE, found.expected(full_layers, alone, "paper", "shift")),
+    ]
 
 
 def _check_own(arguments: argparse.Namespace) -> None:
@@ -136,16 +172,60 @@ _READS = {
 }
 
 
-def _text(placed: Calibration, found: Measurement) -> str:
+#: The paper's ranking as it stands, without the first candidate; not a choice of this command.
+_ALONE = "largest shifts alone"
+
+
+def _text(
+    placed: Calibration, found: Measurement, others: Sequence[tuple[str, Calibration]]
+) -> str:
     roles = found.roles(placed.full_layers, placed.delta_layers)
     rows = [
-        [str(layer), _READS[role.kind].format(role.chooser), f"{recall:.1%}"]
-        for layer, (role, recall) in enumerate(zip(roles, placed.recall, strict=True))
+        [
+            str(layer),
+            _READS[role.kind].format(role.chooser),
+            f"{placed.recall[layer]:.1%}",
+            f"{placed.error[layer]:.1%}",
+            f"{found.shift[layer]:.3f}",
+        ]
+        for layer, role in enumerate(roles)
     ]
+    by = f" by {placed.measure}" if placed.method == "optimal" else ""
+    heads = ("layer", "reads", "attention kept", "output error", "shift")
     return (
-        f"{placed.model}: {placed.method} placement over {found.steps} decode steps, "
+        f"{placed.model}: {placed.method} placement{by} over {found.steps} decode steps, "
         f"token_budget {placed.token_budget}\n\n"
-        f"{show.table(('layer', 'reads', 'attention kept'), rows, left=2)}\n"
+        f"{show.table(heads, rows, left=2)}\n\n"
+        f"{_costs(found, others)}\n"
+    )
+
+
+def _costs(found: Measurement, others: Sequence[tuple[str, Calibration]]) -> str:
+    """What each placement costs: means over its sparse layers."""
+    rows = []
+    for name, one in others:
+        cost = found.cost(one)
+        rows.append(
+            [
+                name,
+                show.setting(one.delta_layers),
+                show.setting(cost.dense_layers),
+                f"{cost.recall:.1%}",
+                f"{cost.error:.1%}",
+                f"{cost.keys_read:.1%}",
+            ]
+        )
+    heads = ("placement", "choose", "read all", "attention kept", "output error", "keys read")
+    text = show.table(heads, rows, left=3)
+    paper, alone = dict(others)["paper"], dict(others)[_ALONE]
+    first = paper.delta_layers[0]
+    if first in alone.delta_layers:
+        return text
+    return (
+        f"{text}\n\n"
+        f"By the largest shifts alone no layer before {alone.delta_layers[0]} would be sparse. "
+        f"paper chooses in layer {first} first,\n"
+        "the first one that is not in full_layers, as the authors do."
     )
 
 

@@ -1,68 +1,126 @@
 """Runs a long recall and a long derivation on the bundled model under four methods, one budget.
 
-Ends with a picture of the pages that every layer read. Works offline, in less than a minute.
+Beside each method that selects stands its control: the same dense layers and budget, and the newest
+tokens in place of a selection. Ends with a picture of the pages that every layer read, if
+matplotlib is there. Works offline, in less than a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keyhole
+from keyhole import drawing
 from keyhole.cli import flags, show
+from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keyhole.evaluate.demo import Demo
+    from keyhole.evaluate.demo import Demo, Outcome
+    from keyhole.models.loading import Model
+    from keyhole.models.tiny.tasks import Item
 
 _HEADS = ("task", "policy", "answer", "keys read", "step", "read per step")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole demo`."""
-    parser.add_argument("--output", metavar="FILE", default="keyhole-demo.png", help="the picture")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        default="keyhole-demo.png",
+        help=f"the picture, {', '.join(drawing.KINDS)}",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table and writes the picture."""
+    """Prints the table, and writes the picture or says what it needs."""
     flags.quiet()
-    from keyhole.evaluate import demo, plots
+    drawing.check(arguments.output)
+    missing = _missing()
+    from keyhole.evaluate import demo
     from keyhole.models.loading import load
 
-    model = load(keyhole.tiny())
-    found = demo.run(model, demo.items())
-    delta: Any = found.policies["delta"]
-    plots.page_map(
-        found.trace,
-        arguments.output,
-        title=f"What DELTA reads in a derivation, token by token (budget {demo.BUDGET} tokens)",
-        prompt_tokens=found.traced_prompt_tokens,
-        delta_layers=delta.delta_layers,
-    )
+    model, asked = load(keyhole.tiny()), demo.items()
+    found = demo.run(model, asked)
+    if not arguments.json:
+        print(_text(found, demo.BUDGET), flush=True)
+    if missing is None:
+        _draw(model, asked[-1], found, arguments.output)
     if arguments.json:
-        policies = {name: show.describe(policy) for name, policy in found.policies.items()}
-        outcomes = [vars(outcome) for outcome in found.outcomes]
-        print(
-            show.to_json({"outcomes": outcomes, "policies": policies, "output": arguments.output})
-        )
-        return 0
-    print(_text(found, demo.BUDGET))
-    print(f"\npages read by each layer: {arguments.output}")
+        print(_json(found, None if missing else arguments.output, missing))
+    else:
+        print(f"\n{missing or f'pages read by each layer: {arguments.output}'}")
     return 0
 
 
+def _missing() -> str | None:
+    """Why there will be no picture; None if there will be one."""
+    try:
+        drawing.matplotlib()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _draw(model: Model, item: Item, found: Demo, path: str) -> None:
+    from keyhole.evaluate import demo, plots
+    from keyhole.policy.delta import Delta
+
+    delta = found.policies["delta"]
+    assert isinstance(delta, Delta)
+    trace, prompt_tokens = demo.traced(model, item)
+    plots.page_map(
+        trace,
+        path,
+        title=f"What DELTA reads in a derivation, token by token (budget {demo.BUDGET} tokens)",
+        prompt_tokens=prompt_tokens,
+        delta_layers=delta.delta_layers or (),
+    )
+
+
+def _json(found: Demo, output: str | None, missing: str | None) -> str:
+    from keyhole.evaluate import demo
+
+    return show.to_json(
+        {
+            "outcomes": [vars(outcome) for outcome in found.outcomes],
+            "policies": {name: show.describe(policy) for name, policy in found.policies.items()},
+            "dense_layers": found.dense,
+            "controls": {name: show.describe(policy) for name, policy in found.controls.items()},
+            "verdicts": demo.verdicts(found.outcomes),
+            "output": output,
+            "no_picture": missing,
+        }
+    )
+
+
 def _text(found: Demo, budget: int) -> str:
-    """The table and what one should know to read it."""
+    """The table, and what one should know to read it."""
+    from keyhole.evaluate import demo
+
     tasks = {outcome.task: outcome.stats for outcome in found.outcomes if outcome.policy == "full"}
+    sparse = {name: policy for name, policy in found.policies.items() if name != "full"}
     lines = [
         f"recall: one fact from a text of {tasks['recall'].prompt_tokens} tokens",
         f"derive: a program of {tasks['derive'].prompt_tokens} tokens, carried out in "
         f"{tasks['derive'].generated_tokens} tokens that build on each other",
-        f"every method but full may read {budget} tokens where it is sparse:",
-        *(f"  {show.sentence(policy)}" for policy in found.policies.values()),
+        f"policies, with a KV budget of {budget} tokens in sparse layers:",
+        *(
+            f"  {show.sentence(policy)}{'' if name in found.controls else ', its own control'}"
+            for name, policy in sparse.items()
+        ),
+        "control: the same dense layers and budget, and the newest tokens in place of a selection",
         "",
         show.table(_HEADS, [_row(outcome) for outcome in found.outcomes], left=3),
     ]
+    if told := demo.verdicts(found.outcomes):
+        lines += ["", *told]
+    if len({found.dense[name] for name in sparse}) > 1:
+        layers = (f"{name} {show.setting(found.dense[name]) or 'none'}" for name in sparse)
+        said = ", ".join(layers)
+        lines.append(f"dense layers differ ({said}): compare a method with its control only")
     lines += [
         f"\nNote: full attention itself is wrong on {outcome.task}; there the others say little."
         for outcome in found.outcomes
@@ -71,13 +129,14 @@ def _text(found: Demo, budget: int) -> str:
     return "\n".join(lines)
 
 
-def _row(outcome: Any) -> list[str]:
+def _row(outcome: Outcome) -> list[str]:
     stats = outcome.stats
+    fraction = stats.attended_fraction
     return [
         outcome.task,
-        outcome.policy,
+        "  its control" if outcome.is_control else outcome.policy,
         "right" if outcome.correct else "wrong",
-        f"{stats.attended_fraction:.1%}",
+        "-" if fraction is None else f"{fraction:.1%}",
         f"{stats.step_ms:.1f} ms",
         show.bytes_text(show.bytes_per_step(stats)),
     ]

@@ -26,6 +26,7 @@ from keyhole.reuse import reuses
 
 _WIDTH = 100
 _BEGIN, _END = "<!-- combinations: python -m tests.combinations -->", "<!-- end of combinations -->"
+_DIFFERENCES = "Differences (theirs | ours | effect measured):"
 _WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
 
 
@@ -110,7 +111,8 @@ def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
     """A table of our methods of a kind, and a section of each."""
     ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
     rows = [
-        f"| [`{name}`](#{name}) | `{cls.__name__}` | {cls.__doc__} |" for name, cls in ours.items()
+        f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(cls.__doc__)} |"
+        for name, cls in ours.items()
     ]
     heads = f"| {kind} | class | {what} |\n|---|---|---|"
     return ["\n".join([heads, *rows]), *(_method(name, cls) for name, cls in ours.items())]
@@ -119,15 +121,42 @@ def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
 def _method(name: str, cls: type[Any]) -> str:
     """Module docstring and settings of one method."""
     about = inspect.getdoc(sys.modules[cls.__module__]) or ""
-    parts = [f"## {name}", about]
+    parts = [f"## {name}", with_differences(about)]
     fields = dataclasses.fields(cls)
     if fields:
         rows = [
-            f"| `{field.name}` | `{show.setting(field.default)}` | {help_of(field)} |"
+            f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(help_of(field))} |"
             for field in fields
         ]
         parts.append("\n".join(["| setting | default | |\n|---|---|---|", *rows]))
     return "\n\n".join(parts)
+
+
+def with_differences(about: str) -> str:
+    """The text of a docstring, with its list of differences as a Markdown table.
+
+    The list is a paragraph whose first line is `_DIFFERENCES`; each row begins with "- ", goes on
+    in indented lines and has three cells between " | ". AssertionError for a row of another form.
+    """
+    parts = []
+    for part in about.split("\n\n"):
+        first, _, rest = part.partition("\n")
+        if first == _DIFFERENCES:
+            rows = [" ".join(row.split()) for row in f"\n{rest}".split("\n- ")[1:]]
+            assert rows, "differences without a row"
+            for row in rows:
+                assert row.count(" | ") == 2, f"three cells, not: {row}"
+            heads = "| theirs | ours | effect measured |\n|---|---|---|"
+            parts += ["**Differences**", "\n".join([heads, *(f"| {row} |" for row in rows)])]
+        else:
+            parts.append(part)
+    return "\n\n".join(parts)
+
+
+def _cell(text: str | None) -> str:
+    """The first paragraph of a text as one cell of a table: one line, without column marks."""
+    first = inspect.cleandoc(text or "").partition("\n\n")[0]
+    return " ".join(first.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -12,124 +12,44 @@ Exit status 1 if a policy was refused on this model. docs/evaluation.md says wha
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
 
-import keyhole
-from keyhole import drawing
-from keyhole.cli import flags, show
-from keyhole.config import EngineConfig
-from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.evaluate import specs
-from keyhole.evaluate.eval_settings import EvalSettings
-from keyhole.evaluate.line_file import LineFile
-from keyhole.policy import policies
+from keyhole.cli import flags
+from keyhole.errors import UnknownNameError
 
-if TYPE_CHECKING:
-    from keyhole.evaluate.eval_methods import Method
-    from keyhole.evaluate.eval_run import Outcome
+#: Name and one line of help; each is a module here, eval_NAME, with `add_arguments` for the flags
+#: that are its own and `run`.
+SUITES = {
+    "tasks": "tasks with right answers, and texts, under several policies and budgets",
+    "attention": "what each layer loses of a text's attention under every policy",
+    "paper": "RULER, derivations and stored documents, with controls and a verdict for each method",
+}
+_DEFAULT = "tasks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `keyhole eval`."""
-    from keyhole.evaluate import task_specs
-
+    """The flags of `keyhole eval`: those of all suites."""
     flags.add_model(parser, positional=True)
+    told = "; ".join(f"{name}: {about}" for name, about in SUITES.items())
+    parser.add_argument(
+        "--suite", metavar="NAME", default=_DEFAULT, help=f"what is measured: {told}"
+    )
     parser.add_argument(
         "--output", metavar="FILE", default="keyhole-eval.jsonl", help="where the lines are kept"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    own = {"tasks": task_specs.names(), "policies": ", ".join(policies())}
-    rest = [field.name for field in dataclasses.fields(EvalSettings) if field.name not in own]
-    flags.add_settings(parser, EvalSettings, "what is measured", rest)
-    group = parser.add_argument_group("names, and settings behind them")
-    for name, known in own.items():
-        text = f"{known}; default: {getattr(EvalSettings, name)}"
-        group.add_argument(f"--{name}", metavar="NAME,NAME", help=text)
+    for name in SUITES:
+        _suite(name).add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what is not there yet and prints the table of all that was asked for."""
-    from keyhole.evaluate import task_specs
-
-    settings = EvalSettings(**flags.settings_of(arguments, EvalSettings))
-    methods, file = _methods(settings), LineFile(arguments.output)
-    bundled = _is_bundled(arguments.model)
-    tasks = task_specs.parse(settings.tasks, bundled=bundled)
-    if settings.text is None and not bundled:
-        task_specs.answered(tasks, "needs a text of your own: --text FILE")
-    if arguments.html:  # before hours of work
-        page = importlib.import_module("keyhole.evaluate.report_page")
-        drawing.matplotlib()
-        folder = Path(arguments.html).parent
-        if not folder.is_dir():
-            raise ConfigError(f"--html {arguments.html!r}: there is no folder {str(folder)!r}")
-    model = flags.load_model(arguments)
-    import torch
-
-    from keyhole.bench import measure
-    from keyhole.engine.allocation import free_memory
-    from keyhole.engine.prompt_copies import PromptCopies
-    from keyhole.evaluate import eval_table, eval_workloads
-    from keyhole.evaluate.eval_run import Evaluation, Grid
-
-    def header() -> dict[str, Any]:
-        return measure.header("eval", model.device, "", keyhole.__version__)
-
-    grid = Grid(
-        workloads=eval_workloads.workloads(tasks, settings.text, model),
-        lengths=settings.lengths,
-        setups=tuple(dict.fromkeys(settings.setup)),
-        methods=methods,
-        samples=settings.limit,
-        maps=settings.maps,
-        # Prompts that are gone must not count as memory in use.
-        config=EngineConfig(max_batch=settings.batch, prefix_cache=False),
-    )
-    try:
-        limit = settings.prompt_memory or free_memory(torch.device("cpu")) // 4
-        outcome = Evaluation(model, grid, file, header, PromptCopies(limit)).run()
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {arguments.output}", file=sys.stderr)
-        raise
-    if arguments.json:
-        print(show.to_json({**vars(outcome), "output": arguments.output}))
-    else:
-        found = eval_table.table(outcome.lines, outcome.refused, show.bytes_text)
-        print(f"{model.name}: {found.common}\n")
-        print(show.table(found.heads, found.rows, left=found.left))
-        print(_closing(outcome, arguments.output))
-    if arguments.html and outcome.lines:
-        page.write_report(outcome.lines, Path(arguments.html))
-    return 1 if outcome.refused else 0
+    """Runs the suite; returns its exit status."""
+    if arguments.suite not in SUITES:
+        raise UnknownNameError("suite", arguments.suite, SUITES)
+    return int(_suite(arguments.suite).run(arguments))
 
 
-def _methods(settings: EvalSettings) -> list[Method]:
-    """Full attention, and every policy under every budget."""
-    from keyhole.evaluate.eval_methods import Budget, Method, methods
-
-    known, given = policies(), []
-    for spec in specs.parse(settings.policies):
-        if spec.name not in known:
-            raise UnknownNameError("policy", spec.name, known)
-        fields = dataclasses.fields(known[spec.name])
-        typed = specs.typed(spec, "policy", fields)
-        given.append(Method(label=spec.text, name=spec.name, settings=typed))
-    return methods(given, [Budget.parse(text) for text in settings.budgets])
-
-
-def _is_bundled(model: str | None) -> bool:
-    return model is None or Path(model).resolve() == Path(keyhole.tiny()).resolve()
-
-
-def _closing(outcome: Outcome, output: str) -> str:
-    """How many lines there are now, and what was refused."""
-    new = len(outcome.lines) - outcome.stored
-    parts = [f"\n{show.count(new, 'cell')} measured, {outcome.stored} there already: {output}"]
-    # Once each: a budget that is too small is so for every task.
-    reasons = [f"refused: {one['method']}: {one['error']}" for one in outcome.refused]
-    return "\n".join([*parts, *dict.fromkeys(reasons)])
+def _suite(name: str) -> ModuleType:
+    return importlib.import_module(f"keyhole.cli.eval_{name}")

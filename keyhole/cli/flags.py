@@ -23,6 +23,7 @@ from keyhole.policy import make_policy, policies
 from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse, reuses
 from keyhole.reuse.base import Reuse
+from keyhole.settings_file import method_name, require_depth
 
 if TYPE_CHECKING:
     from keyhole.engine.llm import LLM
@@ -84,7 +85,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     """--policy, and a flag for every setting of any policy in the table."""
     table = policies()
     group = parser.add_argument_group("policy: what a decode step reads")
-    group.add_argument("--policy", default="full", metavar="NAME", help=", ".join(table))
+    text = f"{', '.join(table)}; or a settings file, NAME.json"
+    group.add_argument("--policy", default="full", metavar="NAME", help=text)
     for name, owners in _fields_of(table).items():
         _add_shared(group, name, owners)
 
@@ -92,9 +94,9 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 def policy_of(arguments: argparse.Namespace) -> Policy:
     """The policy that the arguments describe; a setting that it does not have is refused."""
     table = policies()
-    cls, other = table.get(arguments.policy), None
+    cls, other = table.get(method_name(arguments.policy, "policy")), None
     if "reuse" in arguments:
-        other = reuses().get(arguments.reuse)
+        other = reuses().get(method_name(arguments.reuse, "reuse"))
     return make_policy(arguments.policy, _given(arguments, _fields_of(table), cls, other))
 
 
@@ -106,7 +108,8 @@ def add_reuse(parser: argparse.ArgumentParser) -> None:
     """
     table = reuses()
     group = parser.add_argument_group("reuse: what a prompt keeps and computes of documents")
-    group.add_argument("--reuse", default="sam_kv", metavar="NAME", help=", ".join(table))
+    text = f"{', '.join(table)}; or a settings file, NAME.json"
+    group.add_argument("--reuse", default="sam_kv", metavar="NAME", help=text)
     for name, owners in _fields_of(table).items():
         both = parser._option_string_actions.get(_flag(name))
         if both is None:
@@ -120,9 +123,9 @@ def add_reuse(parser: argparse.ArgumentParser) -> None:
 def reuse_of(arguments: argparse.Namespace) -> Reuse:
     """The reuse method that the arguments describe; a setting that it does not have is refused."""
     table = reuses()
-    cls, other = table.get(arguments.reuse), None
+    cls, other = table.get(method_name(arguments.reuse, "reuse")), None
     if "policy" in arguments:
-        other = policies().get(arguments.policy)
+        other = policies().get(method_name(arguments.policy, "policy"))
     settings = _given(arguments, _fields_of(table), cls, other, _REUSE)
     return make_reuse(arguments.reuse, settings)
 
@@ -140,6 +143,7 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
     policy = policy_of(arguments)
     settings = settings_of(arguments, EngineConfig)
     model = load_model(arguments)
+    require_depth(arguments.policy, model.geometry(EngineConfig.page_size).num_layers)
     from keyhole.engine.llm import LLM
 
     return LLM(model, policy=policy, **settings)

@@ -1,15 +1,18 @@
 """Says which layers' keys and values fit into memory at which length, from a model's config alone.
 
-Neither weights nor torch are loaded. Layers that do not fit go to the lower tier, the last first,
-and keep a buffer of token_budget tokens above. A retrieval head counts in the paper's preset only;
-on a GPU, memory is what its context leaves.
+No weights are loaded. Layers that do not fit go to the lower tier, the last first, and keep a
+buffer of token_budget tokens above. With --policy it is what LLM(policy, offload=FOLDER) does with
+the same --memory or --total-memory: what the policy and its retrieval head keep counts, and layers
+that the policy reads in full stay above. On a GPU, total memory is what its context leaves, and
+where steps are recorded one more request counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import keyhole
@@ -18,24 +21,27 @@ from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
+    from keyhole.cache.footprint import ModelSize
+    from keyhole.cache.layout import Geometry
     from keyhole.models.checkpoint import Checkpoint
     from keyhole.planner import MemoryModel, Plan, Row
 
 _PRESETS = ("measured", "paper")
 _FIRST_LENGTH = 1024
 _WIDTH = 100
-#: Of a request's logits: as the model gives them, and in float32 beside a sorted copy.
-_LOGIT_BYTES = 8
-#: A process holds about twice what lives in a step, since freed memory is not all given back:
-#: measured were 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
-_KEPT_BY_ALLOCATOR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """What is planned for."""
 
-    memory: int | None = setting(None, "bytes of the upper tier, weights included")
+    memory: int | None = setting(None, "bytes for the KV cache; weights and steps come on top")
+    total_memory: int | None = setting(
+        None, "instead of memory: bytes for weights, KV cache and what a step computes with"
+    )
+    policy: str | None = setting(
+        None, "with its default settings; None: all layers may go below, nothing lies beside keys"
+    )
     requests: int = setting(1, "texts at once")
     token_budget: int = setting(1024, "tokens that a layer on the lower tier keeps above")
     lengths: tuple[int, ...] | None = setting(
@@ -45,8 +51,11 @@ class PlanSettings:
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
 
     def __post_init__(self) -> None:
-        if self.memory is None:
-            raise ConfigError("give --memory, for example --memory 8GiB")
+        if (self.memory is None) == (self.total_memory is None):
+            raise ConfigError(
+                "give --total-memory, for example --total-memory 8GiB, or --memory, which is for "
+                "the KV cache alone"
+            )
         for name in ("requests", "token_budget"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
         good = self.lengths is None or (self.lengths and all(map(is_count, self.lengths)))
@@ -72,17 +81,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     shape = checkpoint.read(arguments.model or keyhole.tiny(), settings.dtype)
     model = memory_model(shape, settings)
-    assert settings.memory is not None
-    plan = Plan(model=model, memory=settings.memory)
+    if settings.memory is not None:
+        plan = Plan.for_cache(model, settings.memory)
+    else:
+        assert settings.total_memory is not None
+        plan = Plan(model=model, memory=settings.total_memory)
     lengths = settings.lengths or _lengths(shape.max_length)
     if arguments.plot:
         from keyhole.evaluate.plan_chart import plan_chart
 
-        plan_chart(plan, lengths, arguments.plot, title=_title(shape, settings))
+        plan_chart(plan, lengths, arguments.plot, title=_title(plan, shape))
     if arguments.json:
         about = {
             "model": shape.name,
             "preset": settings.preset,
+            "policy": settings.policy,
             "dtype": _dtype(shape, settings),
             "num_parameters": shape.num_parameters,
             "counted_from": shape.counted_from,
@@ -98,24 +111,56 @@ def run(arguments: argparse.Namespace) -> int:
 
 def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     """The terms of a preset for a model."""
-    from keyhole.cache.footprint import layer_memory
-    from keyhole.planner import MemoryModel
-
     if settings.preset == "paper":
         return _paper(shape, settings)
-    page_size, chunk = EngineConfig.page_size, EngineConfig.prefill_chunk
-    geometry = shape.geometry(page_size)
-    return MemoryModel.measured(
-        layers=layer_memory(geometry),
+    from keyhole.cache.footprint import ModelSize
+    from keyhole.cache.footprint import memory_model as every_term
+
+    size = ModelSize(
+        weight_bytes=shape.num_parameters * shape.itemsize,
+        vocab_size=shape.vocab_size,
+        step_numbers=shape.step_numbers,
+    )
+    chunk, geometry = EngineConfig.prefill_chunk, shape.geometry(EngineConfig.page_size)
+    if settings.policy is not None:
+        return _under_policy(settings.policy, shape, geometry, size, settings)
+    return every_term(
+        geometry,
+        size,
         requests=settings.requests,
         token_budget=settings.token_budget,
-        page_size=page_size,
-        weight_bytes=shape.num_parameters * shape.itemsize,
-        request_bytes=shape.vocab_size * (shape.itemsize + _LOGIT_BYTES),
-        runtime_bytes=_KEPT_BY_ALLOCATOR
-        * (chunk + settings.requests)
-        * shape.step_numbers
-        * shape.itemsize,
+        prefill_chunk=chunk,
+    )
+
+
+def _under_policy(
+    name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
+) -> MemoryModel:
+    """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
+    from keyhole.engine import memory
+    from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
+    from keyhole.policy import make_policy
+    from keyhole.retrieval import stored
+    from keyhole.retrieval.checkpoint import Checkpoint as Folder
+
+    calibration, head = shape.folder / CALIBRATION_FILE, None
+    if calibration.is_file():
+        geometry = replace(geometry, calibration=calibration)
+    policy = make_policy(name, {"token_budget": settings.token_budget}).resolve(geometry)
+    layers = memory.movable(geometry, policy)
+    if policy.wants_head and (shape.folder / HEAD_FOLDER).is_dir():
+        folder = Folder.open(shape.folder / HEAD_FOLDER)
+        head, _ = stored.read_config(folder)
+        numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
+        size = replace(size, head_weight_bytes=numbers * shape.itemsize)
+    return memory.memory_of(
+        geometry,
+        policy,
+        size,
+        memory.page_data(geometry, policy, head),
+        layers=layers,
+        requests=settings.requests,
+        prefill_chunk=EngineConfig.prefill_chunk,
     )
 
 
@@ -155,13 +200,22 @@ def _dtype(shape: Checkpoint, settings: PlanSettings) -> str:
     return "float16" if settings.preset == "paper" else shape.dtype
 
 
-def _title(shape: Checkpoint, settings: PlanSettings) -> str:
-    assert settings.memory is not None
-    many = "request" if settings.requests == 1 else "requests"
+def _title(plan: Plan, shape: Checkpoint) -> str:
+    count = plan.model.requests
+    many = "request" if count == 1 else "requests"
     return (
-        f"{shape.name} in {show.bytes_text(settings.memory)}: {settings.requests} {many}, "
-        f"budget {settings.token_budget:,}"
+        f"{shape.name} in {show.bytes_text(plan.memory)}: {count} {many}, "
+        f"budget {plan.model.token_budget:,}"
     )
+
+
+def _as_given(plan: Plan, settings: PlanSettings) -> str:
+    """How an engine is told; nothing where the terms are not its own."""
+    if settings.preset == "paper":
+        return ""
+    batch = f"max_batch={plan.model.requests}"
+    given = f"LLM(total_memory={plan.memory}, {batch})"
+    return f": {given}, or LLM(memory={plan.cache_memory}, {batch})"
 
 
 _HEADS = ("tokens", "layers above", "below", "memory above", "below", "largest batch", "all above")
@@ -177,11 +231,13 @@ def _text(plan: Plan, shape: Checkpoint, settings: PlanSettings, lengths: tuple[
     row_bytes = plan.model.token_bytes
     thresholds = ", ".join(f"{length:,}" for length in plan.thresholds)
     wrapped = textwrap.fill(thresholds, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    under = "" if settings.policy is None else f", {settings.policy}"
     return (
-        f"{_title(shape, settings)}\n"
-        f"preset {settings.preset}, {_dtype(shape, settings)}; "
+        f"{_title(plan, shape)}\n"
+        f"preset {settings.preset}{under}, {_dtype(shape, settings)}; "
         f"{shape.num_parameters:,} weights counted from {shape.counted_from}\n"
-        f"{fixed}; a token {show.bytes_text(row_bytes)}\n\n"
+        f"{fixed}; a token {show.bytes_text(row_bytes)}\n"
+        f"left for the KV cache {show.bytes_text(plan.cache_memory)}{_as_given(plan, settings)}\n\n"
         f"longest texts with 0 to {len(plan.model.layers)} layers below:\n{wrapped}\n\n"
         f"{show.table(_HEADS, [_cells(row, plan) for row in plan.rows(lengths)], left=0)}\n"
     )

@@ -40,7 +40,9 @@ def describe(method: Policy | Reuse) -> dict[str, Any]:
 def sentence(method: Policy | Reuse) -> str:
     """Name and settings of a policy or reuse method, for people."""
     settings = dataclasses.asdict(method)
-    shown = [f"{name} {setting(value)}" for name, value in settings.items() if value is not None]
+    shown = [
+        f"{name} {setting(value)}" for name, value in settings.items() if value not in (None, ())
+    ]
     return f"{method.name} ({', '.join(shown)})" if shown else method.name
 
 

@@ -1,7 +1,8 @@
 """What `keyhole eval` stored, as its report and pictures read it: a Cell for each JSON line.
 
 Any field of a line may be null, not a number, or missing; it is None here, and pictures and tables
-leave it out. Of two lines that measure the same, the last one counts.
+leave it out. Of two lines that measure the same, the last one counts. A control has no cell of its
+own; it is part of the cells that are compared with it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.errors import ConfigError
+from keyhole.evaluate.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared, wilson_of
+from keyhole.evaluate.eval_cells import CONTROL, TERMS
 from keyhole.evaluate.eval_settings import FORCED
+from keyhole.evaluate.line_file import GATE, QUESTIONS
 from keyhole.evaluate.task_names import Told, task_name, told
-from keyhole.models.tiny.table import interval
 
 Line = dict[str, Any]
 UNNAMED = "unnamed"
@@ -30,7 +33,8 @@ _DEPTH = "depth"
 class Place:
     """What was asked: cells of one place are compared with each other.
 
-    settings: those of the task that are not its defaults, as text.
+    settings: those of the task that are not its defaults, as text. terms: on which the methods were
+    set up; "" is as the user gave them.
     """
 
     model: str
@@ -38,6 +42,7 @@ class Place:
     setup: str
     length: int
     settings: Told = ()
+    terms: str = ""
 
     @property
     def needles(self) -> Place:
@@ -86,6 +91,7 @@ class Cell:
     peak_bytes: float | None = None
     recall_per_layer: tuple[float | None, ...] = ()
     selection_maps: tuple[Line, ...] = ()
+    comparison: Comparison | None = None
     line: Line = field(repr=False, default_factory=dict)
 
     @property
@@ -96,9 +102,41 @@ class Cell:
     @property
     def interval(self) -> tuple[float, float] | None:
         """Wilson's 95 % interval of the score; None unless every sample is right or wrong."""
-        if not self.scores or any(score not in (0, 1) for score in self.scores):
-            return None
-        return interval(sum(score == 1 for score in self.scores), len(self.scores))
+        return wilson_of(self.scores)
+
+    @property
+    def recent(self) -> float | None:
+        """Score of the recent control."""
+        return self._control(RECENT)
+
+    @property
+    def random(self) -> float | None:
+        """Score of the random control."""
+        return self._control(RANDOM)
+
+    @property
+    def oracle(self) -> float | None:
+        """Score of the oracle."""
+        return self._control(ORACLE)
+
+    @property
+    def gain(self) -> float | None:
+        """Points over the recent control, on the same samples."""
+        gain = self.comparison and self.comparison.gain
+        return gain.points if gain else None
+
+    @property
+    def distance(self) -> float | None:
+        """Points below the oracle, on the same samples."""
+        return self.comparison.distance if self.comparison else None
+
+    @property
+    def tells(self) -> bool:
+        """Whether it may stand in a ranking: not where its recent control is as good as full."""
+        return self.comparison is None or self.comparison.can_tell is not False
+
+    def _control(self, name: str) -> float | None:
+        return self.comparison.controls.get(name) if self.comparison else None
 
 
 def read_lines(path: str | Path) -> list[Line]:
@@ -122,8 +160,16 @@ def read_lines(path: str | Path) -> list[Line]:
 
 
 def cells(lines: Iterable[Line]) -> list[Cell]:
-    """A cell for each line, in their order; later ones replace those that measure the same."""
-    found = [_cell(line) for line in lines]
+    """A cell for each line, in their order; later ones replace those that measure the same.
+
+    Lines of controls, of the gate and of questions over documents are none.
+    """
+    every = [line for line in lines if line.get("benchmark") not in (GATE, QUESTIONS)]
+    found = [
+        dataclasses.replace(_cell(line), comparison=comparison)
+        for line, comparison in zip(every, compared(every), strict=True)
+        if line.get(CONTROL) is None
+    ]
     telling = _telling_settings(found)
     named = [_named(cell, telling.get(cell.policy, ())) for cell in found]
     return list({(cell.place, cell.name, cell.budget): cell for cell in named}.values())
@@ -154,11 +200,20 @@ def place_name(at: Place, among: Iterable[Place]) -> str:
     parts = [name, *([f"{at.length:,} tokens"] if at.length else [])]
     if len({other.setup for other in others}) > 1:
         parts.append(SETUPS.get(at.setup, (at.setup,))[0])
+    if len({other.terms for other in others}) > 1:
+        parts.append(TERMS_NAMES.get(at.terms, at.terms))
     if len({other.model for other in others}) > 1:
         parts.append(at.model)
     return ", ".join(parts)
 
 
+#: By what a line says of its terms.
+TERMS_NAMES = {
+    "": "as given",
+    "equal": "equal terms",
+    "published": "as published",
+    "tuned": "tuned",
+}
 #: Name and meaning of what is read densely before a sparse step.
 SETUPS = {
     "prompt": ("question dense", "the whole prompt is read densely; only generation is sparse"),
@@ -202,6 +257,7 @@ def _cell(line: Line) -> Cell:
             setup=words(line.get("setup")),
             length=int(number(line.get("length")) or 0),
             settings=told(task, asked) if isinstance(asked, dict) else (),
+            terms=words(line.get(TERMS)),
         ),
         policy=policy,
         name=policy,
@@ -214,19 +270,14 @@ def _cell(line: Line) -> Cell:
         recall_per_layer=_numbers(line.get("recall_per_layer")),
         selection_maps=tuple(maps) if isinstance(maps, list) else (),
         line=line,
-        **{name: number(line.get(name)) for name in _NUMBERS},
+        perplexity=number(line.get("perplexity")),
+        tokens_prompt=number(line.get("tokens_prompt")),
+        tokens_generated=number(line.get("tokens_generated")),
+        read_share=number(line.get("read_share")),
+        bytes_per_step=number(line.get("bytes_per_step")),
+        step_ms=number(line.get("step_ms")),
+        peak_bytes=number(line.get("peak_bytes")),
     )
-
-
-_NUMBERS = (
-    "perplexity",
-    "tokens_prompt",
-    "tokens_generated",
-    "read_share",
-    "bytes_per_step",
-    "step_ms",
-    "peak_bytes",
-)
 
 
 def _telling_settings(found: Sequence[Cell]) -> dict[str, list[str]]:

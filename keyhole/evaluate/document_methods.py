@@ -13,9 +13,10 @@ METHODS: dict[str, Variant] = {
     "reuse, not turned": ("reuse", {"rotate": False}),
     "reuse": ("reuse", {}),
     "multi_infllm": ("multi_infllm", {}),
-    "cacheblend": ("cacheblend", {}),
+    # By keys and values, as the paper has it and as these lines were measured.
+    "cacheblend": ("cacheblend", {"deviation": "both"}),
     # What documents lack of each other shows in this model's keys only from layer 2 on.
-    "cacheblend, layer 2": ("cacheblend", {"check_layer": 2}),
+    "cacheblend, layer 2": ("cacheblend", {"deviation": "both", "check_layer": 2}),
     "epic": ("epic", {}),
     "sam_kv overwrite": ("sam_kv", {"update": "overwrite"}),
     "sam_kv fusion": ("sam_kv", {"update": "fusion"}),
@@ -41,3 +42,33 @@ def _ablation() -> dict[str, Variant]:
 
 
 ABLATION = _ablation()
+
+_MEAN, _EXTREMES = "sam_kv overwrite", "sam_kv extremes"
+_AT_RANDOM = {"score": "random"}
+
+#: The table at equal budgets: first what sets a budget; then each variant with the one whose share
+#: of kept tokens, or of tokens computed again, it gets on the same question (None: its own).
+EQUAL: dict[str, tuple[Variant, str | None]] = {
+    "recompute": (METHODS["recompute"], None),
+    "reuse": (METHODS["reuse"], None),
+    _MEAN: (METHODS[_MEAN], None),
+    "sam_kv fusion": (METHODS["sam_kv fusion"], None),
+    "sam_kv at random": (("sam_kv", _AT_RANDOM), _MEAN),
+    "multi_infllm, as sam_kv": (("multi_infllm", {}), _MEAN),
+    "ends only": (ABLATION["sam_kv: ends only; overwrite"], None),
+    _EXTREMES: (METHODS[_EXTREMES], None),
+    "extremes at random": (("sam_kv", METHODS[_EXTREMES][1] | _AT_RANDOM), _EXTREMES),
+    "multi_infllm, as extremes": (("multi_infllm", {}), _EXTREMES),
+    "cacheblend, as sam_kv": (("cacheblend", {}), _MEAN),
+    "cacheblend, layer 2, as sam_kv": (("cacheblend", {"check_layer": 2}), _MEAN),
+    "epic, as sam_kv": (METHODS["epic"], None),
+}
+
+#: Pairs that keep as many tokens: a choice, and what it is compared with.
+PAIRS = (
+    (_MEAN, "sam_kv at random"),
+    ("sam_kv fusion", "sam_kv at random"),
+    (_EXTREMES, "extremes at random"),
+    (_MEAN, "multi_infllm, as sam_kv"),
+    (_EXTREMES, "multi_infllm, as extremes"),
+)

@@ -85,9 +85,14 @@ def write(lines: Lines, docs: Path) -> None:
 
 def inserted(text: str, tables: str) -> str:
     """The text with the tables between the two comments."""
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    return head + BEGIN + tables + END + tail
+    return between(text, BEGIN, END, tables)
+
+
+def between(text: str, begin: str, end: str, tables: str) -> str:
+    """The text with the tables between these two comments."""
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    return head + begin + tables + end + tail
 
 
 def render(lines: Lines) -> str:

@@ -22,8 +22,10 @@ from keyhole.engine.core import Engine
 from keyhole.engine.fingerprint import fingerprint
 from keyhole.engine.prompt_copies import PromptCopies
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.evaluate import eval_maps
+from keyhole.evaluate import eval_cells, eval_maps
+from keyhole.evaluate.eval_cells import Asked
 from keyhole.evaluate.eval_methods import FULL, TOKEN_BUDGET, Method
+from keyhole.evaluate.eval_terms import GIVEN, Terms
 from keyhole.evaluate.line_file import Line, LineFile
 from keyhole.evaluate.workload import Workload
 from keyhole.models.loading import Model
@@ -35,6 +37,7 @@ class Grid:
     """All combinations of these are cells; `methods` as `eval_methods.methods` gives them.
 
     maps: whether lines get selection maps, of each sparse policy under its first budget.
+    terms: how methods become policies. controls: whether each has its controls beside it.
     """
 
     workloads: Sequence[Workload]
@@ -44,6 +47,8 @@ class Grid:
     samples: int
     config: EngineConfig
     maps: bool = False
+    terms: Terms = GIVEN
+    controls: bool = False
 
     def is_mapped(self, method: Method) -> bool:
         """Whether this method's cells get selection maps; one budget shows what there is to see."""
@@ -117,7 +122,9 @@ class Evaluation:
     def run(self) -> Outcome:
         """Measures the cells that the file lacks and adds each to it as soon as it is done."""
         outcome, groups = Outcome(), list(self._grid.groups())
-        bar = tqdm(total=len(groups) * len(self._grid.methods), unit="cell", disable=None)
+        asked = {length: self._asked(length) for length in self._grid.lengths}
+        total = sum(len(asked[group.length]) for group in groups)
+        bar = tqdm(total=total, unit="cell", disable=None)
         gc.freeze()  # what is there now stays, so that `_release` need not look at it each time
         try:
             with bar:
@@ -125,31 +132,54 @@ class Evaluation:
                     full: Line | None = None
                     if self._copies is not None:
                         self._copies.begin(group.fields())
-                    for method in self._grid.methods:
-                        bar.set_description(f"{group.workload.name} {group.length} {method.label}")
-                        line = self._cell(group, method, full, outcome)
-                        full = line if method is FULL else full
+                    for one in asked[group.length]:
+                        bar.set_description(f"{group.workload.name} {group.length} {one.label}")
+                        line = self._cell(group, one, full, outcome)
+                        full = line if one.method is FULL else full
                         bar.update()
         finally:
             gc.unfreeze()
         return outcome
 
-    def _cell(
-        self, group: Group, method: Method, full: Line | None, outcome: Outcome
-    ) -> Line | None:
+    def missing(self) -> list[tuple[Group, int, int]]:
+        """Every group, how many cells it has, and how many of them the file lacks.
+
+        Cells that this model cannot have are none.
+        """
+        found = []
+        asked = {length: self._asked(length) for length in self._grid.lengths}
+        for group in self._grid.groups():
+            cells = [one for one in asked[group.length] if one.error is None]
+            lacking = [
+                one
+                for one in cells
+                if self._file.find(self._fields(group, one.policy), group.samples) is None
+            ]
+            found.append((group, len(cells), len(lacking)))
+        return found
+
+    def _asked(self, length: int) -> list[Asked]:
+        grid = self._grid
+        return eval_cells.asked(grid.methods, grid.terms, length, self._geometry, grid.controls)
+
+    def _cell(self, group: Group, one: Asked, full: Line | None, outcome: Outcome) -> Line | None:
         """One cell: from the file, measured, or refused (None); full: that of full attention."""
         try:
-            policy = method.policy(group.length, self._grid.config.page_size)
-            fields = self._fields(group, policy)
-            stored = self._file.find(fields, group.samples)
-            line = stored or self._measured(group, method, policy, full) | fields
-            if self._lacks_maps(line, method, policy):
-                line = line | {"selection_maps": self._maps(group, policy)}
+            if one.error is not None:
+                raise one.error
+            fields = self._fields(group, one.policy)
+            stored = self._file.find(fields, group.samples, one.known_by)
+            if stored is None:  # the same policy may have been measured for something else
+                line = self._file.find(fields, group.samples)
+                line = line and one.instead_of(line)
+            else:
+                line = stored
+            measured = line is None
+            line = line or self._measured(group, one, full) | fields
+            if self._lacks_maps(line, one):
+                line = line | {"selection_maps": self._maps(group, one.policy)}
         except KeyholeError as error:
-            budget = method.tokens(group.length, self._grid.config.page_size)
-            known = {"policy": method.name, "method": method.label, "budget": budget}
-            found = {"samples": group.samples, "error": str(error)}
-            outcome.refused.append(group.fields() | known | found)
+            outcome.refused.append(group.fields() | one.refused(error) | {"samples": group.samples})
             return None
         finally:
             self._release()
@@ -157,20 +187,20 @@ class Evaluation:
             self._file.add(line)
         if line not in outcome.lines:  # two budgets may be one
             outcome.lines.append(line)
-            outcome.stored += stored is not None
+            outcome.stored += not measured
         return line
 
-    def _measured(self, group: Group, method: Method, policy: Policy, full: Line | None) -> Line:
+    def _measured(self, group: Group, one: Asked, full: Line | None) -> Line:
         """A line but for what the cell is known by."""
         found = group.workload.measure(
-            self._engine, policy, group.length, group.setup, group.samples
+            self._engine, one.policy, group.length, group.setup, group.samples
         )
         beside = {} if full is None else group.workload.beside(found, full)
-        about = {"model": self._model.name, "method": method.label, "samples": group.samples}
-        return self._header() | about | found | beside
+        about = {"model": self._model.name, "samples": group.samples}
+        return self._header() | about | found | beside | one.about
 
-    def _lacks_maps(self, line: Line, method: Method, policy: Policy) -> bool:
-        wanted = self._grid.is_mapped(method) and not policy.dense
+    def _lacks_maps(self, line: Line, one: Asked) -> bool:
+        wanted = one.control is None and self._grid.is_mapped(one.method) and not one.policy.dense
         return wanted and line.get("selection_maps") is None
 
     def _maps(self, group: Group, policy: Policy) -> list[dict[str, Any]]:
@@ -192,7 +222,7 @@ class Evaluation:
 
     def _fields(self, group: Group, policy: Policy) -> dict[str, Any]:
         """What a cell is known by: lines that agree in all of it are the same measurement."""
-        settings = dataclasses.asdict(policy.resolve(self._geometry))
+        settings = dataclasses.asdict(policy)
         config = self._grid.config
         return as_stored(
             {

@@ -17,6 +17,21 @@ FORCED = ("perplexity", "attention_recall")
 TASKS = "passkey,qa_2,derive"
 """Asked unless others are: one place, two places, and what the model itself has written."""
 
+TERMS = {
+    "given": "as --policies says, defaults otherwise",
+    "equal": "--dense-layers, --sinks, --window and a budget that counts everything, for all",
+    "published": "as each paper, or its authors' code, has it",
+    "tuned": "the best of --trials settings on samples that are not used otherwise",
+}
+"""How methods are set up; lines and tables of different terms are never mixed."""
+
+_FOR_TERMS = {
+    "dense_layers": ("equal", "tuned"),
+    "sinks": ("equal",),
+    "window": ("equal",),
+    "trials": ("tuned",),
+    "tuning_limit": ("tuned",),
+}
 
 #: Names that one flag gives: a,b,c.
 Names = tuple[str, ...]
@@ -30,7 +45,9 @@ class EvalSettings:
 
     tasks: str = setting(TASKS, "what is asked")
     text: str | None = setting(
-        None, f"the text of {' and '.join(FORCED)}; None: derivations of the bundled model"
+        None,
+        f"the text of {' and '.join(FORCED)}, and of --suite attention (several files with commas "
+        "between); None: derivations of the bundled model",
     )
     lengths: tuple[int, ...] = setting((2048,), "tokens of a sample, its answer included")
     limit: int = setting(16, "samples in a cell; of a text, as many as there are")
@@ -43,6 +60,25 @@ class EvalSettings:
     budgets: Budgets = setting(  # noqa: RUF009
         ("1/8",), "tokens that a step may read, or shares of the length in whole pages"
     )
+    terms: str = setting("given", "; ".join(f"{name}: {about}" for name, about in TERMS.items()))
+    dense_layers: tuple[int, ...] | None = setting(
+        None,
+        "with --terms equal, layers that read everything, and with --terms tuned as many; None: "
+        "the first two that can",
+    )
+    sinks: int = setting(16, "with --terms equal, first tokens that are always read")
+    window: int | None = setting(
+        None,
+        "with --terms equal, newest tokens that are always read; None: a quarter of the budget",
+    )
+    trials: int = setting(8, "with --terms tuned, settings that are tried of each method")
+    tuning_limit: int = setting(32, "with --terms tuned, samples of a task in each trial")
+    controls: bool = setting(
+        False,
+        "measure each method's controls, too: its dense layers and budget with the newest tokens, "
+        "with random ones, and with those of largest true attention",
+    )
+    first_seed: int = setting(0, "number of the first sample; another one is another set of texts")
     maps: bool = setting(
         False,
         "store what each policy reads of the first sample, step by step, in four layers and under "
@@ -58,8 +94,19 @@ class EvalSettings:
     def __post_init__(self) -> None:
         good = bool(self.lengths) and all(map(is_count, self.lengths))
         require(good, "lengths", self.lengths, "numbers of tokens such as 2048,8192")
-        for name in ("limit", "batch"):
+        for name in ("limit", "batch", "trials", "tuning_limit"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        for name in ("sinks", "first_seed"):
+            require(is_count(getattr(self, name), 0), name, getattr(self, name), "at least 0")
+        good = self.window is None or is_count(self.window)
+        require(good, "window", self.window, "at least 1 token")
+        if self.terms not in TERMS:
+            raise UnknownNameError("terms", self.terms, TERMS)
+        for name, terms in _FOR_TERMS.items():
+            value = getattr(self, name)
+            usual = value == type(self).__dataclass_fields__[name].default
+            right = f"left out, or given with --terms {' or '.join(terms)}"
+            require(usual or self.terms in terms, name, value, right)
         require(bool(self.setup), "setup", self.setup, f"one of {SETUPS}, or both")
         for one in self.setup:
             if one not in SETUPS:

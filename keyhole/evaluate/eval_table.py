@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from keyhole.evaluate.line_file import Line
 from keyhole.evaluate.task_names import task_name, told
 
 Text = Callable[[Line], str]
+NOT_EQUAL = "not at equal terms"
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,37 @@ def table(
 
     A value that a cell does not have is "-".
     """
+    return laid_out(
+        grouped((*measured, *refused)),
+        {
+            "budget": of("budget", "{:,}".format),
+            "score": _score,
+            "written": of("tokens_generated", "{:.1f}".format),
+            "keys read": of("read_share", "{:.1%}".format),
+            "read per step": of("bytes_per_step", bytes_text),
+            "step": of("step_ms", "{:.1f} ms".format),
+            "peak cache": of("peak_bytes", bytes_text),
+        },
+    )
+
+
+def grouped(lines: Iterable[Line]) -> list[Line]:
+    """The lines in groups of task, length and setup, in the order in which these begin."""
     groups: dict[str, list[Line]] = {}
-    for line in (*measured, *refused):
+    for line in lines:
         name = f"{line['task']} {line['task_settings']} {line['length']} {line['setup']}"
         groups.setdefault(name, []).append(line)
-    lines = [line for group in groups.values() for line in group]
+    return [line for group in groups.values() for line in group]
+
+
+def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> Table:
+    """A row for each line: what it is, and these columns; what all rows share stands above."""
     cells: dict[str, Text] = {
         "task": _task,
-        "length": _of("length", "{:,} tokens".format),
-        "setup": _of("setup", str),
-        "samples": _of("samples", str),
-        "policy": _of("method", str),
+        "length": of("length", "{:,} tokens".format),
+        "setup": of("setup", str),
+        "samples": of("samples", str),
+        "policy": of("method", str),
     }
     shared = []
     for name in ("length", "setup", "samples"):
@@ -49,20 +70,14 @@ def table(
             shared.append(f"{name} {found.pop()}")
             del cells[name]
     left = len(cells)
-    cells |= {
-        "budget": _of("budget", "{:,}".format),
-        "score": _score,
-        "written": _of("tokens_generated", "{:.1f}".format),
-        "keys read": _of("read_share", "{:.1%}".format),
-        "read per step": _of("bytes_per_step", bytes_text),
-        "step": _of("step_ms", "{:.1f} ms".format),
-        "peak cache": _of("peak_bytes", bytes_text),
-    }
+    cells |= columns
     rows = [[text(line) for text in cells.values()] for line in lines]
     return Table(", ".join(shared), list(cells), rows, left)
 
 
-def _of(name: str, text: Callable[[Any], str]) -> Text:
+def of(name: str, text: Callable[[Any], str]) -> Text:
+    """The text of a field; "-" where a line lacks it."""
+
     def cell(line: Line) -> str:
         value = line.get(name)
         return "-" if value is None else text(value)
@@ -79,7 +94,7 @@ def _task(line: Line) -> str:
 def _score(line: Line) -> str:
     """Per cent; a perplexity as it is, less being better."""
     if "error" in line:
-        return "refused"
+        return NOT_EQUAL if line.get("unequal") else "refused"
     if line["task"] == "perplexity":
         return f"ppl {line['perplexity']:.3f}"
     return f"{line['score']:.1%}"

@@ -12,14 +12,18 @@ from keyhole.evaluate.workload import Answered, Workload
 from keyhole.models.loading import Model
 
 
-def workloads(parsed: Sequence[Task | str], text: str | None, model: Model) -> list[Workload]:
+def workloads(
+    parsed: Sequence[Task | str], text: str | None, model: Model, first_seed: int = 0
+) -> list[Workload]:
     """A workload for each task of `task_specs.parse`; text: the file of those over one.
 
-    Without it they take derivations in the words of the bundled model. ConfigError for a model
-    without a tokenizer, and for a text that cannot be read.
+    first_seed: of samples that are made from seeds. Without a text, the tasks over one take
+    derivations in the words of the bundled model. ConfigError for a model without a tokenizer, and
+    for a text that cannot be read.
     """
     forced = {cls.name: cls for cls in (Perplexity, AttentionRecall)}
     windows = TinyText(model) if text is None else Text(text, model)
     return [
-        forced[task](windows) if isinstance(task, str) else Answered(task, model) for task in parsed
+        forced[task](windows) if isinstance(task, str) else Answered(task, model, first_seed)
+        for task in parsed
     ]

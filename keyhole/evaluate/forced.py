@@ -81,6 +81,11 @@ class Text:
         begins = ids[:1] == [model.tokenizer.bos_token_id]
         self._begin, self._ids = ids[:begins], ids[begins:]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest window."""
+        return len(self._begin) + len(self._ids)
+
     def windows(self, length: int) -> int:
         """How many of so many tokens there are. ConfigError if there is none."""
         right = f"at least {_SHORTEST}, of which a quarter is decoded"
@@ -88,7 +93,7 @@ class Text:
         number = len(self._ids) // (length - len(self._begin))
         if number == 0:
             raise ConfigError(
-                f"length {length} is more than the {len(self._begin) + len(self._ids)} tokens of "
+                f"length {length} is more than the {self.num_tokens} tokens of "
                 f"--text {self.path!r}; give a longer text or lower --lengths"
             )
         return number

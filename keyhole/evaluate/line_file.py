@@ -12,6 +12,11 @@ from keyhole.errors import ConfigError
 
 Line = dict[str, Any]
 
+GATE, QUESTIONS = "eval-verify", "eval-documents"
+"""What lines of the suite `paper` name as their benchmark that are no cells of tasks."""
+#: Fields by which lines are found without a look at all of them.
+_INDEXED = ("task", "length", "policy")
+
 
 class LineFile:
     """The lines of a file, which need not be there yet.
@@ -35,11 +40,22 @@ class LineFile:
         if found is not None:  # somebody's editor left the last line without its end
             self.lines.append(found)
             self._cut_off, self._between = 0, b"\n"
+        self._index: dict[tuple[str, ...], list[Line]] = {}
+        for line in self.lines:
+            self._index.setdefault(_key(line), []).append(line)
 
-    def find(self, wanted: Mapping[str, Any], samples: int) -> Line | None:
-        """The newest line that has all these values, and at least so many samples."""
-        for line in reversed(self.lines):
+    def find(
+        self, wanted: Mapping[str, Any], samples: int, about: Mapping[str, Any] | None = None
+    ) -> Line | None:
+        """The newest line that has all these values, and at least so many samples.
+
+        about: more values, of which one that is None may be missing.
+        """
+        indexed = all(name in wanted for name in _INDEXED)
+        lines = self._index.get(_key(wanted), []) if indexed else self.lines
+        for line in reversed(lines):
             same = all(name in line and line[name] == value for name, value in wanted.items())
+            same = same and all(line.get(name) == value for name, value in (about or {}).items())
             if same and line.get("samples", 0) >= samples:
                 return line
         return None
@@ -61,6 +77,7 @@ class LineFile:
         self._size, self._cut_off, self._between = -1, 0, b""
         # As it will be read again: lists for tuples.
         self.lines.append(json.loads(text))
+        self._index.setdefault(_key(self.lines[-1]), []).append(self.lines[-1])
 
     def _read(self, text: bytes, number: int) -> Line:
         found = _object(text)
@@ -70,6 +87,10 @@ class LineFile:
                 "file"
             )
         return found
+
+
+def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(line.get(name)) for name in _INDEXED)
 
 
 def _object(text: bytes) -> Line | None:

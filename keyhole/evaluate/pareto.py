@@ -1,8 +1,9 @@
 """Score against bytes read: what each method pays for what it gets, budget by budget.
 
 A point is one method with one budget. It lies on the front if no other reads as little and scores
-as much. Full attention is the dashed line: the score that the others are to reach. Needs
-matplotlib.
+as much; a point whose recent control is as good as full attention is not. Full attention is the
+dashed line: the score that the others are to reach. Grey marks are controls: x the newest tokens,
++ the oracle. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 
 from keyhole.drawing import FAINT, INK, STYLE, matplotlib, save
 from keyhole.errors import ConfigError
-from keyhole.evaluate.cells import Cell, place_name, places
+from keyhole.evaluate.cells import Cell, number, place_name, places
+from keyhole.evaluate.comparisons import ORACLE, RECENT
 from keyhole.evaluate.looks import PAPER, Look, looks, size_text
 
 FULL = "full"
 #: Inches of a panel, and how many stand side by side.
 _PANEL, _COLUMNS = (3.5, 2.7), 3
+#: Marks of the controls.
+_CONTROLS = {RECENT: "x", ORACLE: "+"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +66,15 @@ def points(cells: Sequence[Cell]) -> dict[str, list[Point]]:
     for cell, read, score in known:
         beaten = any(
             less <= read and more >= score and (less, more) != (read, score)
-            for _, less, more in known
+            for other, less, more in known
+            if other.tells
         )
         point = Point(
             cell=cell,
             bytes_per_step=read,
             score=score,
             interval=cell.interval,
-            on_front=not beaten,
+            on_front=cell.tells and not beaten,
         )
         found.setdefault(cell.name, []).append(point)
     for own in found.values():
@@ -124,7 +129,10 @@ def draw(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[st
             _mark(axis, point, look, identity)
         axis.plot([], [], look.mark, linestyle="-", color=look.color, label=name, markersize=5)
     every = [point for own in found.values() for point in own]
-    _scale(axis, [point.bytes_per_step for point in every])
+    beside = control_points(cells)
+    for name, read, score in beside:
+        axis.plot(read, score, _CONTROLS[name], color=FAINT, markersize=5, zorder=3)
+    _scale(axis, [point.bytes_per_step for point in every] + [read for _, read, _ in beside])
     if any(point.cell.place.is_perplexity for point in every):
         axis.set_ylim(0, 1.1 * max(point.score for point in every) or 1.0)
         axis.locator_params(axis="y", nbins=5)
@@ -134,6 +142,19 @@ def draw(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[st
         axis.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
         axis.set_ylabel("score, %")
     return texts
+
+
+def control_points(cells: Sequence[Cell]) -> list[tuple[str, float, float]]:
+    """Name, bytes and score of the controls beside some cells, each once."""
+    found = []
+    for cell in cells:
+        comparison = cell.comparison
+        for name in _CONTROLS:
+            if comparison is not None and name in comparison.lines:
+                read = number(comparison.lines[name].get("bytes_per_step"))
+                if read:
+                    found.append((name, read, comparison.controls[name]))
+    return list(dict.fromkeys(found))
 
 
 def _mark(axis: Any, point: Point, look: Look, identity: str) -> None:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from keyhole.drawing import FAINT, matplotlib
 from keyhole.errors import ConfigError
-from keyhole.evaluate import heat_maps, pareto, selection_map
+from keyhole.evaluate import gain_chart, heat_maps, pareto, selection_map
 from keyhole.evaluate.cells import Cell, place_name, places
 from keyhole.evaluate.inline_svg import SVG_STYLE, inline_svg
 from keyhole.evaluate.looks import NOTHING, Look
@@ -85,6 +85,21 @@ def pareto_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
         label = f"Score against bytes read per decode step, {title}. {said}."
         draw = functools.partial(pareto.draw, cells=own, style=studio.style)
         pictures.append(studio.picture(title, _PARETO, label, draw))
+    return pictures
+
+
+def gain_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
+    """One for each place whose methods have controls: gains over the recent one."""
+    by_place = places(found)
+    pictures = []
+    for at, every in by_place.items():
+        own = gain_chart.with_gain(every)
+        if not own:
+            continue
+        title = place_name(at, by_place)
+        label = f"Points over the recent control, {title}. {'; '.join(map(gain_chart.said, own))}."
+        draw = functools.partial(gain_chart.draw, cells=own, style=studio.style)
+        pictures.append(studio.picture(title, gain_chart.size(own), label, draw))
     return pictures
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keyhole.evaluate.cells import SETUPS, Cell, Place, place_name, places
+from keyhole.evaluate.eval_controls_table import note, p_text
 from keyhole.evaluate.looks import NOTHING, Look, size_scale
 from keyhole.evaluate.report_runs import Run
 
@@ -30,7 +31,7 @@ class Column:
     best: Callable[[Iterable[float]], float] | None = None
 
 
-SCORE, PERPLEXITY, *_ = COLUMNS = (
+SCORE, PERPLEXITY, RECENT, RANDOM, ORACLE, GAIN, *_ = COLUMNS = (
     Column(
         key="score",
         head="Score",
@@ -50,6 +51,48 @@ SCORE, PERPLEXITY, *_ = COLUMNS = (
         "likely tokens it might as well be one of; less is better.",
         text=lambda value: f"{value:,.2f}",
         best=min,
+    ),
+    Column(
+        key="recent",
+        head="Recent",
+        unit="%",
+        meaning="The same dense layers, sinks and budget, and elsewhere the newest tokens: the "
+        "score without any selection. Where it is within 5 points of full attention the row says "
+        "“cannot tell”, and is in no ranking.",
+        text=lambda value: f"{100 * value:.1f}",
+    ),
+    Column(
+        key="random",
+        head="Random",
+        unit="%",
+        meaning="The same with tokens drawn by chance, the newest one always.",
+        text=lambda value: f"{100 * value:.1f}",
+    ),
+    Column(
+        key="oracle",
+        head="Oracle",
+        unit="%",
+        meaning="The same with the tokens of largest true attention in each step, for each KV "
+        "head: what a perfect selection of so many tokens scores.",
+        text=lambda value: f"{100 * value:.1f}",
+    ),
+    Column(
+        key="gain",
+        head="Gain",
+        unit="points",
+        meaning="Score less that of the recent control on the same samples: what the selection is "
+        "worth. Beside it stand the 95 % interval of the paired difference (Newcombe's; of scores "
+        "between right and wrong a bootstrap) and p of McNemar's exact test. Of twenty comparisons "
+        "without any difference one has a p below 0.05.",
+        text=lambda value: f"{100 * value:+.1f}",
+        best=max,
+    ),
+    Column(
+        key="distance",
+        head="To oracle",
+        unit="points",
+        meaning="How far the score is below the oracle's: what a better selection could win.",
+        text=lambda value: f"{100 * value:.1f}",
     ),
     Column(
         key="tokens_generated",
@@ -98,11 +141,16 @@ SCORE, PERPLEXITY, *_ = COLUMNS = (
 )
 
 
+#: Columns in which methods are ranked.
+_RANKED = (SCORE, GAIN)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Value:
     """A cell of a table: its text, the number it is sorted by, and whether it is the best.
 
-    tint: a score from 0 to 1, which gives the cell its colour.
+    tint: a score from 0 to 1, which gives the cell its colour. beside: in small letters after it.
+    tells: whether it may be ranked.
     """
 
     text: str
@@ -110,11 +158,16 @@ class Value:
     tint: float | None = None
     best: bool = False
     low_high: tuple[float, float] | None = None
+    beside: str = ""
+    tells: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A method with a budget; run: the number of the run that measured it."""
+    """A method with a budget; run: the number of the run that measured it.
+
+    note: what a reader has to know of it.
+    """
 
     name: str
     look: Look
@@ -122,6 +175,7 @@ class Row:
     samples: int | None
     values: tuple[Value, ...]
     run: int
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +186,11 @@ class Table:
     about: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether any row has one."""
+        return any(row.note for row in self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +220,7 @@ def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Ru
                 samples=cell.samples,
                 values=tuple(values[index] for values in by_column),
                 run=numbers[id(cell)],
+                note=note(cell.line, cell.comparison),
             )
             for index, cell in enumerate(own)
         )
@@ -170,10 +230,10 @@ def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Ru
     return found
 
 
-def overview(cells: Sequence[Cell], style: Mapping[str, Look]) -> Overview:
-    """All scores; the mean stands where a row has every score and there is more than one.
+def overview(cells: Sequence[Cell], style: Mapping[str, Look], shown: Column = SCORE) -> Overview:
+    """All scores, or gains; the mean stands where a row has more than one, and all of them.
 
-    A perplexity stands as it is, and is in no mean.
+    A perplexity stands as it is, and is in no mean; nor is a row with a score that cannot tell.
     """
     by_place = places(cells)
     rows = list(dict.fromkeys((cell.name, cell.budget) for cell in cells))
@@ -182,14 +242,14 @@ def overview(cells: Sequence[Cell], style: Mapping[str, Look]) -> Overview:
     averaged: list[list[Value]] = []
     for at in by_place:
         own = [scores.get((at, *row)) for row in rows]
-        column = PERPLEXITY if at.is_perplexity else SCORE
+        column = PERPLEXITY if at.is_perplexity and shown is SCORE else shown
         values = [None if cell is None else _of(cell, column) for cell in own]
         by_column.append(_values(values, column, own))
-        averaged += [] if at.is_perplexity else by_column[-1:]
+        averaged += [] if at.is_perplexity and shown is SCORE else by_column[-1:]
     heads = [place_name(at, by_place).split(", ") for at in by_place]
     if len(averaged) > 1:
-        means = [_mean([values[index].sort for values in averaged]) for index in range(len(rows))]
-        by_column.append(_values(means, SCORE))
+        means = [_mean([values[index] for values in averaged]) for index in range(len(rows))]
+        by_column.append(_values(means, shown))
         heads.append(["mean"])
     return Overview(
         columns=tuple(heads),
@@ -230,7 +290,10 @@ def _values(
 ) -> list[Value]:
     """The best of a column is marked, unless more than half of it is as good as it is written."""
     texts = [NOTHING if value is None else column.text(value) for value in numbers]
-    known = [value for value in numbers if value is not None]
+    tell = [cell is None or cell.tells for cell in cells or [None] * len(texts)]
+    known = [
+        value for value, tells in zip(numbers, tell, strict=True) if tells and value is not None
+    ]
     best = column.text(column.best(known)) if known and column.best else None
     if 2 * texts.count(str(best)) > len(known):
         best = None
@@ -240,13 +303,28 @@ def _values(
             text=text,
             sort=value,
             tint=value if column is SCORE else None,
-            best=text == best,
+            best=tells and text == best,
             low_high=interval,
+            beside=_beside(cell, column),
+            tells=tells or column not in _RANKED,
         )
-        for text, value, interval in zip(
-            texts, numbers, intervals or [None] * len(texts), strict=True
+        for text, value, interval, tells, cell in zip(
+            texts,
+            numbers,
+            intervals or [None] * len(texts),
+            tell,
+            cells or [None] * len(texts),
+            strict=True,
         )
     ]
+
+
+def _beside(cell: Cell | None, column: Column) -> str:
+    """Interval and test of a gain."""
+    gain = cell.comparison.gain if cell and cell.comparison and column is GAIN else None
+    if gain is None:
+        return ""
+    return f"{100 * gain.low:.0f} to {100 * gain.high:.0f}, p {p_text(gain)}"
 
 
 def _budget(cell: Cell) -> Value:
@@ -268,6 +346,6 @@ def _about(at: Place, cells: Sequence[Cell]) -> str:
     return "; ".join(parts)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _mean(values: Sequence[Value]) -> float | None:
+    known = [value.sort for value in values if value.sort is not None and value.tells]
     return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -63,6 +63,7 @@ class Served:
         steps = total.steps or None
         return {
             "tokens_generated": statistics.fmean(map(len, self.generated)),
+            "answer_lengths": [len(tokens) for tokens in self.generated],
             "decode_steps": total.steps,
             "read_share": steps and total.attended_fraction / steps,
             "bytes_per_step": steps and (total.kv_bytes + total.other_bytes) / steps,

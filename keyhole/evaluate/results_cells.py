@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from keyhole.evaluate.cells import Cell
 from keyhole.policy import policies
@@ -13,6 +14,8 @@ from keyhole.policy import policies
 FULL = "full"
 BUDGETS = (64, 128, 256, 512, 1024)
 _ADAPTIVE = "recall"
+#: Settings that list layers which read everything.
+_DENSE = ("full_layers", "delta_layers", "selection_layers", "filter_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +25,6 @@ class Asked:
     title: str
     setup: str
     about: str
-    is_long: bool = False
-    """The answer is most of the text."""
 
 
 _READ = "The text is read densely, the question and the answer go through the policy."
@@ -33,7 +34,6 @@ ASKED = {
         setup="prompt",
         about="A program of sums in random order is carried out step by step: two thirds of the "
         "text are the model's own, and every step needs rules of the prompt and an earlier result.",
-        is_long=True,
     ),
     "tiny_recall": Asked(
         title="One fact in filler",
@@ -76,6 +76,15 @@ def named(cell: Cell) -> Cell:
     return dataclasses.replace(cell, name=f"{cell.policy}{adaptive}")
 
 
+def dense_layers(settings: Mapping[str, Any]) -> list[int]:
+    """Layers that read everything at every step, those that choose for others among them.
+
+    settings: of a policy, settled, as a line stores them.
+    """
+    lists = (settings.get(name) or () for name in _DENSE)
+    return sorted({layer for layers in lists for layer in layers})
+
+
 def fixed(found: Sequence[Cell]) -> list[Cell]:
     """All but those whose budget follows the text."""
     return [cell for cell in found if cell.settings.get(_ADAPTIVE) is None]
@@ -100,12 +109,6 @@ def columns(own: Sequence[Cell]) -> list[tuple[int, int]]:
     for length in lengths - {length for length, _ in found}:
         found |= {(length, budget) for budget in BUDGETS if budget < length}
     return sorted(found)
-
-
-def paired(one: Cell, other: Cell) -> tuple[int, int]:
-    """In how many samples each of the two is right where the other is wrong."""
-    both = list(zip(one.scores, other.scores, strict=False))
-    return both.count((1, 0)), both.count((0, 1))
 
 
 def gain_over_fixed(cell: Cell, found: Sequence[Cell]) -> float | None:

@@ -53,9 +53,9 @@ def section(lines: Sequence[Line], picture: str | None) -> list[str]:
     there = {line["method"] for line in lines}
     hidden = [f"- `{name}`: {text}" for name, text in _HIDDEN.items() if name in there]
     return [
-        "### Where a method fails",
+        "### Where a configuration fails",
         paragraph(
-            "Answers that full attention has right and a method has wrong, at an eighth of the "
+            "Answers that full attention has right and a policy has wrong, at an eighth of the "
             "length, up to their first wrong word. *Copied*: the word belongs to a sentence that "
             "stood before, in the prompt or in the answer, so that a step had to find it, or it is "
             "the word that ends the answer, which depends on the question; *computed*: it is a sum "
@@ -63,8 +63,9 @@ def section(lines: Sequence[Line], picture: str | None) -> list[str]:
             "begins, the median. *Read then*: share of that which the step read, "
             "mean over the layers that do not read everything; *read before*: the same for the "
             "last words of such sentences before it, which came out right. Where the first is far "
-            "below the second, the choice hid what was needed; where they are alike, it did not. "
-            "Layers that read everything see it always, and may still find it."
+            "below the second, the sparse layers did not see what the word depends on; where they "
+            "are alike, that is not the reason. Which layer would have needed it is not measured: "
+            "layers that read everything always see it."
         ),
         written(_HEADS, [_row(line) for line in lines]),
         "What each of them cannot read, by its design:",

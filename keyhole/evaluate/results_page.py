@@ -6,18 +6,28 @@ there are: one that was not measured is a dash in a table, and white in a pictur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from keyhole.evaluate import results_claims, results_errors, results_pictures
+from keyhole.evaluate import (
+    results_adaptive,
+    results_controls,
+    results_controls_pictures,
+    results_errors,
+    results_pictures,
+    results_scope,
+    results_variations,
+)
 from keyhole.evaluate.cells import Cell, cells, read_lines
 from keyhole.evaluate.line_file import Line
 from keyhole.evaluate.looks import NOTHING
 from keyhole.evaluate.results_cells import ASKED, FULL, Table, columns, methods, named, of_task
-from keyhole.evaluate.results_text import image, kib, paragraph, percent, ratio, written
+from keyhole.evaluate.results_text import image, kib, month, paragraph, percent, ratio, written
 
 PAGE = "results.md"
-LINES, ERRORS = "evaluation.jsonl", "evaluation-errors.jsonl"
+LINES, ERRORS, SCOPE = "evaluation.jsonl", "evaluation-errors.jsonl", "dense-layers.jsonl"
+#: A configuration of each policy is shown at this budget and length.
+_SHOWN = (256, 2048)
 BEGIN = "<!-- evaluation: python -m benchmarks.evaluation --render -->\n"
 END = "<!-- end of evaluation -->\n"
 
@@ -25,10 +35,13 @@ END = "<!-- end of evaluation -->\n"
 def write(results: Path, docs: Path) -> None:
     """Rewrites the part of the page and its pictures; results: the folder of the lines."""
     page, lines, errors = docs / PAGE, stored(results / LINES), stored(results / ERRORS)
+    scope = stored(results / SCOPE)
+    claims = {name: stored(results / file) for name, file in results_controls.FILES.items()}
     head, rest = page.read_text().split(BEGIN)
     _, tail = rest.split(END)
-    page.write_text(f"{head}{BEGIN}{render(lines, errors)}{END}{tail}")
+    page.write_text(f"{head}{BEGIN}{render(lines, errors, scope, claims)}{END}{tail}")
     latest = results_errors.latest(errors)
+    results_controls_pictures.write(claims, docs / "images")
     results_pictures.write(measured(lines), latest, docs / "images", newest([*lines, *errors]))
 
 
@@ -50,42 +63,89 @@ def measured(lines: Sequence[Line]) -> list[Cell]:
     return [named(cell) for cell in cells(lines) if cell.place.task in ASKED]
 
 
-def render(lines: Sequence[Line], errors: Sequence[Line]) -> str:
-    """All of it; nothing without lines."""
+def render(
+    lines: Sequence[Line],
+    errors: Sequence[Line],
+    scope: Sequence[Line] = (),
+    claims: Mapping[str, Sequence[Line]] | None = None,
+) -> str:
+    """All of it; nothing without lines.
+
+    scope: the lines of `results_scope`. claims: those of `results_controls`, by part.
+    """
     found, errors = measured(lines), results_errors.latest(errors)
     if not found:
         return ""
     pictures = results_pictures.names(found, errors)
     parts = [
-        "## Right answers, and what they cost",
+        *results_scope.section(scope),
+        *_controls(claims or {}),
+        f"## Configurations as of {month(newest(lines))}",
         paragraph(
-            "The bundled model answers the same samples under every policy, greedily, with the "
-            "code of `keyhole eval` ([evaluation.md](evaluation.md) says what is counted). A "
-            "length is that of prompt and answer together; a budget is the tokens that a step may "
-            "read in a layer that is sparse (`raas` keeps all of a prompt, whatever its budget). "
-            "An answer is right to its last word, or wrong. "
-            f"Columns are budgets, each after its length; {NOTHING} was not measured."
+            f"{len(found)} cells, measured before any control was. Dense layers, windows and "
+            "tuning are **unequal**: the tables compare these configurations with each other, not "
+            "their selection rules. No row shows that one method selects better than another."
         ),
-        *image(pictures.heat_map, "Right answers by method, length and budget"),
+        *_unequal(found),
+        paragraph(
+            "The same samples for every policy, greedily, with the code of `keyhole eval` "
+            "([evaluation.md](evaluation.md) says what is counted). A length is that of prompt and "
+            "answer together; a budget is the tokens that a step may read in a sparse layer. An "
+            "answer is right to its last word, or wrong. Columns are budgets, each after its "
+            f"length; {NOTHING} was not measured."
+        ),
+        *image(pictures.heat_map, "Right answers by configuration, length and budget"),
     ]
     for task in ASKED:
         if own := of_task(found, task):
             parts += _task(task, own, pictures.pareto.get(task))
-    parts += results_claims.adaptive(found)
+    parts += results_adaptive.section(found)
     parts += results_errors.section(errors, pictures.maps)
     return "\n\n".join([*parts, _about(lines)]) + "\n\n"
 
 
+def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
+    pictures = results_controls_pictures.names(claims)
+    parts = results_controls.section(claims, pictures)
+    return [*parts, *results_variations.sections(claims, pictures)]
+
+
+def _unequal(found: Sequence[Cell]) -> list[str]:
+    """What the configurations do not have in common, and a table of their settings."""
+    budget, length = _SHOWN
+    table = results_scope.configurations(found, budget, length)
+    if not table:
+        return []
+    return [
+        "\n".join(
+            [
+                "- `delta`: its layers were measured on this model (`keyhole calibrate`). No other "
+                "policy was tuned.",
+                "- `tidal_decode`, `omnikv`: the newest token is their whole window, where "
+                "`delta` has an eighth of the budget.",
+                "- `raas`: the prompt counts in its budget. Where that is longer than the budget, "
+                "one generated page is all it keeps, and budgets make no difference.",
+                "- `infllm`: stands for each block by the keys farthest from its mean; the paper "
+                "takes the tokens that queries nearby attend to most.",
+                "- `spe_context`: its head was trained on this model by objectives of our own, "
+                "its attention and then what a choice changes in its predictions. The paper's is "
+                "cut out of a draft model; such a head was not asked here.",
+            ]
+        ),
+        f"At {length:,} tokens and a budget of {budget:,}:",
+        table,
+    ]
+
+
 def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
     asked = ASKED[task]
-    claims = results_claims.claims(own) if asked.is_long else []
+    caption = f"Right answers against bytes read per step, by configuration: {asked.title.lower()}"
     return [
         f"### {asked.title} (`{task}`)",
         paragraph(f"{asked.about} {_samples(own)}"),
-        *(["What was to be shown:", "\n".join(map(str, claims))] if claims else []),
         "Right answers, %:",
         _table(own, lambda cell, _: percent(cell.score)),
-        *image(picture, f"Right answers against bytes read per step, {asked.title.lower()}"),
+        *image(picture, caption),
         "<details><summary>Keys read, bytes per step, length of answers</summary>",
         "Share of all keys that a step read, those of layers that read everything among them, %:",
         _table(own, lambda cell, _: percent(cell.read_share)),

@@ -16,6 +16,7 @@ from keyhole.evaluate.cells import Cell
 from keyhole.evaluate.line_file import Line
 from keyhole.evaluate.looks import looks
 from keyhole.evaluate.results_cells import ASKED, Table, columns, methods, of_task
+from keyhole.evaluate.results_text import month
 from keyhole.evaluate.selection_map import SelectionMap
 
 _HEAT_MAP, _MAPS = "evaluation.png", "evaluation-errors.png"
@@ -55,7 +56,8 @@ def write(found: Sequence[Cell], errors: Sequence[Line], folder: Path, date: str
     """Writes them as PNGs; date: becomes their description."""
     pictures = names(found, errors)
     for task, name in pictures.pareto.items():
-        _pareto(of_task(found, task), folder / name, ASKED[task].title, date)
+        title = f"{ASKED[task].title}: {_what(date)}"
+        _pareto(of_task(found, task), folder / name, title, date)
     if pictures.heat_map is not None:
         _heat_map(found, folder / pictures.heat_map, date)
     if pictures.maps is not None:
@@ -99,8 +101,13 @@ def _heat_map(found: Sequence[Cell], path: Path, date: str) -> None:
             axis.set_title(ASKED[task].title)
             axis.set_xticks([n + 0.5 for n in range(len(grid.columns))], grid.columns, fontsize=7)
 
-    title = "right answers, %, by length and budget"
+    title = f"right answers, %, by length and budget: {_what(date)}"
     _figure(draw, len(grids), (width, height), 1, path, title, date)
+
+
+def _what(date: str) -> str:
+    """What is shown, so that nobody takes it for a comparison of selection rules."""
+    return f"configurations of {month(date)}, dense layers unequal"
 
 
 def score_grid(own: Sequence[Cell]) -> heat_maps.Grid:

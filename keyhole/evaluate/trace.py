@@ -130,7 +130,7 @@ class Traced(Wrapped):
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """As the policy inside; a layer that scores reads everything."""
         requests = self.inner.needs_scores(layer, step)
-        if requests:
+        if requests and not self.inner.selects_by_own_scores:
             self.trace.record(layer, None, step)
         return requests
 

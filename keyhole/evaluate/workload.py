@@ -17,6 +17,9 @@ from keyhole.evaluate.tasks import Sample, Task, token_counter
 from keyhole.models.loading import Model
 from keyhole.policy.base import Policy
 
+FIRST_SEED = "first_seed"
+"""Among the settings of a task in a line: the number of its first sample, where that is not 0."""
+
 #: An engine with nothing in it that runs under a policy.
 MakeEngine = Callable[[Policy], Engine]
 
@@ -60,14 +63,17 @@ class Workload(ABC):
 
 
 class Answered(Workload):
-    """A task of the table: the model answers by itself."""
+    """A task of the table: the model answers by itself. first_seed: of its first sample."""
 
-    def __init__(self, task: Task, model: Model) -> None:
+    def __init__(self, task: Task, model: Model, first_seed: int = 0) -> None:
         if model.tokenizer is None:
             raise ConfigError(f"task {task.name} is text, and {model.name} has no tokenizer")
         self.name = task.name
         fields = [f.name for f in dataclasses.fields(task) if "help" in f.metadata]
         self.settings = {name: getattr(task, name) for name in fields}
+        if first_seed:  # lines without it are of the samples from 0 on
+            self.settings[FIRST_SEED] = first_seed
+        self._first_seed = first_seed
         self._task, self._tokenizer = task, model.tokenizer
         self._made: dict[int, list[Sample]] = {}  # of the length that was asked for last
 
@@ -75,7 +81,10 @@ class Answered(Workload):
         """The first samples of a length; kept, as all policies are asked the same."""
         made = self._made.get(length, [])
         count = token_counter(self._tokenizer)
-        made += [self._task.make(length, seed, count) for seed in range(len(made), number)]
+        made += [
+            self._task.make(length, self._first_seed + number, count)
+            for number in range(len(made), number)
+        ]
         self._made = {length: made}
         return made[:number]
 

@@ -3,7 +3,7 @@
 string_match_all and string_match_part are those of RULER (Hsieh et al., COLM 2024; its
 `eval/synthetic/constants.py` and the post-processing in `eval/evaluate.py`), of one sample and
 from 0 to 1 instead of per cent. token_f1 is SQuAD's (Rajpurkar et al., EMNLP 2016), which LongBench
-uses for its question answering.
+uses for its question answering; exact_match is its other score.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ def token_f1(answers: Sequence[str], generated: str) -> float:
     Case, punctuation and articles do not count; words count as often as they stand there.
     """
     return max(_f1(_normal(answer), _normal(generated)) for answer in answers)
+
+
+def exact_match(answers: Sequence[str], generated: str) -> float:
+    """1 if the text is one of the answers, case, punctuation and articles aside; else 0."""
+    return float(any(_normal(answer) == _normal(generated) for answer in answers))
 
 
 def begins_with(answer: str, generated: str) -> float:
