@@ -10,6 +10,12 @@ is done, so that a run that was stopped goes on with the next cell under the sam
 (`--again` measures cells that are there already). Where a cell lacks some methods only these are
 measured, on the same questions and beside `recompute`; their line is added to the cell. `--render`
 writes docs/samkv.md and its pictures. Seeds count from 0.
+
+    python -m benchmarks.samkv --equal [--items 100]
+
+measures methods at equal budgets instead, over shorter documents with what is needed anywhere in
+them, and adds whole cells to benchmarks/results/samkv-equal.jsonl: on each question `multi_infllm`
+and random blocks keep as many tokens as SamKV kept there, and `cacheblend` computes as many again.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +35,8 @@ from tqdm import tqdm
 import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
-from keyhole.evaluate import document_page
-from keyhole.evaluate.document_methods import ABLATION, METHODS, Variant
+from keyhole.evaluate import document_equal, document_page
+from keyhole.evaluate.document_methods import ABLATION, EQUAL, METHODS, Variant
 from keyhole.evaluate.document_tasks import DocumentItem, exact_match, make, token_f1
 from keyhole.reuse import make_reuse
 
@@ -44,8 +51,11 @@ KINDS = (
 )
 SHAPES = ("4x512", "8x512", "16x512", "4x1536")
 OUTPUT = measure.results() / "samkv.jsonl"
+EQUAL_KINDS = ("one/anywhere", "two_hop/anywhere", "needs_each_other/anywhere")
+EQUAL_SHAPE = "4x320"
+EQUAL_OUTPUT = measure.results() / "samkv-equal.jsonl"
 # With blocks of 64 three of them are already two fifths of 512 words.
-_BLOCK_SIZE = {512: 32}
+_BLOCK_SIZE = {320: 16, 512: 32}
 # The longest answer has thirteen words.
 _ANSWER = SamplingParams(max_tokens=16, temperature=0.0)
 
@@ -53,16 +63,21 @@ _ANSWER = SamplingParams(max_tokens=16, temperature=0.0)
 def main() -> None:
     """Asks, counts and stores."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--items", type=int, default=200)
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--items", type=int, help="default: 200, and 100 with --equal")
+    kinds = (*KINDS, *(kind for kind in EQUAL_KINDS if kind not in KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=kinds)
+    parser.add_argument("--shapes", nargs="+")
+    parser.add_argument("--equal", action="store_true", help="methods at equal budgets")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--ablation", action="store_true", help="SamKV's switches, too")
     parser.add_argument("--again", action="store_true", help="cells that are there already, too")
     parser.add_argument("--note", default="")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, help="add lines to this file instead")
     parser.add_argument("--render", action="store_true", help="only write the page")
     arguments = parser.parse_args()
+    equal = arguments.equal
+    arguments.items = arguments.items or (100 if equal else 200)
+    arguments.output = arguments.output or (EQUAL_OUTPUT if equal else OUTPUT)
     if not arguments.render:
         # Times are compared with those of recompute.
         names = ("recompute", *arguments.methods)
@@ -71,10 +86,15 @@ def main() -> None:
             variants |= ABLATION
         with tempfile.TemporaryDirectory() as folder:
             llm = LLM(keyhole.tiny(), device="cpu", prefix_cache=False, documents=folder)
-            for shape in arguments.shapes:
-                for kind in arguments.kinds:
-                    _cell(llm, kind, shape, variants, arguments)
-    document_page.write(document_page.stored(OUTPUT), measure.ROOT / "docs")
+            for shape in arguments.shapes or ((EQUAL_SHAPE,) if equal else SHAPES):
+                for kind in arguments.kinds or (EQUAL_KINDS if equal else KINDS):
+                    if equal:
+                        _equal_cell(llm, kind, shape, arguments)
+                    else:
+                        _cell(llm, kind, shape, variants, arguments)
+    docs = measure.ROOT / "docs"
+    document_page.write(document_page.stored(OUTPUT), docs)
+    document_equal.write(document_equal.stored(EQUAL_OUTPUT), docs)
 
 
 def _cell(
@@ -92,18 +112,51 @@ def _cell(
         if known["block_size"] == block_size:
             # The same questions, and what times are compared with.
             variants, items = {"recompute": variants["recompute"]} | missing, known["items"]
-    line = measure.header("samkv", torch.device("cpu"), arguments.note, keyhole.__version__)
-    line["command"] = shlex.join(["python", "-m", "benchmarks.samkv", *sys.argv[1:]])
-    line |= {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
+    line = _line(kind, shape, items, block_size, arguments)
     line["results"] = count(llm, kind, shape, variants, items, block_size)
     measure.append(arguments.output, line)
     print(document_page.cell(line), flush=True)
 
 
+def _equal_cell(llm: LLM, kind: str, shape: str, arguments: argparse.Namespace) -> None:
+    """One line with every method at equal budgets, unless it is there."""
+    block_size, items = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64), arguments.items
+    known = document_equal.stored(arguments.output).get((kind, shape))
+    if known is not None and not arguments.again and known["items"] >= items:
+        print(f"{kind} {shape}: there already", file=sys.stderr)
+        return
+    line = _line(kind, shape, items, block_size, arguments)
+    variants = {name: variant for name, (variant, _) in EQUAL.items()}
+    matches = {name: other for name, (_, other) in EQUAL.items() if other is not None}
+    line["results"] = count(llm, kind, shape, variants, items, block_size, matches)
+    measure.append(arguments.output, line)
+    print(document_page.cell(line), flush=True)
+
+
+def _line(
+    kind: str, shape: str, items: int, block_size: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What is known of a line before it is measured."""
+    line = measure.header("samkv", torch.device("cpu"), arguments.note, keyhole.__version__)
+    line["command"] = shlex.join(["python", "-m", "benchmarks.samkv", *sys.argv[1:]])
+    return line | {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
+
+
 def count(
-    llm: LLM, kind: str, shape: str, variants: dict[str, Variant], items: int, block_size: int
+    llm: LLM,
+    kind: str,
+    shape: str,
+    variants: dict[str, Variant],
+    items: int,
+    block_size: int,
+    matches: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """A result per method over the first `items` items of a cell."""
+    """A result per method over the first `items` items of a cell.
+
+    matches: of some variants, the one whose budget they get on each question. Then the result says
+    of every item whether it was right.
+    """
+    matches = matches or {}
     question, where = kind.split("/")
     number, words = map(int, shape.split("x"))
     found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
@@ -111,13 +164,32 @@ def count(
         item = make(question, where=where, num_documents=number, words=words, seed=seed)
         for name, text in zip(item.names, item.documents, strict=True):
             llm.documents.add(name, text, block_size=block_size)
-        # Who is first has the coldest caches: everybody in turn.
+        # Who is first has the coldest caches: everybody in turn, those with a budget of their own
+        # before the others.
         order = list(variants)
-        for name in order[seed % len(order) :] + order[: seed % len(order)]:
-            found[name].append(_ask(llm, item, _sized(variants[name], block_size)))
+        order = order[seed % len(order) :] + order[: seed % len(order)]
+        for name in sorted(order, key=lambda name: name in matches):
+            variant = _sized(variants[name], block_size)
+            if name in matches:
+                variant = _matched(variant, found[matches[name]][-1], seed)
+            found[name].append(_ask(llm, item, variant))
         for name in item.names:
             llm.documents.remove(name)
-    return [{"method": name} | _summary(rows) for name, rows in found.items()]
+    results = [{"method": name} | _summary(rows) for name, rows in found.items()]
+    if matches:
+        for result in results:
+            result["right"] = [int(row["exact"]) for row in found[result["method"]]]
+    return results
+
+
+def _matched(variant: Variant, other: Mapping[str, Any], seed: int) -> Variant:
+    """With as many tokens kept, or computed again, as another variant had on this question."""
+    method, settings = variant
+    if method == "multi_infllm":
+        return method, {**settings, "sequence_ratio": other["sequence_ratio"]}
+    if method == "cacheblend":
+        return method, {**settings, "recompute_ratio": other["recompute_ratio"]}
+    return method, {**settings, "draw": seed}
 
 
 def _sized(variant: Variant, block_size: int) -> Variant:

@@ -1,0 +1,84 @@
+"""Writes the tables and pictures of docs/attention.md from the stored lines.
+
+    keyhole eval --suite attention --terms equal --lengths 2048 --limit 8 \
+        --output benchmarks/results/attention.jsonl
+    python -m benchmarks.attention
+
+The second command measures nothing. It replaces what stands between the two markers of the page.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from keyhole.bench import measure
+from keyhole.evaluate.attention.report import page, table
+from keyhole.evaluate.attention.report.summary import Place, places
+from keyhole.evaluate.line_file import Line, LineFile
+
+LINES = measure.results() / "attention.jsonl"
+PAGE = measure.ROOT / "docs/attention.md"
+IMAGES = PAGE.parent / "images"
+PICTURES = {"loss": "attention-loss.png", "overlap": "attention-overlap.png"}
+BEGIN, END = "<!-- attention: python -m benchmarks.attention -->", "<!-- end of attention -->"
+_OVERLAP = "Overlap"
+
+
+def main() -> None:
+    """Writes the page and its pictures."""
+    lines = LineFile(LINES).lines
+    if not lines:
+        sys.exit(f"error: {LINES} holds no lines; the docstring says how they are measured")
+    first = places(lines)[0]
+    page.write_pictures(first, {name: IMAGES / file for name, file in PICTURES.items()})
+    PAGE.write_text(with_tables(PAGE.read_text(), lines))
+
+
+def with_tables(text: str, lines: Sequence[Line]) -> str:
+    """The page with the tables of these lines between its markers."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + "\n" + tables(lines) + END + rest.split(END)[1]
+
+
+def tables(lines: Sequence[Line]) -> str:
+    """All tables as Markdown; the overlap of a length and budget stands once."""
+    parts, seen = [], set()
+    for place in places(lines):
+        parts.append(f"### {_title(place)}\n")
+        for one in table.tables(place):
+            if one.title.startswith(_OVERLAP):
+                if (place.length, place.budget) in seen:
+                    continue
+                seen.add((place.length, place.budget))
+            parts.append(f"{one.title}:\n\n{table.markdown(one)}\n")
+    return "\n".join([*parts, measured(lines), ""])
+
+
+def measured(lines: Sequence[Line]) -> str:
+    """Where, when and how."""
+    machines = {f"{line['machine']['cpu']}, {line['machine']['device']}" for line in lines}
+    days = sorted({line["date"][:10] for line in lines})
+    commits = dict.fromkeys(line["commit"] for line in lines)
+    commands = dict.fromkeys(f"`{line['command']}`" for line in lines)
+    versions = lines[-1]["versions"]
+    texts = {line["samples"] for line in lines if line["weights"] == "trained"}
+    twins = {line["samples"] for line in lines if line["weights"] == "random"}
+    return (
+        f"{_numbers(texts)} texts, of which the random twin read {_numbers(twins)}. "
+        f"{'; '.join(sorted(machines))}; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; {' to '.join(dict.fromkeys((days[0], days[-1])))}, commit "
+        f"{', '.join(commits)}; {'; '.join(commands)}."
+    )
+
+
+def _title(place: Place) -> str:
+    return f"{place.length:,} tokens, budget {place.budget:,}, {place.terms} terms"
+
+
+def _numbers(values: set[int]) -> str:
+    return " or ".join(map(str, sorted(values)))
+
+
+if __name__ == "__main__":
+    main()

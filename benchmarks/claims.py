@@ -1,0 +1,125 @@
+"""Methods beside their controls on the bundled model: the first part of docs/results.md.
+
+    python -m benchmarks.claims [--parts equal tuned published recency lists] [--dry-run]
+    python -m benchmarks.claims --render
+
+Every part is a list of `keyhole eval` commands and a file of its own in benchmarks/results/. A
+command leaves out what the file has already, so that the same call goes on where it was stopped.
+`--render` writes the page and its pictures from whatever lines there are. One core for each
+process (OMP_NUM_THREADS=1): parts may run side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keyhole.bench import measure
+from keyhole.evaluate import results_page
+from keyhole.evaluate.results_controls import FILES
+from keyhole.policy import policies
+
+SAMPLES = 100
+BUDGETS = "64,128,256"
+#: Task and what is read densely before the first sparse step -> lengths.
+PLACES = {
+    ("tiny_vartrack", "question"): (1024, 2048, 4096),
+    ("tiny_reference", "question"): (1024, 2048, 4096),
+    ("tiny_derive", "prompt"): (512, 1024),
+}
+#: Where settings are varied that only one method has.
+FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"): (512,)}
+#: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
+RECENT_PAGES = (1, 2, 4, 8, 16)
+_METHODS = ",".join(name for name, cls in policies().items() if not cls.dense)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """flags: of every command. places: as PLACES."""
+
+    flags: Sequence[str]
+    places: dict[tuple[str, str], tuple[int, ...]]
+
+    def commands(self, file: str) -> list[list[str]]:
+        """A command for each task and length."""
+        return [
+            [
+                *("keyhole", "eval", "--tasks", task, "--setup", setup, "--lengths", str(length)),
+                *("--limit", str(SAMPLES), "--batch", str(SAMPLES), "--controls", *self.flags),
+                *("--output", f"benchmarks/results/{file}"),
+            ]
+            for (task, setup), lengths in self.places.items()
+            for length in lengths
+        ]
+
+
+def _delta() -> str:
+    """DELTA at equal dense layers with every window that leaves something of the budget."""
+    return ",".join(
+        f"delta:full_layers=0:delta_layers=1:recent_pages={pages}:token_budget={budget}"
+        for budget in map(int, BUDGETS.split(","))
+        for pages in RECENT_PAGES
+        if pages * 16 <= budget
+    )
+
+
+PARTS = {
+    "equal": Part(
+        flags=["--terms", "equal", "--policies", _METHODS, "--budgets", BUDGETS], places=PLACES
+    ),
+    "tuned": Part(
+        flags=[
+            *("--terms", "tuned", "--trials", "6", "--tuning-limit", "24"),
+            *("--policies", _METHODS, "--budgets", BUDGETS),
+        ],
+        places=PLACES,
+    ),
+    "published": Part(
+        flags=["--terms", "published", "--policies", _METHODS, "--budgets", "256"],
+        places=FEW_PLACES,
+    ),
+    "recency": Part(flags=["--policies", _delta()], places=FEW_PLACES),
+    "lists": Part(
+        flags=[
+            *("--terms", "equal", "--budgets", BUDGETS),
+            *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),
+        ],
+        places=FEW_PLACES,
+    ),
+}
+
+
+def main() -> None:
+    """Runs the commands of the parts that were asked for, then writes the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS])
+    parser.add_argument("--dry-run", action="store_true", help="only show the commands")
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    arguments = parser.parse_args()
+    for name in () if arguments.render else arguments.parts:
+        for command in PARTS[name].commands(FILES[name]):
+            print(shlex.join(command), flush=True)
+            if not arguments.dry_run:
+                run(command)
+    if not arguments.dry_run:
+        results_page.write(measure.results(), measure.ROOT / "docs")
+
+
+def run(command: Sequence[str]) -> None:
+    """By the `keyhole` of this environment, on one core; CalledProcessError if it fails."""
+    program = str(Path(sys.executable).with_name(command[0]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run([program, *command[1:]], cwd=measure.ROOT, env=environment, check=False)
+    if done.returncode not in (0, 1):  # 1: a method that this model or these terms cannot have
+        raise subprocess.CalledProcessError(done.returncode, command)
+
+
+if __name__ == "__main__":
+    main()
