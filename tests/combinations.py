@@ -213,14 +213,15 @@ def _memory(roomy: LLM, *, stored: bool) -> int:
     pages = sum(-(-(length + COUNT) // PAGE) for length in lengths)
     model = roomy.engine.placement.plan.model
     # Where a choice per query head makes buffers larger than what they replace, most are too many.
-    return max(sum(model.terms(pages, below).values()) for below in range(1, len(model.order) + 1))
+    return max(model.cache_bytes(pages, below) for below in range(1, len(model.order) + 1))
 
 
 def _move_down(llm: LLM) -> None:
     """Moves a layer before anything runs: thinned documents might leave room for all of them."""
     placement = llm.engine.placement
     assert placement is not None
-    placement.prefetcher.offload(placement.plan.model.order[0], placement._tier)
+    placement.move_down(1)
+    placement.least = 1
     assert placement.offloaded == 1
 
 

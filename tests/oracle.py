@@ -49,20 +49,22 @@ def attention(
 ) -> tuple[Array, Array]:
     """One token's attention: query [Hq, D] over keys [Hkv, N, D], values [Hkv, N, Dv].
 
-    read: for each KV head the positions that count. Returns [Hq, Dv] and all weights [Hq, N].
+    read: for each KV head, or for each query head, the positions that count. Returns [Hq, Dv] and
+    all weights [Hq, N].
     """
     group = len(query) // len(keys)
     out = np.zeros((len(query), values.shape[2]))
     weights = np.zeros((len(query), keys.shape[1]))
     for head in range(len(query)):
         kv = head // group
-        logits = [scale * float(query[head] @ keys[kv, i]) for i in read[kv]]
+        own = read[head if len(read) == len(query) else kv]
+        logits = [scale * float(query[head] @ keys[kv, i]) for i in own]
         if softcap is not None:
             logits = [softcap * math.tanh(logit / softcap) for logit in logits]
         rest = [] if sinks is None else [float(sinks[head])]
         top = max(logits + rest)
         total = sum(math.exp(logit - top) for logit in logits + rest)
-        for i, logit in zip(read[kv], logits, strict=True):
+        for i, logit in zip(own, logits, strict=True):
             weights[head, i] = math.exp(logit - top) / total
             out[head] += weights[head, i] * values[kv, i]
     return out, weights
@@ -88,8 +90,13 @@ def bounds(keys: Array, page_size: int) -> tuple[Array, Array]:
     return np.stack(low, axis=1), np.stack(high, axis=1)
 
 
-def bound(query: Array, low: Array, high: Array) -> list[list[float]]:
-    """Quest's bound of a page, the largest of each group of query heads; per KV head and page."""
+def bound(query: Array, low: Array, high: Array, *, share: bool = True) -> list[list[float]]:
+    """Quest's bound of a page, the largest of each group of query heads; per KV head and page.
+
+    share: False for each query head's own bound, per query head and page.
+    """
+    if not share:
+        low, high = (np.repeat(x, len(query) // len(x), axis=0) for x in (low, high))
     group = len(query) // len(low)
     result = []
     for kv in range(len(low)):
@@ -140,11 +147,49 @@ def tokens_of(pages: Sequence[int], page_size: int, length: int) -> list[int]:
     ]
 
 
-#: What one token reads in one layer: for each KV head, or once for all of them, the entries that a
-#: method chose (pages or tokens) and the tokens that they mean. None is everything.
+def window_weights(
+    query: Array, keys: Array, window: int, init: int, options: dict[str, Any]
+) -> Array:
+    """What the query of token i gives to token j of its window: [Hq, T, T], else 0.
+
+    The softmax of query [Hq, T, D] over the window and the first `init` tokens.
+    """
+    heads, count, _ = query.shape
+    found = np.zeros((heads, count, count))
+    for head in range(heads):
+        own = keys[head * len(keys) // heads]
+        for i in range(count):
+            near = [j for j in range(i + 1) if j > i - window]
+            read = sorted({*near, *(j for j in range(init) if j <= i)})
+            logits = [options["scale"] * float(query[head, i] @ own[j]) for j in read]
+            if options["softcap"] is not None:
+                logits = [options["softcap"] * math.tanh(x / options["softcap"]) for x in logits]
+            rest = [] if options["sinks"] is None else [float(options["sinks"][head])]
+            total = math.fsum(math.exp(x) for x in logits + rest)
+            for j, logit in zip(read, logits, strict=True):
+                found[head, i, j] = math.exp(logit) / total if j in near else 0.0
+    return found
+
+
+def most_received(keys: Array, received: Array, count: int) -> Array:
+    """The mean key of the tokens of a block that received most, per query head: [Hq, D].
+
+    keys [Hkv, n, D]; received [Hq, n].
+    """
+    means = []
+    for head, sums in enumerate(received):
+        own = keys[head * len(keys) // len(received)]
+        means.append(own[best(sums.tolist(), count)].mean(0))
+    return np.stack(means)
+
+
+#: What one token reads in one layer: for each KV head or query head, or once for all of them, the
+#: entries that a method chose (pages or tokens) and the tokens that they mean. None is everything.
 Choice = tuple[list[list[int]], list[list[int]]] | None
 #: keys_of(layer, keys [Hkv, N, D], choice): the keys that the newest of N tokens reads
 KeysOf = Callable[[int, Array, Choice], Array]
+#: watch(layer, query [Hq, T, D], keys [Hkv, T, D], options of `attention`) for all tokens
+Watch = Callable[[int, Array, Array, dict[str, Any]], None]
 #: choose(layer, query [Hq, D], keys [Hkv, N, D], options of `attention`) for the newest of N tokens
 Choose = Callable[[int, Array, Array, dict[str, Any]], Choice]
 
@@ -154,6 +199,7 @@ class SparseModel:
     """A transformers model whose tokens from `start` on read what `choose` says.
 
     keys_of: what they find there in place of the keys; None: the keys.
+    watch: sees the queries and keys of all tokens, before anything is chosen in their layer.
     choices: (layer, length) -> what the newest of `length` tokens chose there.
     """
 
@@ -161,6 +207,7 @@ class SparseModel:
     choose: Choose
     start: int = 0
     keys_of: KeysOf | None = None
+    watch: Watch | None = None
     choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -184,6 +231,8 @@ class SparseModel:
     ) -> Array:
         """query [Hq, T, D], keys [Hkv, T, D], values [Hkv, T, Dv]; returns [T, Hq, Dv]."""
         rows = []
+        if self.watch is not None and window is None:
+            self.watch(layer, query, keys, options)
         for t in range(query.shape[1]):
             read = [visible(t + 1, window)] * len(keys)
             found = keys[:, : t + 1]

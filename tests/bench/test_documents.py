@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.documents import ratios
 from keyhole.bench import documents, measure
 from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.settings import DocumentSettings
@@ -51,3 +52,11 @@ def test_what_cannot_be_measured_is_refused_at_once(monkeypatch: pytest.MonkeyPa
         documents.run(settings(methods=("cacheblnd",)), lambda *_: None)
     with pytest.raises(ConfigError, match="tokens 0 must be at least 1"):
         settings(tokens=0)
+
+
+def test_ratios_are_those_of_the_same_turn() -> None:
+    results = [
+        {"system": "recompute", "all_ttft_ms": [10.0, 20.0, 40.0]},
+        {"system": "reuse", "all_ttft_ms": [1.0, 20.0, 10.0]},
+    ]
+    assert ratios(results) == {"reuse": 0.25}

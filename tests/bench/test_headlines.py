@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import headlines as program
-from keyhole.bench import headline, memory
+from keyhole.bench import headline, headline_page, memory
 from keyhole.bench.headlines import HEADLINES, Bar, Headline, judged
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, KernelSettings, ThroughputSettings
 from keyhole.errors import UnknownNameError
@@ -79,6 +79,32 @@ def test_bars_are_ratios_of_speeds() -> None:
         {"bar": "mine: tokens/s by those of yours", "value": 2.0, "wanted": ">= 2.0", "met": True},
         {"bar": "mine: tokens/s", "value": 30.0, "wanted": ">= 31", "met": False},
     ]
+
+
+@pytest.mark.parametrize(("rival", "says"), [(0.25, "–"), (2.0, ">= 1.0")])
+def test_a_rival_slower_than_computing_everything_is_no_bar(rival: float, says: str) -> None:
+    """Being three times as fast as a CacheBlend slower than recomputing was called met."""
+    name = "sam_kv_first_token"
+    speeds = {"sam_kv": 3.0, "recompute": 1.0, "cacheblend": rival}
+    unit = headline.unit(name)
+    line = {
+        "headline": name,
+        "small": False,
+        "machine": {"device": "a GPU"},
+        "versions": {"torch": "2", "transformers": "5"},
+        "note": "",
+        "unit": unit,
+        "date": "2026-11-23",
+        "commit": "abc",
+        "command": "a command",
+        "speeds": speeds,
+        "bars": judged(HEADLINES[name], unit, speeds),
+        "results": [],
+    }
+    text = "\n".join(headline_page.section([line]))
+    (row,) = (one for one in text.splitlines() if "`sam_kv` by `cacheblend`" in one)
+    assert f"| {says} | {3 / rival:.2f}" in row
+    assert ("takes 4.0 times as long as `recompute`" in row) == (rival < 1)
 
 
 def test_the_command_stores_a_line_where_it_is_told(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
+from keyhole.cache import huge_pages
 from keyhole.cache import pages as pages_module
 from keyhole.cache.elastic import ElasticBuffer, Resident
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher, Traffic
 from keyhole.cache.tiers import FileTier
+from keyhole.errors import CapacityError
 from keyhole.kernels import Selection
 from keyhole.planner import buffer_tokens
 
@@ -65,6 +68,15 @@ class World:
         above = [i for i in range(len(self.cache.keys)) if i not in self.cache.lower_layers]
         if above:
             self.loads.offload(above[-1], self.tier)
+
+    def restore_last(self) -> None:
+        """The layer that went down last, after pages have moved to the front."""
+        numbers = self.cache.pack()
+        for text in self.texts.values():
+            text.pages = [numbers.get(page, page) for page in text.pages]
+        self.cache.cut(self.cache.in_use)
+        if self.cache.lower_layers:
+            self.loads.restore(self.cache.lower_layers[0])
 
     def come(self, row: int, length: int) -> None:
         self.texts[row] = text = Text([], length)
@@ -173,7 +185,7 @@ def draw_selection(data: st.DataObject, world: World, unit: int, heads: int) -> 
 @given(data=st.data(), dtype=st.sampled_from(tuple(TOLERANCE)))
 @settings(max_examples=60)
 def test_resident_rows_are_those_of_the_lower_tier(data: st.DataObject, dtype: torch.dtype) -> None:
-    """Sequences come and leave, the cache grows, layers spill one by one in the middle of it.
+    """Sequences come and leave, the cache grows and is cut, layers go down and up meanwhile.
 
     Policies that choose before the step, in the layers, or otherwise than they had announced.
     """
@@ -190,6 +202,8 @@ def test_resident_rows_are_those_of_the_lower_tier(data: st.DataObject, dtype: t
                 world.leave(row)
         if data.draw(st.booleans()):
             world.offload_next()
+        elif data.draw(st.integers(0, 2)) == 0:
+            world.restore_last()
         if not world.texts:
             continue
         if data.draw(st.integers(0, 9)) == 0:
@@ -263,6 +277,43 @@ def test_pages_move_whole_and_the_newest_by_what_is_in_it() -> None:
     world.loads.close()
 
 
+def test_a_layer_that_was_above_for_a_while_knows_nothing() -> None:
+    world = small_world()
+    step(world, [1, 2, 3])
+    before = world.cache.moves + world.loads.moves
+    world.loads.restore(1)
+    assert world.loads.layers == world.cache.lower_layers == (0,)
+    assert step(world, [1, 2, 3]).hits == 3 * 2  # of layer 0
+    world.loads.offload(1, world.tier)
+    again = step(world, [1, 2, 3])
+    assert (again.hits, again.misses) == (3 * 2, 3 * 2)
+    assert world.cache.moves + world.loads.moves == before + 2
+    world.loads.close()
+
+
+def test_moves_never_fall_when_a_buffer_goes() -> None:
+    """Its cuts were forgotten with it, and a recording of before would have been repeated."""
+    world = small_world()
+    for unit in (1, SIZE, 1):
+        step(world, [0], unit)
+    assert world.loads.moves == 2 * 2
+    world.loads.restore(0)
+    assert world.loads.moves == 2 * 2
+    world.loads.close()
+
+
+def test_a_layer_that_cannot_come_up_stays_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = small_world()
+    step(world, [1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr("keyhole.cache.pages.huge_pages.new_empty", fails_once())
+        with pytest.raises(CapacityError, match="could not come back"):
+            world.loads.restore(1)
+    assert world.loads.layers == (0, 1)
+    assert step(world, [1, 2, 3]).hits == 3 * 2
+    world.loads.close()
+
+
 def test_another_unit_begins_anew() -> None:
     world = small_world()
     step(world, [1, 2, 3])
@@ -303,6 +354,18 @@ def test_each_query_head_may_have_a_list_of_its_own_over_shared_latents() -> Non
 
 def test_a_budget_is_rounded_to_pages_with_one_more() -> None:
     assert [buffer_tokens(budget, 16) for budget in (1, 16, 17, 1024)] == [32, 32, 48, 1040]
+
+
+def fails_once() -> Callable[..., Tensor]:
+    """`huge_pages.new_empty`, the first time without memory."""
+    real, calls = huge_pages.new_empty, iter(range(1000))
+
+    def new_empty(like: Tensor, *shape: int) -> Tensor:
+        if next(calls) == 0:
+            raise MemoryError
+        return real(like, *shape)
+
+    return new_empty
 
 
 class Gate:

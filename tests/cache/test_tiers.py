@@ -399,7 +399,7 @@ def test_a_full_disk_in_a_move_changes_nothing(tmp_path: Path) -> None:
 
 def test_memory_above_is_given_back_while_a_layer_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit on memory, the moment of moving must not be the one that needs most."""
-    monkeypatch.setattr(tiers, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(tiers, "BLOCK_BYTES", 1 << 20)
     upper = torch.arange(3 << 20, dtype=torch.float32).view(-1, 1 << 10)
     wanted, lower = upper.clone(), torch.empty_like(upper)
     neighbour = torch.ones(100)
@@ -411,7 +411,7 @@ def test_memory_above_is_given_back_while_a_layer_moves(monkeypatch: pytest.Monk
 
 
 class LowerMachine(test_machine.Machine):
-    """Whatever is done to the cache, also with layers that move down in between."""
+    """Whatever is done to the cache, also with layers that move down and up in between."""
 
     @precondition(lambda self: len(self.cache.lower_layers) < 3)
     @rule(layer=st.integers(0, 2), pinned=st.booleans())
@@ -419,6 +419,31 @@ class LowerMachine(test_machine.Machine):
         if layer not in self.cache.lower_layers:
             tier = PinnedTier() if pinned else FileTier(tempfile.gettempdir())
             self.cache.move_down(layer, tier)
+
+    @precondition(lambda self: self.cache.lower_layers)
+    @rule(number=st.integers(0, 2))
+    def move_up(self, number: int) -> None:
+        below = self.cache.lower_layers
+        self.cache.move_up(below[number % len(below)])
+
+    @rule(more=st.integers(0, 6), cuts=st.booleans())
+    def pack(self, more: int, cuts: bool) -> None:
+        """Pages in use become the first ones, and the tensors as small as that, or a bit larger."""
+        numbers = self.cache.pack()
+        assert sorted(self.index.held()) == sorted(page for page, _ in self.known.values())
+        count = len(self.content)
+        assert all(page >= count > new for page, new in numbers.items())
+        self.index.renumber(numbers)
+        self.held = {name: [numbers.get(p, p) for p in ps] for name, ps in self.held.items()}
+        self.content = {numbers.get(p, p): number for p, number in self.content.items()}
+        self.known = {s: (numbers.get(p, p), exact) for s, (p, exact) in self.known.items()}
+        assert set(self.content) == set(range(count))
+        if cuts:
+            size = min(self.cache.capacity, count + more)
+            self.cache.cut(size)
+            assert self.cache.capacity == size
+            upper = [x for x, keys in enumerate(self.cache.keys) if len(keys) > size]
+            assert set(upper) <= set(self.cache.lower_layers)
 
 
 TestLowerMachine = LowerMachine.TestCase

@@ -24,7 +24,7 @@ def test_recall_is_printed_and_layers_are_written(path: str, run: Run, tmp_path:
     files = ("--data", str(data), "--output", str(layers), "--plot", str(plot))
     ran = run("calibrate", path, *OPTIONS, *files)
     assert ran.status == 0, ran.err
-    assert "llama-0: optimal placement over 6 decode steps, token_budget 32" in ran.out
+    assert "llama-0: optimal placement by mass over 6 decode steps, token_budget 32" in ran.out
     for line in (
         "0      everything",
         "1      everything, and chooses",
@@ -43,9 +43,37 @@ def test_a_whole_file_may_be_the_prompt(path: str, run: Run, tmp_path: Path) -> 
     ran = run("calibrate", path, *OPTIONS, "--data", str(data), "--method", "paper", "--json")
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
-    assert set(found) == {f.name for f in dataclasses.fields(Calibration)} | {"steps", "shift"}
-    assert found["method"] == "paper"
+    more = {"steps", "shift", "placements"}
+    assert set(found) == {f.name for f in dataclasses.fields(Calibration)} | more
+    assert (found["method"], found["measure"]) == ("paper", "shift")
+    names = [one["placement"] for one in found["placements"]]
+    assert names == ["optimal, mass", "optimal, error", "paper", "largest shifts alone"]
+    assert set(found["placements"][0]) == {
+        "placement",
+        "delta_layers",
+        "dense_layers",
+        "recall",
+        "error",
+        "keys_read",
+    }
     assert found["steps"] == 3
+
+
+def test_what_each_placement_costs_is_printed(path: str, run: Run, tmp_path: Path) -> None:
+    data, layers = tmp_path / "data.txt", tmp_path / "layers.json"
+    data.write_text("A text\nof some length\n" * 4)
+    files = ("--data", str(data), "--output", str(layers), "--measure", "error")
+    ran = run("calibrate", path, *OPTIONS, *files)
+    assert ran.status == 0, ran.err
+    assert "optimal placement by error" in ran.out
+    for head in ("attention kept", "output error", "keys read", "read all"):
+        assert head in ran.out
+    for name in ("optimal, mass", "optimal, error", "paper", "largest shifts alone"):
+        assert f"\n{name}" in ran.out
+    found = Calibration.load(layers)
+    assert found.measure == "error"
+    assert found.error[:2] == (0.0, 0.0)
+    assert min(found.error[2:]) > 0
 
 
 def test_prompts_within_the_budget_are_refused(path: str, run: Run, tmp_path: Path) -> None:

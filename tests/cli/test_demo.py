@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import keyhole
+from keyhole import drawing
 from keyhole.evaluate import demo
 from keyhole.models.tiny.shape import llama_config
 from keyhole.models.tiny.tasks import make
@@ -28,15 +30,27 @@ def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "items", lambda: [make("recall", 288, 0), make("derive", 300, 0)])
 
 
+@pytest.fixture
+def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr(demo, "run", run)
+
+
 @pytest.mark.usefixtures("_short")
-def test_every_method_does_every_task(run: Run, tmp_path: Path) -> None:
+def test_every_method_does_every_task_beside_its_control(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     ran = run("demo", "--output", str(picture))
     assert ran.status == 0, ran.err
-    rows = [line.split()[:2] for line in ran.out.splitlines()]
+    rows = [line.split() for line in ran.out.splitlines()]
     for task in ("recall", "derive"):
-        for policy in ("full", "delta", "quest", "streaming_llm"):
-            assert [task, policy] in rows
+        own = [" ".join(row[1:3]) for row in rows if row[:1] == [task] and len(row) > 4]
+        names = [name if name == "its control" else name.split()[0] for name in own]
+        control = "its control"
+        assert names == ["full", "delta", control, "quest", control, "streaming_llm"]
+    assert "streaming_llm (token_budget 256, sink_size 4), its own control" in ran.out
+    assert "dense layers differ (delta 0,1, quest 0, streaming_llm none)" in ran.out
     assert "full attention itself is wrong on recall" in ran.out
     assert ran.out.endswith(f"pages read by each layer: {picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -44,11 +58,85 @@ def test_every_method_does_every_task(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_short")
 def test_json_has_every_outcome(run: Run, tmp_path: Path) -> None:
-    ran = run("demo", "--output", str(tmp_path / "demo.png"), "--json")
+    picture = str(tmp_path / "demo.png")
+    ran = run("demo", "--output", picture, "--json")
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
-    assert len(found["outcomes"]) == 8
-    assert set(found["outcomes"][0]) == {"task", "policy", "correct", "text", "stats"}
+    assert len(found["outcomes"]) == 12
+    keys = {"task", "policy", "is_control", "correct", "text", "stats"}
+    assert set(found["outcomes"][0]) == keys
     assert found["policies"]["delta"]["token_budget"] == demo.BUDGET
-    budgets = {p["token_budget"] for p in found["policies"].values() if "token_budget" in p}
-    assert budgets == {demo.BUDGET}
+    assert (found["output"], found["no_picture"]) == (picture, None)
+    assert found["verdicts"] == []  # full attention is wrong here: there is nothing to compare with
+
+
+@pytest.mark.usefixtures("_short")
+def test_a_control_has_the_dense_layers_and_the_budget_of_its_method(
+    run: Run, tmp_path: Path
+) -> None:
+    ran = run("demo", "--output", str(tmp_path / "demo.png"), "--json")
+    found = json.loads(ran.out)
+    controls = found["controls"]
+    assert set(controls) == {"delta", "quest"}
+    for method, layers in (("delta", [0, 1]), ("quest", [0])):
+        assert controls[method]["name"] == "streaming_llm"
+        assert controls[method]["full_layers"] == found["dense_layers"][method] == layers
+        assert controls[method]["token_budget"] == demo.BUDGET
+        assert controls[method]["sink_size"] == 0
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_without_matplotlib_there_is_no_picture_and_all_else(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """After 73 s of work the command failed, and what it had found was lost."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = tmp_path / "demo.png"
+    ran = run("demo", "--output", str(picture), *more)
+    assert ran.status == 0, ran.err
+    hint = 'a picture needs matplotlib: pip install "keyhole[plot]"'
+    if more:
+        found = json.loads(ran.out)
+        assert (found["output"], found["no_picture"]) == (None, hint)
+        assert len(found["outcomes"]) == 12
+    else:
+        assert "derive    its control" in ran.out
+        assert ran.out.endswith(f"{hint}\n")
+    assert not picture.exists()
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("missing/demo.png", "there is no folder"),
+        ("notes.txt", "must end in .png, .svg, .pdf"),
+        ("demo", "must end in .png, .svg, .pdf"),
+        ("folder.png", "cannot be written"),
+        ("theirs.png", "is there and no picture; it stays as it is"),
+    ],
+)
+def test_the_output_is_checked_before_the_work(
+    run: Run, tmp_path: Path, name: str, says: str
+) -> None:
+    """A folder that is not there was found out after 27 s."""
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "theirs.png").write_text("a letter")
+    ran = run("demo", "--output", str(tmp_path / name))
+    assert (ran.status, ran.out) == (2, "")
+    assert says in ran.err
+    assert (tmp_path / "theirs.png").read_text() == "a letter"
+
+
+@pytest.mark.usefixtures("_no_work")
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(drawing.tempfile, "TemporaryFile", refuse)
+    ran = run("demo", "--output", str(tmp_path / "demo.png"))
+    assert ran.status == 2
+    assert "cannot be written: [Errno 13] Permission denied" in ran.err

@@ -266,6 +266,6 @@ def test_only_pictures_need_matplotlib(
     assert stored("show", "handbook").status == 0
     ran = stored("show", "handbook", "--question", "x", "--block-size", "16")
     assert ran.status == 2
-    assert "pip install keyhole[plot]" in ran.err
+    assert 'pip install "keyhole[plot]"' in ran.err
     ran = stored("show", "handbook", "--output", str(tmp_path / "x.png"))
-    assert "pip install keyhole[plot]" in ran.err
+    assert 'pip install "keyhole[plot]"' in ran.err

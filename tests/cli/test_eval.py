@@ -17,7 +17,8 @@ from tests.cli.conftest import Run
 
 FIELDS = (
     "benchmark date command commit machine versions model task length setup policy settings budget "
-    "samples score scores depths tokens_prompt tokens_generated read_share bytes_per_step step_ms "
+    "samples score scores depths tokens_prompt tokens_generated answer_lengths read_share "
+    "bytes_per_step step_ms "
     "peak_bytes recall_per_layer selection_maps"
 ).split()
 PASSKEY = ("--tasks", "passkey", "--lengths", "448", "--limit", "2", "--device", "cpu")
@@ -65,7 +66,8 @@ def test_cells_are_shown_and_stored(path: str, run: Run, tmp_path: Path) -> None
         assert line["score"] == sum(line["scores"]) / 2
         assert line["bytes_per_step"] > 0
     assert [line["budget"] for line in found[:5]] == [None, 32, 48, 32, 48]
-    assert found[1]["settings"] == {"token_budget": 32, "full_layers": [0, 1]}
+    settings = {"token_budget": 32, "full_layers": [0, 1]}
+    assert found[1]["settings"].items() >= settings.items()
     assert [line["read_share"] for line in found if line["policy"] == "full"] == [1, 1]
     assert all(line["read_share"] < 0.6 for line in found if line["policy"] != "full")
 
@@ -190,7 +192,7 @@ def test_a_page_without_matplotlib_is_refused_before_anything_runs(
     given = ("--output", str(output), "--html", str(tmp_path / "page.html"))
     ran = run("eval", path, *PASSKEY, *given)
     assert ran.status == 2
-    assert "a picture needs matplotlib: pip install keyhole[plot]" in ran.err
+    assert 'a picture needs matplotlib: pip install "keyhole[plot]"' in ran.err
     assert not output.exists()
 
 
@@ -223,6 +225,7 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        (("--suite", "task"), "unknown suite 'task'; did you mean 'tasks'?"),
         (("--tasks", "paskey"), "unknown task 'paskey'; did you mean 'passkey'?"),
         (("--tasks", "rulr"), "did you mean 'ruler'?"),
         (("--tasks", ","), "tasks ',' must be at least one"),
@@ -240,6 +243,12 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
         (("--lengths", "0"), "lengths (0,) must be numbers of tokens such as 2048,8192"),
         (("--lengths", "448,4096"), "length 4096 is more than the 512 tokens that llama-0 takes"),
         (("--lengths", "100"), "length 100 is too short for passkey: it needs at least"),
+        (("--terms", "equa"), "unknown terms 'equa'; did you mean 'equal'?"),
+        (("--sinks", "4"), "sinks 4 must be left out, or given with --terms equal"),
+        (("--trials", "4", "--terms", "equal"), "trials 4 must be left out, or given with --terms"),
+        (("--terms", "equal", "--dense-layers", "9"), "dense_layers (9,) must be full-attention"),
+        (("--terms", "equal", "--window", "0"), "window 0 must be at least 1 token"),
+        (("--first-seed", "-1"), "first_seed -1 must be at least 0"),
         (("--setup", ","), "setup () must be one of ('prompt', 'question'), or both"),
         (("--setup", "promt"), "unknown setup 'promt'; did you mean 'prompt'?"),
         (("--html", "no/page.html"), "--html 'no/page.html': there is no folder 'no'"),
@@ -253,3 +262,86 @@ def test_what_is_wrong_is_said_in_one_line(
     assert ran.status == 2
     assert error in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+def test_controls_and_terms_end_to_end(run: Run, tmp_path: Path) -> None:
+    output, html = tmp_path / "eval.jsonl", tmp_path / "page.html"
+    asked = (
+        "--tasks",
+        "passkey,tiny_multikey",
+        "--lengths",
+        "160",
+        "--limit",
+        "3",
+        "--device",
+        "cpu",
+    )
+    terms = ("--policies", "quest,delta,raas", "--budgets", "48", "--terms", "equal", "--controls")
+    given = ("eval", *asked, *terms, "--window", "16", "--output", str(output))
+    ran = run(*given, "--html", str(html))
+    assert ran.status == 0, ran.err  # what cannot have equal terms is told, and is no failure
+    heads, _, *rows = ran.out.splitlines()[2:12]
+    assert "right, %" in heads
+    assert "gain on recent" in heads
+    assert [row.split()[1] for row in rows[:4]] == ["full", "quest", "delta", "raas"]
+    assert rows[3].split()[2:7] == "48 not at equal terms".split()
+    assert "not at equal terms: raas: raas has no setting full_layers" in ran.out
+    assert "12 cells measured, 0 there already" in ran.out
+    assert "What selecting is worth" in html.read_text()
+    found = [line for line in lines(output) if line["policy"] == "delta"]
+    for line in found:
+        assert (line["terms"], line["dense_layers"], line["outside_budget"]) == (
+            "equal",
+            [0, 1],
+            "",
+        )
+        assert line["settings"]["recent_pages"] == 1
+    # Stopped after some cells: those are not measured again.
+    kept = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(kept[:5]) + kept[5][:40])
+    ran = run(*given, "--json")
+    told = json.loads(ran.out)
+    assert (told["stored"], len(told["lines"])) == (5, 12)
+    compared = [one for one in told["comparisons"] if one is not None]
+    assert len(compared) == 4
+    for one in compared:
+        assert one["samples"] == 3
+        assert set(one["controls"]) == set(one["gains"]) == {"recent", "random", "oracle"}
+        assert 0 <= one["gains"]["recent"]["p"] <= 1
+
+
+def test_tuned_settings_are_told_and_trials_are_kept(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "eval.jsonl"
+    asked = ("--tasks", "passkey", "--lengths", "160", "--limit", "2", "--device", "cpu")
+    terms = ("--terms", "tuned", "--trials", "2", "--tuning-limit", "1", "--budgets", "64")
+    given = ("eval", *asked, *terms, "--policies", "delta", "--output", str(output))
+    ran = run(*given)
+    assert ran.status == 0, ran.err
+    assert "\nchosen:\ndelta at 160 tokens: token_budget 64; " in ran.out
+    trials = lines(tmp_path / "eval.trials.jsonl")
+    assert [line["task_settings"]["first_seed"] for line in trials] == [1_000_000] * 2
+    assert [line["policy"] for line in lines(output)] == ["full", "delta"]
+    assert "0 cells measured, 2 there already" in run(*given).out
+    assert lines(tmp_path / "eval.trials.jsonl") == trials
+
+
+def test_other_samples_are_other_cells(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "eval.jsonl"
+    given = ("--tasks", "passkey", "--lengths", "160", "--limit", "1", "--policies", "full")
+    assert run("eval", *given, "--output", str(output)).status == 0
+    ran = run("eval", *given, "--output", str(output), "--first-seed", "7")
+    assert "1 cell measured, 0 there already" in ran.out
+    assert "tiny_passkey:first_seed=7" in ran.out
+    first, other = lines(output)
+    assert first["depths"] != other["depths"]
+
+
+def test_controls_without_scipy_are_refused_before_anything_runs(
+    path: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    output = tmp_path / "eval.jsonl"
+    ran = run("eval", path, *PASSKEY, "--controls", "--output", str(output))
+    assert ran.status == 2
+    assert "exact tests need SciPy: pip install keyhole[eval]" in ran.err
+    assert not output.exists()

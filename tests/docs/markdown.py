@@ -1,4 +1,4 @@
-"""Code blocks of a Markdown page."""
+"""Code blocks and tables of a Markdown page."""
 
 import re
 from pathlib import Path
@@ -12,3 +12,28 @@ def blocks(page: str, language: str) -> list[str]:
     """The code of a page of docs/ in one language, block by block."""
     found = _BLOCK.findall((DOCS / page).read_text())
     return [code for name, code in found if name == language]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The rows of every table, one list of lines per table; code blocks have none.
+
+    A table is the lines from a row of column marks and the heads above it to the next empty line,
+    whatever these lines look like.
+    """
+    lines = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).splitlines()
+    found = []
+    for i, line in enumerate(lines):
+        if re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", line):
+            rows = [lines[i - 1], line]
+            for row in lines[i + 1 :]:
+                if not row.strip() or row.startswith("<!--"):
+                    break
+                rows.append(row)
+            found.append(rows)
+    return found
+
+
+def num_cells(row: str) -> int | None:
+    """Cells of a row; None for a line that is none."""
+    marks = len(re.findall(r"(?<!\\)\|", row))
+    return marks - 1 if row.startswith("|") and row.endswith("|") else None

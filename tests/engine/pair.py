@@ -34,6 +34,8 @@ MODELS = {
 #: two and four of them, so that no row is nobody's; the budget of `SMALL` is passed on the way, and
 #: the tensors of the cache grow while they decode.
 COMING = ((0, 3, 60), (9, 90, 51), (22, 60, 26), (22, 70, 26))
+#: The same once more when they have ended: layers that went down come up, and go down again.
+AGAIN = (*COMING, *((when + 75, length, count) for when, length, count in COMING))
 SMALL = {"token_budget": 5 * PAGE}
 
 
@@ -97,6 +99,7 @@ class Pair:
         self.engine, self.recorder = recorded_engine(monkeypatch, make)
         self.requests: list[tuple[Request, Request]] = []
         self.repeated_below = 0  # with layers on the lower tier
+        self.came_up = 0  # steps before which layers came up
 
     def add(self, length: int, count: int) -> None:
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
@@ -112,9 +115,10 @@ class Pair:
                 if when == number:
                     self.add(length, count)
             self.plain.step()
-            before = self.recorder.repeated
+            before, below = self.recorder.repeated, self.below
             self.engine.step()
-            if self.engine.placement is not None and self.engine.placement.offloaded:
+            self.came_up += self.below < below
+            if self.below:
                 self.repeated_below += self.recorder.repeated - before
             self.engine.check_integrity()
             self.compare(within)
@@ -122,6 +126,11 @@ class Pair:
         assert not self.engine.has_work
         for one, other in self.requests:
             same([torch.stack(one.logits)], [torch.stack(other.logits)], within)
+
+    @property
+    def below(self) -> int:
+        """Layers on the lower tier."""
+        return 0 if self.engine.placement is None else self.engine.placement.offloaded
 
     def compare(self, within: float) -> None:
         for one, other in self.requests:

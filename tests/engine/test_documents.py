@@ -221,7 +221,7 @@ _CHOOSING = {
 @pytest.mark.parametrize("case", ["sam_kv", "multi_infllm", "reuse"])
 @pytest.mark.parametrize(
     "policy",
-    [*_CHOOSING, "quest", "raas", "streaming_llm", "sliding_window", "infllm"],
+    [*_CHOOSING, "quest", "raas", "streaming_llm", "sliding_window"],
 )
 def test_policies_with_room_for_all_change_nothing(
     llms: dict[str, tuple[LLM, Any]], case: str, policy: str
@@ -238,13 +238,14 @@ def test_policies_with_room_for_all_change_nothing(
         assert_near(ours_, theirs)
 
 
-@pytest.mark.parametrize("policy", [*_CHOOSING, "quest", "raas", "streaming_llm", "infllm"])
+@pytest.mark.parametrize("policy", [*_CHOOSING, "quest", "raas", "streaming_llm"])
 def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], policy: str) -> None:
     llm, _ = llms["llama"]
     names, question, settings = ["a", "c"], tokens(9, 99), {"block_size": BLOCK, "select": False}
     dense = ask(llm, names, question, "sam_kv", settings, max_tokens=9)
     layers = {"full_layers": (0,), _CHOOSING[policy]: (1,)} if policy in _CHOOSING else {}
-    other = _beside(llm, policy, {"token_budget": 32, **layers})
+    counted = {"prompt_in_budget": True} if policy == "raas" else {}
+    other = _beside(llm, policy, {"token_budget": 32, **layers, **counted})
     sparse = ask(other, names, question, "sam_kv", settings, max_tokens=9)
     kept, read = dense.stats().attended_fraction, sparse.stats().attended_fraction
     assert kept is not None
@@ -287,7 +288,7 @@ def test_what_is_generated_after_documents_is_evicted(llms: dict[str, tuple[LLM,
             ids[place + 1] = logits[-1].argmax()
             if place + 1 > -(-start // 4) * 4 + 4 and (place + 1) % 4 == 0:
                 exists[:, place + 1 - 8 : place + 1 - 4] = False
-    settings = {"token_budget": 4 * (pages + 2), "alpha": 0}
+    settings = {"token_budget": 4 * (pages + 2), "alpha": 0, "prompt_in_budget": True}
     other = _beside(llm, "raas", settings)
     method = Masks(kept, written, fuses=False)
     found = run(other, names, question, method, prefix=prefix, separator=separator, max_tokens=30)

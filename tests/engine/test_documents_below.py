@@ -85,7 +85,7 @@ def below(model: Model, policy: Policy, place: Path, pages: int = 74) -> LLM:
     placement = opened(model, policy, memory="1GiB", offload=place).engine.placement
     assert placement is not None
     movable = len(placement.plan.model.order)
-    memory = sum(placement.plan.model.terms(pages, min(4, movable - 1)).values())
+    memory = placement.plan.model.cache_bytes(pages, min(4, movable - 1))
     return opened(model, policy, memory=memory, offload=place)
 
 
@@ -95,20 +95,27 @@ def below(model: Model, policy: Policy, place: Path, pages: int = 74) -> LLM:
     + [("deepseek_v3", POLICIES[2]), ("gemma3", POLICIES[0])],
     ids=lambda p: getattr(p, "name", p),
 )
+@pytest.mark.parametrize("stays", [True, False])
 def test_answers_do_not_change_when_layers_move(
-    models: dict[str, Model], kind: str, policy: Policy, tmp_path: Path
+    models: dict[str, Model], kind: str, policy: Policy, stays: bool, tmp_path: Path
 ) -> None:
-    """Layers move while documents come in; two questions side by side, a third after them."""
+    """Layers move while documents come in; two questions side by side, a third after them.
+
+    They come up between the steps of documents with holes, or stay below once they are there.
+    """
     llm, plain = below(models[kind], policy, tmp_path), opened(models[kind], policy)
+    assert llm.engine.placement is not None
+    if stays:
+        llm.engine.placement.least = len(llm.engine.placement.plan.model.order)
     wanted, found = (
         answers(one, JOBS[:2], 12) + answers(one, JOBS[2:], 12) for one in (plain, llm)
     )
-    assert llm.engine.placement is not None
-    assert llm.engine.placement.offloaded
+    assert llm.engine.placement.offloaded or not stays
     for one, other in zip(found, wanted, strict=True):
         assert one.generated == other.generated
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
-        assert one.stats().moved_bytes
+        assert one.stats().moved_bytes or not stays
+    assert any(one.stats().moved_bytes for one in found)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:3], ids=lambda p: p.name)

@@ -113,12 +113,12 @@ class WatchedPrompt(plain.Prompt):
         exists: Tensor,
         writes: Tensor,
         blend: Callable[[Tensor, Tensor], Tensor] = plain.overwrite,
-        revise: Callable[[int, Tensor, Tensor], Tensor | None] | None = None,
+        revise: Callable[[int, Tensor, Tensor, Tensor], Tensor | None] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         left: list[tuple[int, Tensor]] = []
 
-        def watched(layer: int, places: Tensor, change: Tensor) -> Tensor | None:
-            keep = revise(layer, places, change) if revise else None
+        def watched(layer: int, places: Tensor, *change: Tensor) -> Tensor | None:
+            keep = revise(layer, places, *change) if revise else None
             left.extend([] if keep is None else [(layer, keep)])
             return keep
 

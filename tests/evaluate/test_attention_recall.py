@@ -67,7 +67,7 @@ def test_what_was_evicted_is_not_found(tmp_path: Path) -> None:
     """Nobody looks at a page enough to keep it: the prompt stays, and the two newest pages."""
     prompt, page = LENGTH - 1 - STEPS, CONFIG.page_size
     assert prompt % page == 0
-    policy = RaaS(token_budget=prompt + 2 * page, alpha=0.9999)
+    policy = RaaS(token_budget=prompt + 2 * page, alpha=0.9999, prompt_in_budget=True)
     found, text, _ = measured("llama", policy, tmp_path)
     network = make_network(make_config("llama"))
     wanted = np.zeros((SAMPLES, 4))

@@ -12,8 +12,8 @@ import pytest
 import keyhole
 from benchmarks import samkv
 from keyhole import LLM
-from keyhole.evaluate import document_page
-from keyhole.evaluate.document_methods import ABLATION, METHODS
+from keyhole.evaluate import document_equal, document_page
+from keyhole.evaluate.document_methods import ABLATION, EQUAL, METHODS
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +147,32 @@ def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
     lines = document_page.stored(samkv.OUTPUT)
     text = (samkv.measure.ROOT / "docs" / document_page.PAGE).read_text()
     assert document_page.inserted(text, document_page.render(lines)) == text
+    equal = document_equal.stored(samkv.EQUAL_OUTPUT)
+    begin, end = document_equal.BEGIN, document_equal.END
+    assert document_page.between(text, begin, end, document_equal.render(equal)) == text
+
+
+def test_budgets_are_those_of_the_method_that_sets_them(tmp_path: Path) -> None:
+    llm = LLM(keyhole.tiny(), device="cpu", prefix_cache=False, documents=tmp_path)
+    variants = {name: variant for name, (variant, _) in EQUAL.items()}
+    matches = {name: other for name, (_, other) in EQUAL.items() if other is not None}
+    results = samkv.count(llm, "one/anywhere", "2x320", variants, 2, 16, matches)
+    found = {result["method"]: result for result in results}
+    assert list(found) == list(EQUAL)
+    for name, other in matches.items():
+        (method, _), own, theirs = variants[name], found[name], found[other]
+        if method == "cacheblend":
+            more = own["recompute_ratio"] - theirs["recompute_ratio"]
+            assert 0 <= more < 1 / 640
+        else:
+            less = theirs["sequence_ratio"] - own["sequence_ratio"]
+            assert 0 <= less < (16 / 640 if method == "multi_infllm" else 1e-6)
+    for result in results:
+        assert result["exact"] == sum(result["right"]) / 2
+    line = _line(results, "one/anywhere", "2x320")
+    path = tmp_path / "equal.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    text = document_equal.render(document_equal.stored(path))
+    row = next(row for row in text.splitlines() if row.startswith("| recompute |"))
+    assert row == "| recompute | 100 (34 to 100) | 100.0% | 100.0% |"
+    assert sum(row.startswith("| sam_kv overwrite than ") for row in text.splitlines()) == 2

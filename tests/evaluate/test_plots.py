@@ -11,7 +11,7 @@ import pytest
 
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.errors import ConfigError
-from keyhole.evaluate.calibrate import measure
+from keyhole.evaluate.calibrate import measured
 from keyhole.evaluate.plots import _binned, page_map, recall_chart
 from keyhole.evaluate.trace import Trace, Traced
 from keyhole.models.loading import Model
@@ -47,7 +47,7 @@ def test_many_layers_form_a_grid(tmp_path: Path, trace: Trace) -> None:
 
 
 def test_a_calibration_is_a_picture(model: Model, tmp_path: Path) -> None:
-    found = measure(model, [PROMPT], token_budget=32, max_tokens=5)
+    found = measured(model, [PROMPT], token_budget=32, max_tokens=5)
     recall_chart(found, found.place("optimal", 2, (0,)), tmp_path / "recall.png")
     assert is_png(tmp_path / "recall.png")
 
@@ -72,5 +72,5 @@ def test_a_missing_matplotlib_is_named(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install keyhole\[plot\]"):
+    with pytest.raises(ConfigError, match=r'pip install "keyhole\[plot\]"'):
         page_map(trace, tmp_path / "map.png", title="What is read", prompt_tokens=50)

@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 
 from keyhole.bench import measure, report
-from keyhole.evaluate import results_claims, results_errors, results_page, results_pictures
-from keyhole.evaluate.results_cells import ASKED, cheapest_as_right, gain_over_fixed, of_task
+from keyhole.evaluate import results_errors, results_page, results_pictures, results_scope
+from keyhole.evaluate.results_cells import (
+    ASKED,
+    cheapest_as_right,
+    dense_layers,
+    gain_over_fixed,
+    of_task,
+)
 from keyhole.evaluate.selection_map import SelectionMap
 from tests.evaluate import eval_lines
 
@@ -76,9 +82,10 @@ def test_the_page_and_its_pictures_are_those_of_the_stored_lines() -> None:
     results, docs = measure.results(), ROOT / "docs"
     found = results_page.stored(results / results_page.LINES)
     errors = results_page.stored(results / results_page.ERRORS)
+    scope = results_page.stored(results / results_page.SCOPE)
     text = report.evaluation((docs / results_page.PAGE).read_text())
     again = "run `python -m benchmarks.evaluation --render`"
-    assert text == results_page.render(found, errors), again
+    assert text == results_page.render(found, errors, scope), again
     date = results_page.newest([*found, *errors]).encode()
     cells = results_page.measured(found)
     for name in results_pictures.names(cells, errors).all:
@@ -104,21 +111,46 @@ def test_what_was_not_measured_is_a_dash_and_not_a_nought() -> None:
     assert "`somebody`" in text.split(ASKED["tiny_recall"].title)[1]
 
 
-def test_what_was_to_be_shown_is_compared() -> None:
-    own = of_task(results_page.measured(lines()), "tiny_derive")
-    texts = [str(claim) for claim in results_claims.claims(own)]
-    where, alone = "- 1,024 tokens, `delta` at 128: ", "alone right: 0 to 1 samples"
-    assert texts == [
-        f"{where}-10.0 points to full attention, wanted >= -2 ({alone}) (missed)",
-        f"{where}1.020 of the words of full attention, wanted <= 1 (missed)",
-        f"{where}+60.0 points to `quest`, wanted > 0 (alone right: 6 to 0 samples)",
+def test_the_page_opens_with_what_the_model_cannot_tell() -> None:
+    settings = {"full_layers": [0, 1], "delta_layers": [2], "recent_pages": 4}
+    scope = [
+        line("full", None, 10),
+        line("delta", 64, 10, settings=settings),
+        line("quest", 64, 0, settings={"full_layers": []}),
+        line("streaming_llm", 64, 10, settings={"full_layers": [0], "sink_size": 4}),
+        line("omnikv", 64, 0, settings={"filter_layers": [2], "window_size": 16}),
     ]
+    text = results_page.render(lines(), [], scope)
+    assert text.startswith("## What this model can and cannot tell")
+    table = text.split("what a configuration loses")[0].splitlines()
+    (delta,) = (row for row in table if "| `delta` |" in row)
+    (quest,) = (row for row in table if "| `quest` |" in row)
+    # All of the budget is the newest four pages: nothing is chosen. Wilson's interval of 10 of 10.
+    assert delta == "| `tiny_derive` | `delta` | 0, 1, 2 | 64 | 64 | 0 | 100 | 72.2 to 100 |"
+    assert quest == "| `tiny_derive` | `quest` | none | 64 | 16 | 48 | 0 | 0 to 27.8 |"
+    # Newest tokens and chosen ones: a window without a choice, and one inside of the budget.
+    assert "| `streaming_llm` | 0 | 64 | 60 | 0 | 100 |" in text
+    assert "| `omnikv` | 2 | 64 | 16 | 48 | 0 |" in text
+    assert results_scope.section([]) == []
 
 
-def test_two_points_below_full_attention_are_within_two_points() -> None:
-    scores = {"samples": 50, "scores": [1.0] * 49 + [0.0], "score": 0.98}
-    own = results_page.measured([line("full", None, 10), line("delta", 128, 9) | scores])
-    assert results_claims.claims(own)[0].is_met
+def test_nothing_is_said_to_be_shown_by_unequal_configurations() -> None:
+    """The page had "+91.0 points to `quest`, wanted > 0", which measured the dense layers."""
+    text = results_page.render(lines(), [])
+    assert "wanted" not in text
+    assert "points to `quest`" not in text
+    assert "## Configurations as of November 2026" in text
+
+
+def test_configurations_are_told_from_the_stored_settings() -> None:
+    settings = {"token_budget": 256, "recent_pages": 2, "full_layers": [0], "delta_layers": [1]}
+    found = results_page.measured(
+        [line("delta", 256, 1, settings=settings, length=2048), line("raas", 256, 1, length=2048)]
+    )
+    told = results_scope.configurations(found, 256, 2048).splitlines()[2:]
+    assert sorted(told) == ["| `delta` | 0, 1 | `recent_pages` 2 |", "| `raas` | none | – |"]
+    assert results_scope.configurations(found, 64, 2048) == ""
+    assert dense_layers({"full_layers": None, "selection_layers": [4, 2]}) == [2, 4]
 
 
 def test_an_adaptive_budget_is_compared_at_its_bytes() -> None:
@@ -138,7 +170,7 @@ def test_errors_say_what_was_read() -> None:
     other = wrong("raas")["found"][0] | nowhere
     found = [wrong("quest", wrong=1), wrong("quest"), wrong("raas", found=[other], map=None)]
     text = results_page.render(lines(), found)
-    by_method = rows(text, "### Where a method fails")
+    by_method = rows(text, "### Where a configuration fails")
     numbers = ["1,024", "128", "7 of 10", "1"]
     assert by_method["`quest`"][1:] == [*numbers, "1, 0", "40", "25 %", "75 %"]
     assert by_method["`raas`"][1:] == [*numbers, "0, 1", "–", "–", "–"]

@@ -32,7 +32,7 @@ POLICIES = [
     SlidingWindow(token_budget=21),
     StreamingLLM(token_budget=23, sink_size=3),
     Quest(token_budget=16, full_layers=(0,)),
-    RaaS(token_budget=68),
+    RaaS(token_budget=68, prompt_in_budget=True),
     Delta(token_budget=16, full_layers=(0,), delta_layers=(1,)),
 ]
 
@@ -101,7 +101,7 @@ def test_pages_count_by_the_share_of_their_tokens_and_heads(model: Model) -> Non
 
 def test_what_was_evicted_is_not_read(model: Model) -> None:
     """16 pages of the prompt stay, and of pages that nobody looks at for long the newest."""
-    trace, _ = traced(model, RaaS(token_budget=68, alpha=0.999))
+    trace, _ = traced(model, RaaS(token_budget=68, alpha=0.999, prompt_in_budget=True))
     last = trace.steps[-1]
     assert last.lengths.tolist() == [72]
     for layer in trace.layers:

@@ -114,18 +114,33 @@ def below(model: Model, name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BELOW)
 def test_graphs_load_from_the_lower_tier(model: Model, name: str, tmp_path: Path) -> None:
-    """Layers go below while texts grow: copies on a stream of their own, inside of the graph."""
+    """Layers go below while texts grow: copies on a stream of their own, inside of the graph.
+
+    A short text after them has all layers above again, and graphs that were recorded anew.
+    """
     settings = below(model, name, tmp_path)
-    _, launched = served(model, small(name), graphs=False, **settings)
+    plain, launched = served(model, small(name), graphs=False, **settings)
     engine, repeated = served(model, small(name), graphs=True, **settings)
-    assert engine.placement is not None
-    assert engine.placement.offloaded
+    # At the end they may have come back.
+    assert any(other.stats().offloaded_layers for other in repeated)
     assert engine.replayed_steps > 30
     for one, other in zip(launched, repeated, strict=True):
         assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < TOLERANCE
     # When a layer goes below, the first requests may be done.
     assert any(other.counters.hits for other in repeated)
     assert any(other.counters.misses for other in repeated)
+    before, params = engine.replayed_steps, SamplingParams(max_tokens=1, ignore_eos=True)
+    short = [
+        one.add(tokens(30), params, given=tokens(20), keep_logits=True) for one in (plain, engine)
+    ]
+    for one in (plain, engine):
+        while one.has_work:
+            one.step()
+        assert not one.cache.lower_layers
+    assert engine.replayed_steps > before
+    assert short[1].counters.moved_bytes == 0
+    found, wanted = (torch.stack(one.logits) for one in short)
+    assert (found - wanted).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", POLICIES)

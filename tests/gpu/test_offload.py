@@ -120,3 +120,33 @@ def test_all_operations_read_and_write_pages_below() -> None:
     for a, b in zip(*found, strict=True):
         assert not b.isnan().any()
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_come_back_from_pinned_memory() -> None:
+    """What was written below by the device is above again, in fewer pages with other numbers."""
+    above, below, pages = make_caches()
+    loads = Prefetcher(below, num_rows=2, token_budget=BUDGET)
+    for layer in (2, 1):
+        loads.offload(layer, PinnedTier())
+    slots = on_device(pages[40:], torch.int64) * SIZE + 5
+    for layer, layout in enumerate(LAYERS):
+        key = torch.randn(len(slots), layout.num_kv_heads, layout.key_dim, device=DEVICE)
+        value = None
+        if not layout.shared_values:
+            value = torch.randn(len(slots), layout.num_kv_heads, layout.value_dim, device=DEVICE)
+        for cache in (above, below):
+            values = None if value is None else cache.values[layer]
+            kernels.append(cache.keys[layer], values, key, value, slots)
+    below.release(pages[:40])
+    numbers = below.pack()
+    below.cut(12)
+    for layer in (1, 2):
+        loads.restore(layer)
+    assert loads.layers == below.lower_layers == ()
+    kept = [numbers.get(page, page) for page in pages[40:]]
+    for layer in range(len(LAYERS)):
+        assert below.keys[layer].device.type == DEVICE
+        assert len(below.keys[layer]) == 12
+        assert torch.equal(below.keys[layer][kept], above.keys[layer][pages[40:]])
+        assert torch.equal(below.values[layer][kept], above.values[layer][pages[40:]])
+    loads.close()

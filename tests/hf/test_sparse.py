@@ -64,7 +64,9 @@ def test_under_a_policy_logits_are_those_of_the_engine(
 ) -> None:
     inputs, method = prompts(70, 45), policies()[name]
     sparse_one = "token_budget" in method.__dataclass_fields__
-    policy = make_policy(name, {"token_budget": 24} if sparse_one else {})
+    small: dict[str, Any] = {"token_budget": 24, "prompt_in_budget": True}
+    fields = method.__dataclass_fields__
+    policy = make_policy(name, {key: small[key] for key in small if key in fields})
     llm = LLM(checkpoints[kind], policy, device="cpu", page_size=8, prefix_cache=False)
     network = AutoModelForCausalLM.from_pretrained(checkpoints[kind])
     before = state(network)

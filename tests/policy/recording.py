@@ -16,7 +16,7 @@ from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model
 from keyhole.policy.base import Selection, Step
 from keyhole.policy.wrapped import Wrapped
-from tests.oracle import Choose, KeysOf, SparseModel
+from tests.oracle import Choose, KeysOf, SparseModel, Watch
 
 PAGE = 4
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -59,6 +59,8 @@ class Recording(Wrapped):
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         self.inner.on_scores(layer, scores, step)
+        if self.inner.selects_by_own_scores:  # what it reads is still to come
+            return
         self.calls.append(Call(layer, step.lengths.tolist(), None, True, *left(step)))
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
@@ -118,6 +120,7 @@ def check_against(
     *,
     count: int = 12,
     keys_of: KeysOf | None = None,
+    watch: Watch | None = None,
     **settings: Any,
 ) -> int:
     """Decodes ragged prompts and compares every choice and all logits with the oracle's.
@@ -132,7 +135,7 @@ def check_against(
     run(engine)
     wanted: dict[tuple[int, int], Any] = {}
     for request in requests:
-        oracle = SparseModel(network, choose, keys_of=keys_of)
+        oracle = SparseModel(network, choose, keys_of=keys_of, watch=watch)
         start = len(request.prompt)
         logits = oracle.logits(request.tokens[:-1], start)[start - 1 :]
         assert not wanted.keys() & oracle.choices.keys()

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.errors import ConfigError
-from keyhole.policy.calibration import Calibration, place_by_recall, place_by_shift
+from keyhole.policy.calibration import (
+    Calibration,
+    place_by_error,
+    place_by_recall,
+    place_by_shift,
+    rank_by_shift,
+)
 
 CALIBRATION = Calibration(
     model="some-model",
@@ -21,6 +27,8 @@ CALIBRATION = Calibration(
     full_layers=(0,),
     delta_layers=(1,),
     recall=(1.0, 1.0, 0.75, 0.5),
+    measure="error",
+    error=(0.0, 0.0, 0.25, 0.125),
 )
 
 
@@ -60,6 +68,32 @@ def test_no_subset_keeps_more_than_the_one_placed(
     assert kept(recall, candidates, tuple(placed)) == pytest.approx(best)
 
 
+@given(problems())
+def test_no_subset_has_a_smaller_error_than_the_one_placed(
+    problem: tuple[list[list[float]], list[int], int],
+) -> None:
+    error, candidates, count = problem
+    placed = place_by_error(error, candidates, count)
+    assert placed[0] == candidates[0]
+    assert len(set(placed)) == count
+    first, rest = candidates[0], candidates[1:]
+    least = min(kept(error, candidates, (first, *s)) for s in combinations(rest, count - 1))
+    assert kept(error, candidates, tuple(placed)) == pytest.approx(least)
+
+
+@given(problems(), st.lists(st.sampled_from([0.1, 0.2, 0.3]), min_size=8, max_size=8))
+def test_the_first_candidate_and_the_largest_shifts_of_the_others_are_chosen(
+    problem: tuple[list[list[float]], list[int], int], shift: list[float]
+) -> None:
+    _, candidates, count = problem
+    placed = place_by_shift(shift, candidates, count)
+    first, rest = candidates[0], candidates[1:]
+    assert placed[0] == first
+    assert placed == sorted(set(placed))
+    best = max(combinations(rest, count - 1), key=lambda s: sum(shift[i] for i in s))
+    assert sum(shift[i] for i in placed[1:]) == pytest.approx(sum(shift[i] for i in best))
+
+
 def test_one_layer_is_the_first_candidate_and_all_are_all() -> None:
     recall = [[1.0] * 5 for _ in range(5)]
     assert place_by_recall(recall, [3, 1, 4], 1) == [1]
@@ -71,9 +105,17 @@ def test_equal_placements_take_the_earlier_layers() -> None:
     assert place_by_recall(recall, range(2, 6), 2) == [2, 3]
 
 
-def test_the_largest_shifts_are_chosen_and_ties_go_to_the_earlier_layer() -> None:
-    assert place_by_shift([9.0, 0.1, 0.3, 0.2, 0.3], [1, 2, 3, 4], 1) == [2]
-    assert place_by_shift([9.0, 0.1, 0.3, 0.2, 0.3], [1, 2, 3, 4], 3) == [2, 3, 4]
+def test_a_ranking_by_shift_left_no_layer_sparse() -> None:
+    """Shifts are largest in the last layers, and layers before the first choice read everything."""
+    shift = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    assert rank_by_shift(shift, [2, 3, 4, 5], 2) == [4, 5]  # 2 and 3 are dense then
+    assert place_by_shift(shift, [2, 3, 4, 5], 2) == [2, 5]
+    assert place_by_shift(shift, [2, 3, 4, 5], 1) == [2]
+
+
+def test_equal_shifts_go_to_the_earlier_layer() -> None:
+    assert place_by_shift([9.0, 0.1, 0.3, 0.2, 0.3], [1, 2, 3, 4], 2) == [1, 2]
+    assert place_by_shift([9.0, 0.1, 0.3, 0.2, 0.3], [1, 2, 3, 4], 3) == [1, 2, 4]
 
 
 @pytest.mark.parametrize("count", [0, 4, -1])
@@ -82,11 +124,21 @@ def test_a_number_of_layers_that_cannot_be_is_refused(count: int) -> None:
         place_by_recall([[1.0] * 4] * 4, [1, 2, 3], count)
     with pytest.raises(ConfigError, match="num_delta_layers"):
         place_by_shift([1.0] * 4, [1, 2, 3], count)
+    with pytest.raises(ConfigError, match="num_delta_layers"):
+        place_by_error([[1.0] * 4] * 4, [1, 2, 3], count)
 
 
 def test_a_saved_calibration_is_read_again(tmp_path: Path) -> None:
     CALIBRATION.save(tmp_path / "layers.json")
     assert Calibration.load(tmp_path / "layers.json") == CALIBRATION
+
+
+def test_a_file_from_before_errors_were_measured_is_read(tmp_path: Path) -> None:
+    old = {k: v for k, v in vars(CALIBRATION).items() if k not in ("measure", "error")}
+    (tmp_path / "layers.json").write_text(json.dumps(old))
+    found = Calibration.load(tmp_path / "layers.json")
+    assert (found.measure, found.error) == ("mass", ())
+    assert found.delta_layers == CALIBRATION.delta_layers
 
 
 def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path) -> None:

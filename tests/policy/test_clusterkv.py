@@ -47,18 +47,28 @@ def number(tokens: int, size: int) -> int:
 
 
 def clusters_of(
-    keys: Array, start: int, length: int, *, sinks: int, size: int, every: int
+    keys: Array,
+    start: int,
+    length: int,
+    *,
+    sinks: int,
+    size: int,
+    every: int,
+    of_prompt: int | None = None,
 ) -> dict[int, tuple[int, Array]]:
     """Token -> its cluster and centroid, of one head's keys [N, D] after a prompt of `start`.
 
-    The newest of `length` tokens is in none yet.
+    The newest of `length` tokens is in none yet. of_prompt: clusters of the prompt, if it has so
+    many tokens; None: one for each `size` of them. every: 0 where generated tokens are in none.
     """
     pieces = [(sinks, start)]
-    pieces += [(i, i + every) for i in range(start, length - every, every)]
+    pieces += [(i, i + every) for i in range(start, length - every, every)] if every else []
     found: dict[int, tuple[int, Array]] = {}
     base = 0
     for begin, end in pieces:
         count = number(end - begin, size)
+        if of_prompt is not None and begin == sinks and end == start:
+            count = max(0, min(of_prompt, end - begin))
         if count:
             means, numbers = k_means(keys[begin:end], count)
             for token, cluster in zip(range(begin, end), numbers, strict=True):
@@ -68,16 +78,17 @@ def clusters_of(
 
 
 def chosen(
-    query: Array, clusters: dict[int, tuple[int, Array]], length: int, budget: int
+    query: Array, clusters: dict[int, tuple[int, Array]], length: int, budget: int, window: int
 ) -> list[int]:
-    """What one KV head reads for query [G, D]: what is in no cluster, then clusters by score.
+    """What one KV head reads of `length` tokens: the window, what is in no cluster, then clusters.
 
     Earlier tokens first where a cluster is cut, and where clusters score the same (the padding
     token's query is zero in the first layer).
     """
     scores = {i: max(float(head @ mean) for head in query) for i, mean in clusters.values()}
-    by_score = sorted(clusters, key=lambda token: (-scores[clusters[token][0]], token))
-    loose = [i for i in range(length) if i not in clusters]
+    loose = [i for i in range(length) if i not in clusters or i >= length - window]
+    others = set(range(length)) - set(loose)
+    by_score = sorted(others, key=lambda token: (-scores[clusters[token][0]], token))
     return sorted(loose + by_score[: budget - len(loose)])
 
 
@@ -102,6 +113,39 @@ FIRST = {"token_budget": 24, "cluster_size": 5}, 3, 5, 8, (0, 1)
             *(5, 80, 1, (0,)),
         ),
         (
+            "llama_mqa",
+            {"token_budget": 20, "window_size": 11, "cluster_size": 3, "full_layers": ()},
+            *(2, 3, 6, ()),
+        ),
+        (
+            "llama_group3",
+            {"token_budget": 14, "cluster_size": 3, "num_clusters": 7, "full_layers": (0,)},
+            *(1, 3, 4, (0,)),
+        ),
+        (
+            "llama_mha",
+            {
+                "token_budget": 14,
+                "cluster_size": 3,
+                "cluster_every": 5,
+                "generated": "recent_beside",
+            },
+            *(1, 3, 5, (0, 1)),
+        ),
+        (
+            "llama_group3",
+            {
+                "token_budget": 9,
+                "num_clusters": 5,
+                "sink_size": 2,
+                "window_size": 3,
+                "generated": "all_beside",
+                "share_group": False,
+                "full_layers": (),
+            },
+            *(2, 80, 0, ()),
+        ),
+        (
             "llama_group3",
             {"token_budget": 10, "sink_size": 0, "cluster_every": 10, "cluster_size": 3},
             *(0, 3, 10, (0, 1)),
@@ -117,18 +161,33 @@ def test_a_whole_model_reads_the_clusters_that_score_best(
     every: int,
     full: tuple[int, ...],
 ) -> None:
-    """Ragged, in chunks; clusters change where enough tokens were generated."""
+    """Ragged, in chunks; clusters change where enough tokens were generated.
+
+    The authors cut the last cluster where the budget ends, at its latest tokens, and read generated
+    tokens beside the budget: all of them ("all_beside", where they measure accuracy), or those that
+    wait for a cluster ("recent_beside", where they measure speed).
+    """
     budget, lengths = settings["token_budget"], [len(one) for one in PROMPTS]
+    beside = settings.get("generated", "counted") != "counted"
+    window = settings.get("window_size", 0 if beside else 1)
 
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
         length = keys.shape[1]
-        if layer in full or length <= budget:
-            return None
         start = max(n for n in lengths if n < length)
-        rest = {"sinks": sinks, "size": size, "every": every}
+        among = length
+        if beside:
+            among = start + ((length - 1 - start) // every * every if every else 0)
+        if layer in full or among <= budget:
+            return None
+        of_prompt = settings.get("num_clusters")
+        rest = {"sinks": sinks, "size": size, "every": every, "of_prompt": of_prompt}
         groups = query.reshape(len(keys), -1, query.shape[1])
+        if not settings.get("share_group", True):  # each query head by itself
+            keys = keys.repeat(groups.shape[1], axis=0)
+            groups = query[:, None]
         lists = [
-            chosen(group, clusters_of(head, start, length, **rest), length, budget)
+            chosen(group, clusters_of(head, start, length, **rest), among, budget, window)
+            + list(range(among, length))
             for group, head in zip(groups, keys, strict=True)
         ]
         return lists, lists
@@ -283,6 +342,16 @@ def test_sinks_and_interval_follow_the_budget(budget: int, sinks: int, every: in
     assert (resolved.sink_size, resolved.cluster_every) == (sinks, every)
 
 
+def test_as_published_reads_generated_tokens_beside_the_budget() -> None:
+    """As the authors' code for accuracy: 16 sinks in the budget, a choice per query head."""
+    policy = ClusterKV.as_published(shape(4), 1024).resolve(shape(4))
+    assert (policy.sink_size, policy.cluster_size, policy.full_layers) == (16, 80, (0, 1))
+    assert (policy.share_group, policy.outside_budget()) == (False, "all generated tokens")
+    assert dataclasses.replace(policy, generated="counted").outside_budget() == ""
+    with pytest.raises(ConfigError, match="offload= needs share_group=True"):
+        policy.offloadable(shape(4))
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -292,6 +361,10 @@ def test_sinks_and_interval_follow_the_budget(budget: int, sinks: int, every: in
         ({"cluster_every": 0}, "cluster_every 0 must be at least 1"),
         ({"token_budget": 300, "cluster_every": 290}, "token_budget 300 must be at least 306"),
         ({"full_layers": 2}, "full_layers"),
+        ({"window_size": 0}, "window_size 0 must be at least 1"),
+        ({"num_clusters": 0}, "num_clusters 0 must be at least 1"),
+        ({"generated": "beside"}, "generated 'beside' must be one of counted, recent_beside, all"),
+        ({"window_size": 1010}, "must be at least 1026: sink_size 16 and window_size 1010"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:

@@ -18,7 +18,7 @@ import keyhole
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
-from keyhole.policy import make_policy
+from keyhole.policy import controls, make_policy
 from keyhole.policy.base import Policy
 from tests.checkpoints import make_model
 from tests.policy.models import with_head
@@ -34,12 +34,12 @@ from tests.policy.recording import (
     steps,
 )
 
-POLICIES = keyhole.policies()
+POLICIES = {**keyhole.policies(), **controls()}
 BUDGETED = [name for name, cls in POLICIES.items() if "token_budget" in cls.__dataclass_fields__]
 EVICTING = [name for name, cls in POLICIES.items() if cls.most_pages is not Policy.most_pages]
 VOCAB = 64
 #: The settings under test, for every policy that has a setting of that name.
-SMALL = {"token_budget": 3 * PAGE}
+SMALL: dict[str, Any] = {"token_budget": 3 * PAGE, "prompt_in_budget": True}
 LARGE = {"token_budget": 64}
 
 _DEEP = {"num_hidden_layers": 8, "vocab_size": VOCAB}
@@ -221,10 +221,11 @@ def test_selections_are_well_formed_and_within_the_budget(
                     assert len(entries) * unit <= SMALL["token_budget"]
 
 
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("name", EVICTING)
-def test_what_is_evicted_never_comes_back(name: str, gqa: Model) -> None:
-    """Prompts stay, and what is generated has the rest of the budget, or a page."""
-    recording = Recording(inner=make(name, SMALL))
+def test_what_is_evicted_never_comes_back(name: str, counted: bool, gqa: Model) -> None:
+    """Prompts stay, and what is generated has the budget, or what they leave of it, or a page."""
+    recording = Recording(inner=make(name, SMALL | {"prompt_in_budget": counted}))
     engine = make_engine(gqa, recording, max_batch=3, prefill_chunk=16)
     prompts = [PROMPT[:n] for n in (1, 6, 17, 30)]  # the pages of each say which one it is
     requests = [forced(engine, prompt, tokens(25, len(prompt))) for prompt in prompts]
@@ -238,7 +239,7 @@ def test_what_is_evicted_never_comes_back(name: str, gqa: Model) -> None:
             assert left == sorted(set(left))
             assert left[:pinned] == list(range(pinned))
             assert left[-1] == (length - 1) // PAGE
-            assert len(left) <= max(most, pinned + 1)
+            assert len(left) <= (max(most, pinned + 1) if counted else pinned + most)
             known = before.setdefault(pinned, set(left))
             assert set(left) <= known | {(length - 1) // PAGE}
             before[pinned] = set(left)
@@ -247,7 +248,7 @@ def test_what_is_evicted_never_comes_back(name: str, gqa: Model) -> None:
         # Of 25 tokens after the prompt; the last page may be full, and nothing follows it.
         pinned = -(-len(prompt) // PAGE)
         made = -(-(len(prompt) + 25) // PAGE) - pinned
-        left = max(most - pinned, 1)
+        left = max(most - pinned, 1) if counted else most
         assert request.stats().evicted_pages in (made - left, made - left + 1)
 
 
@@ -334,12 +335,17 @@ def test_preemption_and_replay_change_nothing(name: str, gqa: Model) -> None:
 
 @pytest.mark.parametrize("length", [30, 32])
 def test_a_known_prompt_changes_nothing(name: str, model: Model, length: int) -> None:
-    """Also one that ends with a page: its last token is computed again, into a page of its own."""
-    policy = make(name, SMALL)
+    """Also one that ends with a page: its last token is computed again, into a page of its own.
+
+    So are the last ones of what is known, for a policy whose side data there depends on what comes.
+    """
+    policy = make(name, SMALL).resolve(model.geometry(PAGE))
+    known = min(policy.reusable(length // PAGE * PAGE, PAGE), length - 1)
+    assert known >= length // 2
     prompt = (PROMPT * 2)[:length]
     cold = forced_logits(model, policy, prompt, GIVEN, prefix_cache=False)
     engine = make_engine(model, policy, prefix_cache=True)
-    for cached in (0, (length - 1) // PAGE * PAGE if length % PAGE else length - 1):
+    for cached in (0, known):
         request = forced(engine, prompt, GIVEN)
         run(engine)
         same(torch.stack(request.logits), cold)

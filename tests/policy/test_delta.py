@@ -37,8 +37,12 @@ def formula(
     recent: int,
     recall: float | None = None,
     least: int = 0,
+    sinks: int = 0,
 ) -> Choose:
-    """DELTA as the paper has it, a new choice at every token; with `recall` no more than needed."""
+    """DELTA as the paper has it, a new choice at every token; with `recall` no more than needed.
+
+    sinks: first pages that are always read.
+    """
     chosen: dict[int, tuple[int, list[int]]] = {}  # length -> delta layer, its pages
 
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
@@ -47,9 +51,9 @@ def formula(
             everything = [visible(length)] * len(keys)
             _, weights = attention(query, keys, keys, everything, **options)
             scores = per_page(token_scores(weights, "max"), PAGE)
-            pages = best(scores, budget // PAGE, last=recent)
+            pages = best(scores, budget // PAGE, first=sinks, last=recent)
             if recall is not None:
-                pages = enough(scores, pages, recall, least // PAGE, last=recent)
+                pages = enough(scores, pages, recall, least // PAGE, first=sinks, last=recent)
             chosen[length] = layer, pages
         before = [i for i in delta if i < layer]
         if layer in full | delta or not before:
@@ -153,6 +157,20 @@ def test_with_recall_only_as_many_pages_as_hold_it(
     assert len(sizes) > 1
 
 
+@pytest.mark.parametrize("recall", [None, 0.7])
+@pytest.mark.parametrize(("sink", "pages", "recent"), [(3, 1, 1), (5, 2, 2), (8, 2, 3)])
+def test_first_pages_are_always_read_within_the_budget(
+    tmp_path: Path, sink: int, pages: int, recent: int, recall: float | None
+) -> None:
+    model, network = twins("llama_group3", tmp_path)
+    least = None if recall is None else 20
+    policy = Delta(
+        token_budget=24, sink_size=sink, recent_pages=recent, recall=recall, min_budget=least
+    )
+    choose = formula({0, 1}, {2, 4, 6}, 24, recent, recall, 20, pages)
+    assert check_against(choose, model, network, policy, PROMPTS)
+
+
 def test_the_choice_is_made_anew_at_every_token(tmp_path: Path) -> None:
     model, _ = twins("llama_group3", tmp_path)
     recording = Recording(inner=Delta(token_budget=12))
@@ -201,6 +219,12 @@ def test_recent_pages_are_an_eighth_of_the_budget(budget: int, page: int, recent
         ({"recent_pages": 0}, "recent_pages"),
         ({"recent_pages": 65}, "recent_pages 65 must be from 1 to 64"),
         ({"recent_pages": "x"}, "recent_pages"),
+        ({"sink_size": -1}, "sink_size -1"),
+        (
+            {"token_budget": 64, "sink_size": 17, "recent_pages": 3},
+            "at least 80: sink_size 17 and 3 recent_pages of 16",
+        ),
+        ({"recall": 0.9, "sink_size": 1, "min_budget": 128}, "min_budget 128 must be from 144"),
         ({"delta_layers": (28,)}, "delta_layers"),
         ({"delta_layers": (-1,)}, "delta_layers"),
         ({"full_layers": (-1,)}, "full_layers"),

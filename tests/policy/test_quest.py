@@ -43,6 +43,79 @@ def test_a_whole_model_reads_the_pages_of_the_highest_bound(
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama_group3", {}),
+        ("llama_mqa", {}),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+    ],
+)
+def test_each_query_head_reads_the_pages_of_its_own_bound(
+    tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    """As the authors select; with learned sinks (gpt_oss)."""
+
+    def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
+        if layer == 0:
+            return None
+        scores = bound(query, *bounds(keys, PAGE), share=False)
+        pages = [best(head, 3, last=1) for head in scores]
+        return pages, [tokens_of(head, PAGE, keys.shape[1]) for head in pages]
+
+    policy = Quest(token_budget=12, full_layers=(0,), share_group=False)
+    model, network = twins(kind, tmp_path, num_hidden_layers=4, **fields)
+    if kind == "gpt_oss":
+        policy = dataclasses.replace(policy, full_layers=())
+        wanted = choose
+
+        def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
+            return wanted(layer + 1, query, keys, options)
+
+    assert check_against(choose, model, network, policy, PROMPTS)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("sink", "window"), [(5, 6), (1, None), (0, 12)])
+def test_sinks_and_window_are_whole_pages_within_the_budget(
+    tmp_path: Path, share: bool, sink: int, window: int | None
+) -> None:
+    def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
+        if layer < 2:
+            return None
+        scores = bound(query, *bounds(keys, PAGE), share=share)
+        first, last = -(-sink // PAGE), -(-(window or 1) // PAGE)
+        pages = [best(head, 5, first=first, last=last) for head in scores]
+        return pages, [tokens_of(head, PAGE, keys.shape[1]) for head in pages]
+
+    policy = Quest(token_budget=20, sink_size=sink, window_size=window, share_group=share)
+    model, network = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    assert check_against(choose, model, network, policy, PROMPTS)
+
+
+def test_a_list_per_query_head_is_counted_per_query_head(tmp_path: Path) -> None:
+    """Bytes are those of a kernel that shares nothing between the heads of a group."""
+    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    geometry = model.geometry(PAGE)
+    read = []
+    for share in (True, False):
+        policy = Quest(token_budget=8, full_layers=(), share_group=share)
+        engine = make_engine(model, policy)
+        request = engine.add(prompt(21), dataclasses.replace(GREEDY, max_tokens=2))
+        for _ in steps(engine):
+            pass
+        read.append(request.stats().kv_bytes_read)
+    group = geometry.num_query_heads // geometry.layers[0].num_kv_heads
+    assert read[1] == group * read[0]
+
+
+def test_a_lower_tier_needs_one_list_per_kv_head(tmp_path: Path) -> None:
+    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    policy = Quest(token_budget=8, share_group=False)
+    with pytest.raises(ConfigError, match="'quest' with offload= needs share_group=True"):
+        make_engine(model, policy, offload=str(tmp_path / "below"), memory="64KiB")
+
+
 def check_bounds(engine: Engine) -> None:
     """The bounds of all pages in use equal those of the keys that lie in them."""
     for request in engine.scheduler.running:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,24 +15,30 @@ import numpy as np
 import pytest
 import torch
 
-from keyhole import ConfigError, RaaS, sparse
+import keyhole.models.tiny
+from keyhole import ConfigError, RaaS, kernels, sparse
+from keyhole.models.loading import load
 from tests.oracle import Array, float64
 from tests.policy.models import prompt, twins
-from tests.policy.recording import GREEDY, PAGE, Recording, make_engine, steps
+from tests.policy.recording import GREEDY, PAGE, Recording, forced, make_engine, run, steps
 from tests.policy.shapes import shape
+
+BUNDLED = Path(keyhole.models.tiny.__file__).parent / "keyhole-tiny"
 
 
 @dataclass
 class Simulation:
     """RaaS as the paper has it: one whole forward for every token, no cache, no pages in memory.
 
-    seen: of each token that does not see everything, the pages that full-attention layers let it
-    read. pinned: pages of prompts that are left. stamps: of the others that are left.
+    counted: whether the budget is for the prompt, too. seen: of each token that does not see
+    everything, the pages that full-attention layers let it read. pinned: pages of prompts that are
+    left. stamps: of the others that are left.
     """
 
     network: Any
     budget: int
     alpha: float
+    counted: bool = False
     seen: dict[int, list[int]] = field(default_factory=dict)
     pinned: list[int] = field(default_factory=list)
     stamps: dict[int, int] = field(default_factory=dict)
@@ -60,7 +68,9 @@ class Simulation:
         self.decodes = True
         logits = self._forward(tokens)
         self.decodes = False
-        most = max(self.budget // PAGE, len(self.pinned) + 1)
+        most = len(self.pinned) + self.budget // PAGE
+        if self.counted:
+            most = max(self.budget // PAGE, len(self.pinned) + 1)
         if length % PAGE == 0 and len(self.seen[length - 1]) >= most and self.stamps:
             oldest = min(self.stamps, key=lambda page: (self.stamps[page], page))
             del self.stamps[oldest]
@@ -113,6 +123,7 @@ class Simulation:
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
+@pytest.mark.parametrize("counted", [False, True], ids=["prompt beside", "prompt counted"])
 @pytest.mark.parametrize(
     ("kind", "fields", "alpha"),
     [
@@ -128,12 +139,13 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
     ],
 )
 def test_a_whole_model_evicts_as_the_simulation(
-    tmp_path: Path, kind: str, fields: dict[str, Any], alpha: float
+    tmp_path: Path, kind: str, fields: dict[str, Any], alpha: float, counted: bool
 ) -> None:
     """Ragged prompts at once, one of them as long as the budget; weights above alpha are seldom."""
     model, network = twins(kind, tmp_path, num_hidden_layers=2, **fields)
-    budget = 6 * PAGE
-    recording = Recording(inner=RaaS(token_budget=budget, alpha=alpha))
+    budget = (6 if counted else 4) * PAGE
+    policy = RaaS(token_budget=budget, alpha=alpha, prompt_in_budget=counted)
+    recording = Recording(inner=policy)
     engine = make_engine(model, recording, prefill_chunk=16)
     params = dataclasses.replace(GREEDY, max_tokens=34)
     requests = [engine.add(prompt(n), params, keep_logits=True) for n in (3, 10, 24)]
@@ -142,7 +154,7 @@ def test_a_whole_model_evicts_as_the_simulation(
     orders = []
     for request in requests:
         start = len(request.prompt)
-        simulation = Simulation(network, budget, alpha)
+        simulation = Simulation(network, budget, alpha, counted)
         wanted = simulation.logits(request.tokens[:-1], start)
         assert wanted.argmax(1).tolist() == request.generated
         found = torch.stack(request.logits).numpy()
@@ -164,10 +176,56 @@ def test_a_whole_model_evicts_as_the_simulation(
     assert any(order != sorted(order) for order in orders)
 
 
+def evicted_in_turn(alphas: Sequence[float]) -> list[list[int]]:
+    """Which pages of one derivation of the bundled model go, in order, under each alpha."""
+    model = load(BUNDLED, "cpu")
+    orders = []
+    for alpha in alphas:
+        recording = Recording(inner=RaaS(token_budget=6 * PAGE, alpha=alpha))
+        engine = make_engine(model, recording)
+        text = random.Random(0).choices(range(3, 60), k=130)
+        forced(engine, text[:30], text[30:])
+        run(engine)
+        before: list[int] = []
+        order: list[int] = []
+        for call in recording.calls:
+            assert call.left is not None
+            order += [page for page in before if page not in call.left[0]]
+            before = call.left[0]
+        orders.append(order)
+    return orders
+
+
+def test_alpha_decides_which_pages_go_in_the_bundled_model() -> None:
+    """Where every page is renewed at every step (alpha 1e-4), or none is, the oldest one goes.
+
+    Between the two it is the one that no head has looked at for longest: 1e-4 and 1e-2 gave the
+    same answers, as over a thousand tokens some head of some layer looks at every page.
+    """
+    low, middle, high = evicted_in_turn([1e-4, 0.3, 0.9999])
+    assert len(low) == len(middle) == len(high) > 10
+    assert low == sorted(low)
+    assert middle != sorted(middle)
+    assert middle != high
+
+
+def test_alpha_decides_between_pages_of_almost_equal_weight() -> None:
+    """Pages of 0.3, 0.1 and 0.2, last looked at in this order: what alpha renews stays longer."""
+    weights = torch.tensor([[0.0, 0.3, 0.1, 0.2, 0.4]])
+    gone = []
+    for alpha in (0.05, 0.15, 0.25, 0.35):
+        stamps = torch.tensor([[7, 8, 9, 0]], dtype=torch.int32)
+        rows, pinned = torch.tensor([0]), torch.tensor([1])
+        where = (stamps, rows, pinned, torch.tensor([5], dtype=torch.int32))
+        kernels.renew_stamps(*where, torch.tensor([20], dtype=torch.int32), weights, alpha)
+        gone.append(int(kernels.drop_oldest(*where, torch.tensor([True]))))
+    assert gone == [0, 1, 1, 0]
+
+
 def test_memory_of_a_long_generation_stays_bounded(tmp_path: Path) -> None:
     """Far more tokens than the cache has room for; the pool is as full as it was early on."""
     model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
-    policy = RaaS(token_budget=6 * PAGE, alpha=0.1)
+    policy = RaaS(token_budget=6 * PAGE, alpha=0.1, prompt_in_budget=True)
     page_bytes = make_engine(model, policy).cache.page_bytes
     engine = make_engine(model, policy, memory=20 * page_bytes, max_length=400)
     params = dataclasses.replace(GREEDY, max_tokens=300)
@@ -189,7 +247,7 @@ def test_memory_of_a_long_generation_stays_bounded(tmp_path: Path) -> None:
 def test_a_sequence_that_gives_way_evicts_again_what_it_had_evicted(tmp_path: Path) -> None:
     """Its tokens would not fit into the cache all at once: nor need they when it comes back."""
     model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
-    policy = RaaS(token_budget=6 * PAGE, alpha=0.2)
+    policy = RaaS(token_budget=6 * PAGE, alpha=0.2, prompt_in_budget=True)
     page_bytes = make_engine(model, policy).cache.page_bytes
     params = dataclasses.replace(GREEDY, max_tokens=80)
     logits, tokens, evicted = [], [], []
@@ -220,7 +278,7 @@ def test_an_interrupted_step_loses_no_eviction(
     params = dataclasses.replace(GREEDY, max_tokens=40)
     requests = []
     for interrupted in (False, True):
-        engine = make_engine(model, RaaS(token_budget=6 * PAGE, alpha=0.2))
+        engine = make_engine(model, RaaS(token_budget=6 * PAGE, alpha=0.2, prompt_in_budget=True))
         request = engine.add(prompt(9), params)
         while engine.has_work:
             with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
@@ -238,7 +296,7 @@ def _interrupt(*_: object) -> None:
 
 def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again(tmp_path: Path) -> None:
     model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
-    engine = make_engine(model, RaaS(token_budget=4 * PAGE))
+    engine = make_engine(model, RaaS(token_budget=4 * PAGE, prompt_in_budget=True))
     assert engine.prefix is not None
     params = dataclasses.replace(GREEDY, max_tokens=30)
     first, page = engine.add(prompt(6), params), -1
@@ -269,7 +327,7 @@ def test_a_conversation_goes_on_with_what_is_left(
     sizes = [9, *[1] * 27, 7, *[1] * 21, *[1] * 19]
     ends, copied = np.cumsum(sizes).tolist(), 1 + 27 + 1 + 21
     tokens = prompt(ends[-1])
-    simulation = Simulation(network, 6 * PAGE, 0.3)
+    simulation = Simulation(network, 6 * PAGE, 0.3, counted=True)
     wanted = []
     for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
         if i == copied:
@@ -281,7 +339,7 @@ def test_a_conversation_goes_on_with_what_is_left(
     assert len(simulation.evicted) > 8
     network.set_attn_implementation("eager")
     found, past = [], None
-    policy = RaaS(token_budget=6 * PAGE, alpha=0.3)
+    policy = RaaS(token_budget=6 * PAGE, alpha=0.3, prompt_in_budget=True)
     with sparse(network, policy, page_size=PAGE, memory="1MiB"), torch.no_grad():
         for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             past = copy.deepcopy(past) if i == copied else past
@@ -297,6 +355,16 @@ def test_a_conversation_goes_on_with_what_is_left(
     window = 4 if fields else 0  # pages that only the sliding layers see
     left = len(simulation.pinned) + len(simulation.stamps)
     assert left <= used <= left + window
+
+
+def test_the_prompt_is_outside_the_budget_unless_it_is_counted() -> None:
+    beside, counted = RaaS(token_budget=64), RaaS(token_budget=64, prompt_in_budget=True)
+    prompts = np.asarray([1, 9, 2])
+    assert beside.most_pages(prompts, 16).tolist() == [5, 13, 6]
+    assert counted.most_pages(prompts, 16).tolist() == [4, 10, 4]
+    assert (beside.outside_budget(), counted.outside_budget()) == ("the prompt", "")
+    assert RaaS.as_published(shape(4), 64) == beside
+    assert beside.dense_layers(shape(4)) == ()
 
 
 def test_offloading_is_refused(tmp_path: Path) -> None:

@@ -37,11 +37,16 @@ def landmark(keys: Array) -> tuple[Array, float]:
     return mean, min(float(k @ mean) / norms[0] / n for k, n in zip(keys, norms[1:], strict=True))
 
 
-def outliers(keys: Array, start: int, chunk: int, count: int, local: int) -> list[int]:
-    """Chunks of one head's prompt keys [start, D] that fit worst, the last `local` ones apart."""
-    chunks = max(0, start // chunk - local)
-    fits = [landmark(keys[i * chunk : (i + 1) * chunk])[1] for i in range(chunks)]
-    return best([-fit for fit in fits], count)
+def outliers(
+    keys: Array, start: int, chunk: int, count: int, local: int, first: int = 0
+) -> list[int]:
+    """The first chunks of one head's prompt keys [start, D], and those that fit worst.
+
+    The last `local` ones are not looked at.
+    """
+    chunks = range(first, max(first, start // chunk - local))
+    fits = [landmark(keys[i * chunk : (i + 1) * chunk])[1] for i in chunks]
+    return [*range(first), *(first + i for i in best([-fit for fit in fits], count))]
 
 
 def chosen(query: Array, keys: Array, taken: list[int], local: int, count: int) -> list[int]:
@@ -77,6 +82,8 @@ def of_low_rank(keys: Array, rank: int, theta: float) -> Array:
 
 
 GENERATED = {"token_budget": 16, "rank": 0, "keep_generated": True}
+#: Published: what is chosen is the budget, and all else stands beside it.
+PUBLISHED = {"keep_generated": True, "always_beside": True, "chunk_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -88,12 +95,29 @@ GENERATED = {"token_budget": 16, "rank": 0, "keep_generated": True}
         ("llama_group3", {"token_budget": 12, "outlier_chunks": 0, "rank": 16}, 4, (0, 1), 16),
         (
             "llama_group3",
-            {"token_budget": 16, "chunk_size": 2, "local_chunks": 3, "rank": 0},
+            {"token_budget": 16, "chunk_size": 2, "window_size": 5, "rank": 0},
             *(2, (3, 3), 0),
+        ),
+        (
+            "llama_group3",
+            {"token_budget": 24, "chunk_size": 2, "sink_size": 3, "full_layers": (1, 2), "rank": 9},
+            *(2, (4, 1), 9),
         ),
         ("gemma3", {"token_budget": 16, "rank": 0}, 4, (1, 1), 0),
         ("llama_mha", GENERATED, 4, (1, 1), 0),
         ("llama_group3", GENERATED | {"rank": 3, "chunk_size": 2}, 2, (3, 1), 3),
+        (
+            "llama_group3",
+            {"token_budget": 6, "outlier_chunks": 2, "window_size": 4, "rank": 7} | PUBLISHED,
+            *(2, (2, 2), 7),
+        ),
+        (
+            "llama_mqa",
+            {"token_budget": 4, "outlier_chunks": 3, "sink_size": 1, "rank": 0, "window_size": 1}
+            | PUBLISHED,
+            *(2, (3, 1), 0),
+        ),
+        ("llama_mha", {"token_budget": 4, "chunk_size": 2, "always_beside": True}, 2, (0, 1), 16),
     ],
 )
 def test_a_whole_model_reads_the_chunks_of_best_landmarks(
@@ -104,8 +128,14 @@ def test_a_whole_model_reads_the_chunks_of_best_landmarks(
     numbers: tuple[int, int],
     rank: int,
 ) -> None:
-    """Ragged, in chunks; keys that are rebuilt, too, where the rank is not 0."""
+    """Ragged, in chunks; keys that are rebuilt, too, where the rank is not 0.
+
+    The authors choose among whole chunks of the prompt, its last 4 and what follows them apart, and
+    read outliers, these and all generated tokens beside what they choose.
+    """
     count, local = settings["token_budget"] // chunk, numbers[1]
+    first = -(-settings.get("sink_size", 0) // chunk)
+    count += first + sum(numbers) if settings.get("always_beside") else 0
     windows = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     fields: dict[str, Any] = windows if kind == "gemma3" else {}
     model, network = twins(kind, tmp_path, num_hidden_layers=4, **fields)
@@ -115,22 +145,20 @@ def test_a_whole_model_reads_the_chunks_of_best_landmarks(
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
         length = keys.shape[1]
         start = max(n for n in LENGTHS if n < length)
-        if length <= count * chunk:
+        if length <= count * chunk or layer in settings.get("full_layers", ()):
             return None
-        end = start if settings.get("keep_generated") else length
+        end = start // chunk * chunk if settings.get("keep_generated") else length
         parts = [range(i, min(end, i + chunk)) for i in range(0, end, chunk)]
-        # A landmark is the mean of what its place holds, generated tokens beside the prompt too.
-        whole = [range(part[0], min(length, part[0] + chunk)) for part in parts]
         lists, apart = [], []
         for head, group in zip(keys, query.reshape(len(keys), -1, query.shape[1]), strict=True):
-            taken = outliers(head, start, chunk, numbers[0], local)
-            means = np.stack([landmark(head[list(part)])[0] for part in whole])
-            read = chosen(group, means, taken, local, count)
+            taken = outliers(head, start, chunk, numbers[0], local, first)
+            means = np.stack([landmark(head[list(part)])[0] for part in parts] or [head[0]])
+            read = chosen(group, means, taken, local, count) if parts else []
             tokens = [i for c in read for i in parts[c]]
             lists.append(tokens + list(range(end, length)))
             apart.append(
                 {i for c in (*taken, *range(len(parts) - local, len(parts))) for i in parts[c]}
-                | set(range(start, length))
+                | set(range(min(start, end), length))
             )
         own[layer, length] = apart
         return lists, lists
@@ -262,15 +290,28 @@ def test_documents_of_which_tokens_may_be_dropped_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("budget", "page", "chunk", "outlying", "local"),
-    [(1024, 16, 8, 48, 4), (256, 16, 8, 12, 4), (4096, 4, 4, 48, 4), (16, 16, 8, 0, 1)],
+    ("budget", "page", "chunk", "outlying", "window"),
+    [(1024, 16, 8, 48, 32), (256, 16, 8, 12, 32), (4096, 4, 4, 48, 32), (16, 16, 8, 0, 8)],
 )
 def test_sizes_follow_the_budget(
-    budget: int, page: int, chunk: int, outlying: int, local: int
+    budget: int, page: int, chunk: int, outlying: int, window: int
 ) -> None:
     resolved = ShadowKV(token_budget=budget).resolve(shape(4, page))
-    found = resolved.chunk_size, resolved.outlier_chunks, resolved.local_chunks
-    assert found == (chunk, outlying, local)
+    found = resolved.chunk_size, resolved.outlier_chunks, resolved.window_size
+    assert found == (chunk, outlying, window)
+
+
+def test_as_published_chooses_the_budget_and_reads_the_rest_beside_it() -> None:
+    """48 outlier chunks of 8, the last 4 chunks of the prompt, and all generated tokens."""
+    policy = ShadowKV.as_published(shape(4), 256).resolve(shape(4))
+    assert (policy.outlier_chunks, policy.window_size, policy.chunk_size) == (48, 32, 8)
+    assert policy._covered == 256 + 384 + 32
+    named = "outlier and newest chunks and all generated tokens"
+    assert policy.outside_budget() == named
+    assert dataclasses.replace(policy, sink_size=4, keep_generated=False).outside_budget() == (
+        "first, outlier and newest chunks"
+    )
+    assert ShadowKV(token_budget=256).resolve(shape(4)).outside_budget() == ""
 
 
 @pytest.mark.parametrize(
@@ -280,7 +321,10 @@ def test_sizes_follow_the_budget(
         ({"chunk_size": 5}, "chunk_size 5 must be a divisor of the page size 16"),
         ({"chunk_size": 32}, "chunk_size 32 must be a divisor"),
         ({"outlier_chunks": -1}, "outlier_chunks -1 must be at least 0"),
-        ({"local_chunks": 0}, "local_chunks 0 must be at least 1"),
+        ({"window_size": 0}, "window_size 0 must be at least 1"),
+        ({"sink_size": -1}, "sink_size -1 must be at least 0"),
+        ({"sink_size": 601}, "must be at least 1032: 76 first, 48 outlier, 4 newest"),
+        ({"full_layers": 2}, "full_layers"),
         ({"outlier_chunks": 124}, "token_budget 1024 must be at least 1032"),
         ({"rank": -1}, "rank -1 must be from 0 to 4"),
         ({"rank": 5}, "rank 5 must be from 0 to 4"),

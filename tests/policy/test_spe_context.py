@@ -109,7 +109,7 @@ def choices(
 
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
         read = chosen[keys.shape[1]]
-        return None if read is None else (read, read)
+        return None if read is None or layer in policy.full_layers else (read, read)
 
     sparse, oracle = SparseModel(network, choose), Oracle(head)
     layers, every = head.config.feature_layers, policy.refresh_every
@@ -149,8 +149,9 @@ def choices(
         ("gemma3", "tokens+features", 2, None),
     ],
 )
+@pytest.mark.parametrize("per_head", [True, False])
 def test_a_whole_model_reads_what_the_head_prefers(
-    tmp_path: Path, kind: str, inputs: str, every: int, recall: float | None
+    tmp_path: Path, kind: str, inputs: str, every: int, recall: float | None, per_head: bool
 ) -> None:
     mixed = {"layer_types": ["sliding_attention", "full_attention"] * 4}
     fields = FIELDS | (mixed if kind == "gemma3" else {})
@@ -165,6 +166,8 @@ def test_a_whole_model_reads_what_the_head_prefers(
         refresh_every=every,
         recall=recall,
         min_budget=None if recall is None else 8,
+        full_layers=(0,) if per_head else (1, 3),
+        per_head=per_head,
     )
     recording = Recording(inner=policy)
     engine = make_engine(model, recording, prefill_chunk=16)
@@ -174,6 +177,7 @@ def test_a_whole_model_reads_what_the_head_prefers(
     layout = model.geometry(4).layers[1]
     # The oracle's keys of latent attention are expanded, one per head.
     lists = network.config.num_attention_heads if layout.shared_values else layout.num_kv_heads
+    lists = lists if per_head else 1
     wanted: dict[int, list[list[int]] | None] = {}
     for request in requests:
         start = len(request.prompt)
@@ -183,6 +187,9 @@ def test_a_whole_model_reads_what_the_head_prefers(
         for row, length in enumerate(call.lengths):
             seen.add(length)
             found, everything = call.entries(row), [list(range(length))] * lists
+            if call.layer in policy.full_layers:
+                assert found is None
+                continue
             assert (found or everything) == (wanted[length] or everything), (call.layer, length)
     assert seen == wanted.keys()
     assert sum(choice is not None for choice in wanted.values()) > 20

@@ -16,10 +16,20 @@ from tests.policy.recording import PAGE, Recording, check_against, forced, make_
 from tests.policy.shapes import shape
 
 
-def formula(full: set[int], selecting: set[int], budget: int, latent: bool = False) -> Choose:
+def formula(
+    full: set[int],
+    selecting: set[int],
+    budget: int,
+    *,
+    latent: bool = False,
+    share: bool = True,
+    sink: int = 0,
+    window: int = 1,
+) -> Choose:
     """TidalDecode as the paper has it, with the largest weight of each group of heads.
 
-    latent: all heads are one group, which shares its latents.
+    latent: all heads are one group, which shares its latents. share: False for each query head's
+    own choice, as the authors' code makes it. sink, window: tokens that are always read.
     """
     chosen: dict[int, tuple[int, list[list[int]]]] = {}  # length -> selection layer, its tokens
 
@@ -29,12 +39,13 @@ def formula(full: set[int], selecting: set[int], budget: int, latent: bool = Fal
             everything = [visible(length)] * len(keys)
             _, weights = attention(query, keys, keys, everything, **options)
             lists = 1 if latent else len(keys)
+            lists = lists if share else len(query)
             group = len(query) // lists
             tokens = []
             for head in range(lists):
                 rows = weights[head * group : (head + 1) * group]
                 scores = [max(float(row[i]) for row in rows) for i in range(length)]
-                tokens.append(best(scores, budget, last=1))
+                tokens.append(best(scores, budget, first=sink, last=window))
             chosen[length] = layer, tokens
         before = [i for i in selecting if i < layer]
         if layer in full | selecting or not before:
@@ -86,6 +97,44 @@ def test_any_layers_and_any_budget(
     choose = formula(set(full), set(selecting), budget)
     narrow = check_against(choose, model, network, policy, PROMPTS)
     assert bool(narrow) == (selecting != (7,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama_group3", {}),
+        ("llama_mqa", {}),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "sliding_attention"] + ["full_attention"] * 6},
+        ),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_each_query_head_reads_its_own_tokens(
+    tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    """As the authors select; with learned sinks (gpt_oss), and over shared latents."""
+    model, network = twins(kind, tmp_path, **fields)
+    policy = TidalDecode(token_budget=9, share_group=False)
+    assert check_against(formula({0, 1}, {2, 4}, 9, share=False), model, network, policy, PROMPTS)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("sink", "window"), [(3, None), (0, 5), (2, 9)])
+def test_sinks_and_window_are_within_the_budget(
+    tmp_path: Path, share: bool, sink: int, window: int | None
+) -> None:
+    model, network = twins("llama_group3", tmp_path)
+    policy = TidalDecode(token_budget=11, sink_size=sink, window_size=window, share_group=share)
+    choose = formula({0, 1}, {2, 4}, 11, share=share, sink=sink, window=window or 1)
+    assert check_against(choose, model, network, policy, PROMPTS)
+
+
+def test_a_lower_tier_needs_one_list_per_kv_head() -> None:
+    policy = TidalDecode(share_group=False).resolve(shape(9))
+    with pytest.raises(ConfigError, match="'tidal_decode' with offload= needs share_group=True"):
+        policy.offloadable(shape(9))
 
 
 def test_heads_choose_for_themselves_and_anew_at_every_token(tmp_path: Path) -> None:

@@ -29,16 +29,19 @@ class Settings:
     stable_layers: Sequence[int] | None = None  # None: the last four
     outlier_sigmas: float = 3.0
     pooled: bool = True
+    over_chosen: bool = False  # scores in deviations over the chosen blocks, not over the middle
     extremes: bool = False  # beyond the paper: one key in eight of a block, and a fixed share
     share: float | None = None
     # cacheblend
     check_layer: int = 1
     recompute_ratio: float = 0.15
+    deviation: str = "value"
     # epic: tokens
     initial_tokens: int = 32
     local_tokens: int = 0
     # multi_infllm
     num_blocks: int = 8
+    sequence_ratio: float | None = None
 
 
 class Network:
@@ -264,12 +267,13 @@ class Prompt:
         exists: Tensor,
         writes: Tensor,
         blend: Callable[[Tensor, Tensor], Tensor] = overwrite,
-        revise: Callable[[int, Tensor, Tensor], Tensor | None] | None = None,
+        revise: Callable[[int, Tensor, Tensor, Tensor], Tensor | None] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the places `who` [P] through all layers: logits [T, vocabulary], queries per layer.
 
         In layer n a place reads the places of `exists[n]` [P] that are not after it; a place of
-        `writes[n]` first writes its key and value. `revise` may leave fewer places to go on.
+        `writes[n]` first writes its key and value. `revise` is given the layer, the places and how
+        far their new keys and values are from the old; it may leave fewer places to go on.
         """
         places = who.nonzero().flatten()
         x = self.network.embed(self.ids[places])
@@ -277,13 +281,14 @@ class Prompt:
         for layer in range(self.network.layers):
             q, k, v = self.network.project(layer, x)
             q, k = self.network.rotate(q, places), self.network.rotate(k, places)
-            change = (k - self.keys[layer, places]) ** 2 + (v - self.values[layer, places]) ** 2
+            old = self.keys[layer, places], self.values[layer, places]
+            change = [((new - was) ** 2).sum((1, 2)) for new, was in zip((k, v), old, strict=True)]
             now = writes[layer, places]
             for cache, new in ((self.keys[layer], k[now]), (self.values[layer], v[now])):
                 old = cache[places[now]]
                 # What was never stored (separators, the question) has nothing to be fused with.
                 cache[places[now]] = torch.where(old.isnan(), new, blend(new, old))
-            keep = revise(layer, places, change.sum((1, 2))) if revise else None
+            keep = revise(layer, places, *change) if revise else None
             if keep is not None:
                 places, x, q = places[keep], x[keep], q[keep]
             queries.append(q)

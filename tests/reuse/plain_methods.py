@@ -21,7 +21,7 @@ class Choice:
     written: Tensor
     shares: list[float] | None = None
     chosen: list[list[tuple[int, int]]] | None = None
-    revise: Callable[[int, Tensor, Tensor], Tensor | None] | None = None
+    revise: Callable[[int, Tensor, Tensor, Tensor], Tensor | None] | None = None
 
 
 def everything(prompt: Prompt) -> Tensor:
@@ -55,12 +55,13 @@ def cacheblend(prompt: Prompt, settings: Settings) -> Choice:
     """Everything up to the check layer; from there on the tokens that differ most from the old."""
     choice = Choice(everything(prompt), everything(prompt))
 
-    def revise(layer: int, places: Tensor, change: Tensor) -> Tensor | None:
+    def revise(layer: int, places: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         if layer != settings.check_layer:
             return None
         stored = prompt.documents[places]
         number = math.ceil(settings.recompute_ratio * int(stored.sum()))
-        change = torch.where(stored, change, -math.inf)
+        found = {"key": keys, "value": values, "both": keys + values}[settings.deviation]
+        change = torch.where(stored, found, -math.inf)
         best = change.sort(descending=True, stable=True).indices[:number]
         go_on = ~stored
         go_on[best] = True
@@ -96,10 +97,33 @@ def multi_infllm(prompt: Prompt, settings: Settings) -> Choice:
         for d, b in middle:
             place = prompt.offsets[d] + prompt.records[d].representatives[layer][b]
             scores[d, b] = in_product(query, prompt.keys[layer, place])
-        chosen.append(sorted(middle, key=lambda at: -scores[at])[: settings.num_blocks])
+        best = sorted(middle, key=lambda at: -scores[at])
+        if settings.sequence_ratio is None:
+            chosen.append(best[: settings.num_blocks])
+        else:
+            chosen.append(filling(prompt, best, fixed, size, settings.sequence_ratio))
         for d, b in chosen[-1]:
             kept[layer, list(prompt.block(d, b, size))] = True
     return Choice(kept, nothing(prompt), chosen=chosen)
+
+
+def filling(
+    prompt: Prompt,
+    best: list[tuple[int, int]],
+    fixed: list[tuple[int, int]],
+    size: int,
+    share: float,
+) -> list[tuple[int, int]]:
+    """The first of the best blocks, until with the fixed ones a share of all tokens is reached."""
+    room = round(share * int(prompt.documents.sum()))
+    room -= sum(len(prompt.block(d, b, size)) for d, b in fixed)
+    found = []
+    for d, b in best:
+        room -= len(prompt.block(d, b, size))
+        if room < 0:
+            break
+        found.append((d, b))
+    return found
 
 
 def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
@@ -183,9 +207,10 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
             if settings.extremes and scores:
                 every = best_answers(layer, d)
                 scores = [every[b] for b in middle[d]]
-            mean, deviation = spread(scores)
             best = sorted(range(len(scores)), key=lambda i: -scores[i])
             wanted = best[: math.ceil(shares[d] * len(scores))]
+            over = [scores[i] for i in wanted] if settings.over_chosen else scores
+            mean, deviation = spread(over)
             pool += [((scores[i] - mean) / (deviation or 1.0), d, middle[d][i]) for i in wanted]
         pool.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
         offered = len(pool) if settings.pooled else sum(blocks)

@@ -71,18 +71,21 @@ def test_epic_computes_the_ends_of_every_document(first: int, last: int) -> None
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_cacheblend_computes_all_at_first_then_what_deviates_most(layer: int) -> None:
-    method = CacheBlend(check_layer=layer).resolve(GEOMETRY)
+@pytest.mark.parametrize(("deviation", "counted"), [("value", [1]), ("key", [0]), ("both", [0, 1])])
+def test_cacheblend_computes_all_at_first_then_what_deviates_most(
+    layer: int, deviation: str, counted: list[int]
+) -> None:
+    method = CacheBlend(check_layer=layer, deviation=deviation).resolve(GEOMETRY)
     documents = make_documents(LENGTHS)
     plan = plan_of(method, documents)
     assert method.check_layer == layer
     assert plan.kept.all()
     assert plan.written[: layer + 1].all()
     assert not plan.written[layer + 1 :].any()
-    deviation = torch.rand(TOTAL, generator=torch.Generator().manual_seed(layer))
-    revised = method.revise(documents, plan, deviation)
+    found = torch.rand(2, TOTAL, generator=torch.Generator().manual_seed(layer))
+    revised = method.revise(documents, plan, found)
     number = math.ceil(0.15 * TOTAL)
-    chosen = sorted(range(TOTAL), key=lambda t: -float(deviation[t]))[:number]
+    chosen = sorted(range(TOTAL), key=lambda t: -sum(float(found[i, t]) for i in counted))[:number]
     assert torch.equal(revised.kept, plan.kept)
     for row in revised.written:
         assert row.nonzero().flatten().tolist() == sorted(chosen)
@@ -92,7 +95,7 @@ def test_cacheblend_computes_all_at_first_then_what_deviates_most(layer: int) ->
 def test_cacheblend_rounds_up_and_of_equals_takes_the_earlier(ratio: float, number: int) -> None:
     method = CacheBlend(recompute_ratio=ratio).resolve(GEOMETRY)
     documents = make_documents(LENGTHS)
-    revised = method.revise(documents, method.plan(documents, None), torch.ones(TOTAL))
+    revised = method.revise(documents, method.plan(documents, None), torch.ones(2, TOTAL))
     assert revised.written.tolist() == [[t < number for t in range(TOTAL)]] * 3
 
 
@@ -125,6 +128,28 @@ def test_multi_infllm_keeps_the_best_blocks_of_one_context(
         assert plan.kept[layer].tolist() == tokens({*ends, *best})
 
 
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.97, 1.0])
+def test_multi_infllm_keeps_as_many_tokens_as_it_is_told(share: float) -> None:
+    """Never more than the share, and less by fewer than a block, but for the ends."""
+    method = MultiInfLLM(sequence_ratio=share).resolve(GEOMETRY)
+    documents, query = make_documents(LENGTHS), make_query()
+    plan = plan_of(method, documents, query)
+    ends = 3 * 4
+    room = max(round(share * TOTAL), ends)
+    for row in plan.kept:
+        assert room - 4 < int(row.sum()) <= room
+    assert (method.glance(documents) is None) == (share == 1)
+    everything = MultiInfLLM(num_blocks=1000).plan(documents, query)
+    assert (share == 1) == torch.equal(plan.kept, everything.kept)
+
+
+def test_multi_infllm_keeps_the_same_blocks_by_number_and_by_tokens() -> None:
+    documents, query = make_documents((40, 24)), make_query()
+    by_number = plan_of(MultiInfLLM(num_blocks=5), documents, query)
+    by_tokens = plan_of(MultiInfLLM(sequence_ratio=8 * 4 / 64), documents, query)
+    assert torch.equal(by_number.kept, by_tokens.kept)
+
+
 def test_multi_infllm_reads_nothing_first_where_everything_is_kept() -> None:
     documents = make_documents((22, 9))  # 9 blocks
     assert MultiInfLLM(num_blocks=6).glance(documents) is None
@@ -145,7 +170,7 @@ def test_methods_without_a_query_read_nothing_first(method: Reuse) -> None:
     plan = method.plan(documents, None)
     if method.name != "cacheblend":
         assert method.check_layer is None
-        assert method.revise(documents, plan, torch.zeros(TOTAL)) is plan
+        assert method.revise(documents, plan, torch.zeros(2, TOTAL)) is plan
 
 
 @pytest.mark.parametrize("method", [Recompute(), PlainReuse(), Epic(), CacheBlend(), MultiInfLLM()])
@@ -165,6 +190,9 @@ def test_new_keys_replace_stored_ones(method: Reuse) -> None:
         (CacheBlend, {"check_layer": -1}, "check_layer -1"),
         (CacheBlend, {"recompute_ratio": 1.1}, "recompute_ratio 1.1 must be from 0 to 1"),
         (CacheBlend, {"recompute_ratio": math.nan}, "recompute_ratio nan"),
+        (CacheBlend, {"deviation": "values"}, "deviation 'values'; did you mean 'value'"),
+        (MultiInfLLM, {"sequence_ratio": 0}, "sequence_ratio 0 must be above 0 and at most 1"),
+        (MultiInfLLM, {"sequence_ratio": 1.5}, "sequence_ratio 1.5"),
         (MultiInfLLM, {"num_blocks": -1}, "num_blocks -1"),
         (MultiInfLLM, {"num_initial_blocks": "1"}, "num_initial_blocks '1'"),
         (

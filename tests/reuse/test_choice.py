@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keyhole.reuse.choice import choose, standardised
+from keyhole.reuse.choice import best, choose, fitting, standardised
 
 
 def plain_choice(
@@ -109,3 +109,24 @@ def test_standard_scores_have_mean_0_and_deviation_1() -> None:
 @pytest.mark.parametrize("scores", [[[2.5]], [[0.1, 0.1, 0.1]], [[]]])
 def test_blocks_that_are_all_alike_score_nothing(scores: list[list[float]]) -> None:
     assert not standardised(torch.tensor(scores)).any()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=9),
+    st.integers(0, 30),
+)
+def test_the_best_are_taken_while_there_is_room(blocks: list[tuple[int, int]], room: int) -> None:
+    scores = torch.tensor([[float(score) for score, _ in blocks]])
+    sizes = torch.tensor([size for _, size in blocks])
+    taken, left = set(), room
+    for i in sorted(range(len(blocks)), key=lambda i: (-blocks[i][0], i)):
+        left -= blocks[i][1]
+        if left < 0:
+            break
+        taken.add(i)
+    assert set(fitting(scores, sizes, room)[0].nonzero().flatten().tolist()) == taken
+
+
+def test_blocks_of_one_size_fit_by_their_number() -> None:
+    scores = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(fitting(scores, torch.full((7,), 4), 15), best(scores, 3))

@@ -238,6 +238,35 @@ def test_extremes_are_asked_for_only_where_blocks_are_chosen_by_them() -> None:
     assert not SamKV().extremes
 
 
+@pytest.mark.parametrize("share", [None, 0.5])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_at_random_as_many_tokens_are_kept_and_the_same_in_every_layer(
+    seed: int, share: float | None
+) -> None:
+    documents, query = make_documents(LENGTHS, seed=seed), make_query(seed=seed)
+    chosen = method(share=share).plan(documents, query)
+    plans = [
+        method(share=share, score="random", draw=draw).plan(documents, query) for draw in range(9)
+    ]
+    for plan in plans:
+        assert plan.shares == chosen.shares
+        assert torch.equal(plan.kept.sum(1), chosen.kept.sum(1))
+        assert torch.equal(plan.kept, plan.kept[:1].expand_as(plan.kept))
+    again = method(share=share, score="random", draw=3).plan(documents, query)
+    assert torch.equal(again.kept, plans[3].kept)
+    if share is not None:
+        assert len({tuple(plan.kept[0].tolist()) for plan in plans}) > 1
+
+
+def test_at_random_every_middle_block_is_as_likely() -> None:
+    documents, query = make_documents((75, 75)), make_query()
+    settings = {"score": "random", "share": 0.5, "bias": False, "recompute": False}
+    kept = [method(**settings, draw=draw).plan(documents, query).kept[0] for draw in range(400)]
+    often = torch.stack(kept).float().mean(0)[4:64]  # the first document's middle blocks
+    # 4 of 15 blocks, in the mean; 0.11 is five standard deviations of 400 draws.
+    assert ((often - 4 / 15).abs() < 0.11).all()
+
+
 def test_the_glance_is_the_ends_of_every_document() -> None:
     documents = make_documents((22, 5, 12, 13))
     glance = method().glance(documents)

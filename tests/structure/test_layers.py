@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors"},
     {"config", "drawing"},
+    {"settings_file"},
     {"kernels", "planner", "registry"},
     {"cache"},
     {"retrieval"},
@@ -35,7 +36,7 @@ LAZY_FILES = {
 }
 """Files whose job is to import by name."""
 
-OPTIONAL = {"matplotlib"}
+OPTIONAL = {"matplotlib", "scipy"}
 """Packages that may be absent, and so may be imported inside the function that needs them."""
 
 

@@ -1,0 +1,41 @@
+"""The benchmarks behind the first part of docs/results.md."""
+
+from __future__ import annotations
+
+import pytest
+
+import keyhole
+from benchmarks import adaptive_layers, claims
+from keyhole.cli import build_parser
+from keyhole.evaluate.results_controls import FILES, TASKS
+from keyhole.models.loading import load
+from keyhole.policy import policies
+
+
+@pytest.mark.parametrize("name", claims.PARTS)
+def test_every_command_can_be_read(name: str) -> None:
+    commands = claims.PARTS[name].commands(FILES[name])
+    assert len({tuple(command) for command in commands}) == len(commands)
+    for command in commands:
+        arguments = build_parser().parse_args(command[1:])
+        assert arguments.tasks in TASKS
+        assert arguments.output == f"benchmarks/results/{FILES[name]}"
+
+
+def test_equal_and_tuned_terms_have_three_lengths_and_budgets_and_every_method() -> None:
+    for name in ("equal", "tuned"):
+        part = claims.PARTS[name]
+        asked = dict(zip(part.flags[::2], part.flags[1::2], strict=True))
+        assert len(asked["--budgets"].split(",")) == 3
+        assert set(asked["--policies"].split(",")) == set(policies()) - {"full"}
+        assert any(len(lengths) == 3 for lengths in part.places.values())
+    assert claims.SAMPLES >= 100
+
+
+def test_layers_that_move_and_layers_that_are_below_give_the_same_tokens() -> None:
+    found = adaptive_layers.run(load(keyhole.tiny(), "cpu"), 256, 2, 48, 0.5)
+    assert [part["lengths"][0] < part["lengths"][1] for part in found] == [True] * 4
+    below = [part["layers_below"] for part in found]
+    assert below[0][0] < below[-1][1]
+    first = found[0]["moved_bytes"]
+    assert first["adaptive"] < first["all below"]

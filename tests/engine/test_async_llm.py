@@ -1,0 +1,161 @@
+"""`AsyncLLM`: tasks that wait for one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from keyhole import LLM, AsyncLLM, RequestError, SamplingParams
+from tests.checkpoints import make_model
+
+TASKS = 200
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [3 + (7 * n + i) % 50 for i in range(3 + n % 9)]} for n in range(9)]
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> LLM:
+    return LLM(make_model("llama", tmp_path, vocab_size=64), memory="8MiB", max_batch=16)
+
+
+def at_rest(llm: LLM) -> None:
+    """Nothing runs, and no page is held but by the prefix cache."""
+    with llm.engine.lock:
+        assert not llm.engine.has_work
+        llm.engine.check_integrity()
+
+
+async def rest(served: AsyncLLM) -> None:
+    while served._thread is not None:
+        await asyncio.sleep(0.001)
+
+
+def test_many_tasks_get_what_each_gets_alone(llm: LLM) -> None:
+    alone = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
+    served = AsyncLLM(llm)
+
+    async def one(n: int) -> list[int]:
+        prompt = PROMPTS[n % len(PROMPTS)]
+        if n % 2:
+            return (await served.generate(prompt, PARAMS)).token_ids
+        return [t async for piece in served.stream(prompt, PARAMS) for t in piece.token_ids]
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*map(one, range(TASKS)))
+
+    found = asyncio.run(main())
+    assert found == [alone[n % len(PROMPTS)] for n in range(TASKS)]
+    at_rest(llm)
+
+
+def test_a_list_gives_a_list(llm: LLM) -> None:
+    wanted = [result.token_ids for result in llm.generate(PROMPTS, PARAMS)]
+    found = asyncio.run(AsyncLLM(llm).generate(PROMPTS, PARAMS))
+    assert [result.token_ids for result in found] == wanted
+
+
+def test_a_cancelled_task_frees_its_request(llm: LLM) -> None:
+    served = AsyncLLM(llm)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(served.generate(PROMPTS[n], LONG)) for n in range(4)]
+        while not llm.engine.scheduler.running:
+            await asyncio.sleep(0.001)
+        for task in tasks[1:]:
+            task.cancel()
+        result = await tasks[0]
+        assert result.finish_reason == "length"
+        assert len(result.token_ids) == LONG.max_tokens
+        for task in tasks[1:]:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await rest(served)
+
+    asyncio.run(main())
+    at_rest(llm)
+
+
+def test_a_loop_that_is_left_frees_its_request(llm: LLM) -> None:
+    served = AsyncLLM(llm)
+
+    async def main() -> None:
+        async with aclosing(served.stream(PROMPTS[0], LONG)) as pieces:
+            async for _ in pieces:
+                break
+        await rest(served)
+
+    asyncio.run(main())
+    at_rest(llm)
+
+
+def test_a_request_that_cannot_be_served_raises_in_its_task_alone(llm: LLM) -> None:
+    served = AsyncLLM(llm)
+
+    async def main() -> None:
+        good = asyncio.create_task(served.generate(PROMPTS[0], PARAMS))
+        with pytest.raises(RequestError, match="token id 99"):
+            await served.generate({"prompt_token_ids": [99]}, PARAMS)
+        with pytest.raises(RequestError, match="token id 99"):
+            await served.generate([PROMPTS[1], {"prompt_token_ids": [99]}], LONG)
+        assert (await good).finish_reason == "length"
+        await rest(served)
+
+    asyncio.run(main())
+    at_rest(llm)
+
+
+def test_a_step_that_fails_is_told_to_all_and_the_next_request_is_served(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, step = AsyncLLM(llm), llm.engine.step
+
+    def broken() -> None:
+        monkeypatch.setattr(llm.engine, "step", step)
+        raise RuntimeError("the device is gone")
+
+    async def main() -> None:
+        monkeypatch.setattr(llm.engine, "step", broken)
+        with pytest.raises(RuntimeError, match="device is gone"):
+            await served.generate(PROMPTS[0], PARAMS)
+        assert (await served.generate(PROMPTS[0], PARAMS)).finish_reason == "length"
+
+    asyncio.run(main())
+    at_rest(llm)
+
+
+def test_threads_may_use_the_llm_meanwhile(llm: LLM) -> None:
+    wanted = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
+    served = AsyncLLM(llm)
+
+    async def main() -> None:
+        some = [served.generate(prompt, PARAMS) for prompt in PROMPTS]
+        others = [asyncio.to_thread(llm.generate, prompt, PARAMS) for prompt in PROMPTS]
+        found = await asyncio.gather(*some, *others)
+        assert [result.token_ids for result in found] == wanted * 2
+
+    asyncio.run(main())
+    at_rest(llm)
+
+
+def test_documents_are_asked_as_by_the_llm(llm: LLM, tmp_path: Path) -> None:
+    llm = LLM(llm.engine.model, documents=tmp_path / "documents", memory="8MiB")
+    for n in range(3):
+        llm.documents.add(f"d{n}", {"prompt_token_ids": [5 + (n + i) % 40 for i in range(20)]})
+    wanted = llm.ask(PROMPTS[0], ["d0", "d1"], reuse="reuse", params=PARAMS)
+
+    async def main() -> None:
+        served = AsyncLLM(llm)
+        asked = [
+            served.ask(PROMPTS[0], ["d0", "d1"], reuse="reuse", params=PARAMS) for _ in range(5)
+        ]
+        for result in await asyncio.gather(*asked):
+            assert result.token_ids == wanted.token_ids
+            assert result.reused is not None
+        await rest(served)
+
+    asyncio.run(main())
+    at_rest(llm)

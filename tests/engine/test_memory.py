@@ -1,0 +1,244 @@
+"""What `keyhole plan` states is what an engine does: the same terms, weights among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole import LLM, CapacityError, ConfigError, Quest, SamplingParams, SpeContext
+from keyhole.cli import main
+from keyhole.config import EngineConfig
+from keyhole.engine.core import Engine
+from keyhole.engine.memory import model_size
+from keyhole.models import checkpoint
+from keyhole.models.loading import Model, load
+from keyhole.policy import make_policy
+from tests.checkpoints import KINDS, make_model
+from tests.engine.test_placement import buffer_bytes
+from tests.policy.models import prompt, with_head
+
+PAGE, BUDGET, FLOAT = EngineConfig.page_size, 16, 4
+FIELDS: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "vocab_size": 64,
+    "max_position_embeddings": 2048,
+}
+POLICIES = ["streaming_llm", "quest", "delta", "tidal_decode", "omnikv", "spe_context"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_model("llama", tmp_path_factory.mktemp("models"), **FIELDS)
+    with_head(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return load(folder, "cpu")
+
+
+def stated(capsys: pytest.CaptureFixture[str], folder: Path, *options: object) -> dict[str, Any]:
+    """What the command prints."""
+    assert main(["plan", str(folder), "--json", *map(str, options)]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def engine_of(model: Model, policy: str, requests: int, **memory: Any) -> Engine:
+    return LLM(
+        model, make_policy(policy, {"token_budget": BUDGET}), max_batch=requests, **memory
+    ).engine
+
+
+def lengths_at_which_layers_move(engine: Engine, requests: int, last: int) -> dict[int, int]:
+    """For each number of layers below, the longest texts that had so many, all of one length."""
+    assert engine.placement is not None
+    params = SamplingParams(max_tokens=last - 20, temperature=0.0, ignore_eos=True)
+    running = [engine.add(prompt(20, seed), params) for seed in range(requests)]
+    longest: dict[int, int] = {}
+    while engine.has_work:
+        engine.step()
+        lengths = {request.num_computed for request in running if not request.is_finished}
+        assert len(lengths) <= 1
+        for length in lengths:
+            longest[engine.placement.offloaded] = length
+    return longest
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_move_at_the_lengths_that_were_stated(
+    folder: Path,
+    model: Model,
+    policy: str,
+    requests: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`memory` counted the weights in one place and not in the other, and the plan no side data."""
+    options = ("--policy", policy, "--token-budget", BUDGET, "--requests", requests)
+    roomy = stated(capsys, folder, *options, "--total-memory", "1GiB")
+    least = roomy["total_memory"] - roomy["memory"]  # weights, and what a step computes with
+    total = least + 90_000 * requests
+    plan = stated(capsys, folder, *options, "--total-memory", total)
+    assert plan["weight_bytes"] == sum(x.nbytes for x in model.network.parameters())
+    assert plan["memory"] == 90_000 * requests
+    below = {"offload": tmp_path}
+    for memory in ({"total_memory": total}, {"memory": plan["memory"]}):
+        engine = engine_of(model, policy, requests, **memory, **below)
+        assert engine.placement is not None
+        ours = engine.placement.plan.as_dict([100])
+        assert {name: plan[name] for name in ours if name != "lengths"} == {
+            name: value for name, value in json.loads(json.dumps(ours)).items() if name != "lengths"
+        }
+    thresholds, movable = plan["thresholds"], len(plan["order"])
+    last = min(thresholds[min(movable, 3)], 600)
+    found = lengths_at_which_layers_move(engine, requests, last)
+    crossed = [i for i in range(movable) if 20 < thresholds[i] < last]
+    assert len(crossed) >= min(2, movable)
+    for i in crossed:
+        if thresholds[i] > max([0, *thresholds[:i]]):
+            assert found[i] == thresholds[i]
+
+
+def test_thresholds_by_hand(folder: Path, model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eq. 7 with every number taken from the config, and Quest's bounds beside the keys."""
+    network, requests, total = model.network, 2, 3_000_000
+    weights = sum(x.numel() for x in network.parameters()) * FLOAT
+    hidden, mlp, heads, kv_heads, dim = 32, 48, 4, 2, 8
+    step = 2 * hidden + max(3 * mlp, 3 * (heads + 2 * kv_heads) * dim)
+    runtime = 2 * (1024 + requests) * step * FLOAT
+    logits = requests * 64 * (FLOAT + 8)
+    row = kv_heads * 2 * dim * FLOAT  # keys and values of a token in a layer
+    bounds = 2 * kv_heads * dim * FLOAT  # of a page in a layer
+    slot = row + kv_heads * 4
+    expected = []
+    for i in range(7):
+        down = min(i, 4)  # Quest reads the first two layers in full
+        page = PAGE * row * (6 - down) + 6 * bounds + 8
+        buffers = down * requests * (BUDGET + PAGE) * slot
+        pages = (total - weights - runtime - logits - buffers) // page
+        expected.append(pages // requests * PAGE)
+    options = ("--policy", "quest", "--token-budget", BUDGET, "--requests", requests)
+    plan = stated(capsys, folder, *options, "--total-memory", total)
+    assert plan["thresholds"] == expected
+
+
+def test_heavier_weights_leave_less_for_texts(
+    folder: Path, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the same total, layers of the heavier model move earlier, by just the bytes it has more.
+
+    At the same memory for the KV cache they move at the same lengths.
+    """
+    heavy_folder = make_model("llama", tmp_path, **FIELDS | {"vocab_size": 512})
+    heavy = load(heavy_folder, "cpu")
+    more = 2 * (512 - 64) * 32 * FLOAT + (512 - 64) * (FLOAT + 8)
+    options = ("--policy", "quest", "--token-budget", BUDGET)
+    light_plan, heavy_plan, same = (
+        stated(capsys, path, *options, "--total-memory", total)
+        for path, total in (
+            (folder, 2_500_000),
+            (heavy_folder, 2_500_000),
+            (heavy_folder, 2_500_000 + more),
+        )
+    )
+    assert same["thresholds"] == light_plan["thresholds"]
+    assert all(
+        a < b for a, b in zip(heavy_plan["thresholds"], light_plan["thresholds"], strict=True)
+    )
+    memory = {"memory": "200KiB", "offload": tmp_path}
+    engines = [engine_of(one, "quest", 1, **memory) for one in (model, heavy)]
+    plans = [engine.placement.plan for engine in engines if engine.placement is not None]
+    assert plans[0].thresholds == plans[1].thresholds
+    assert plans[0].memory != plans[1].memory
+
+
+def test_all_together_stay_within_the_total(model: Model, tmp_path: Path) -> None:
+    """Weights and what is above of the cache, counted in tensors, beside what a step is given."""
+    total = 2_500_000
+    engine = engine_of(model, "quest", 1, total_memory=total, offload=tmp_path)
+    assert engine.placement is not None
+    plan = engine.placement.plan
+    terms = plan.model.terms(0, 0)
+    step = terms["requests"] + terms["runtime"]
+    weights = sum(x.nbytes for x in model.network.parameters())
+    params = SamplingParams(max_tokens=plan.thresholds[2] - 20, temperature=0.0, ignore_eos=True)
+    engine.add(prompt(20), params)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.cache.upper_bytes + buffer_bytes(engine))
+    assert engine.placement.offloaded == 2
+    assert weights + step + 0.9 * plan.cache_memory < weights + step + most <= total
+
+
+def test_the_total_limits_a_cache_without_a_lower_tier_too(model: Model) -> None:
+    engine = engine_of(model, "quest", 2, total_memory=3_000_000)
+    size = model_size(model, None)
+    step = 2 * (1024 + 2) * size.step_numbers * FLOAT + 2 * 64 * (FLOAT + 8)
+    left = 3_000_000 - size.weight_bytes - step
+    assert engine.cache.max_pages == left // engine.cache.page_bytes
+    dense = LLM(model, max_batch=2, total_memory=3_000_000).engine
+    assert dense.cache.max_pages == left // dense.cache.page_bytes
+    # What cannot go below does not matter where nothing does.
+    apart = Quest(token_budget=BUDGET, share_group=False)
+    assert LLM(model, apart, total_memory=3_000_000).engine.placement is None
+    with pytest.raises(CapacityError, match=r"raise total_memory=.*or lower max_tokens"):
+        dense.add(prompt(20), SamplingParams(max_tokens=2000))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_model_weighs_what_its_files_say(kind: str, tmp_path: Path) -> None:
+    path = make_model(kind, tmp_path)
+    model, shape = load(path, "cpu"), checkpoint.read(path)
+    found = model_size(model, None)
+    assert found.weight_bytes == shape.num_parameters * shape.itemsize
+    assert (found.vocab_size, found.step_numbers) == (shape.vocab_size, shape.step_numbers)
+
+
+def test_a_head_beside_the_model_counts(
+    folder: Path, model: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--token-budget", BUDGET, "--total-memory", "8MiB")
+    plain, headed = (
+        stated(capsys, folder, *options, "--policy", policy)
+        for policy in ("streaming_llm", "spe_context")
+    )
+    engine = LLM(model, SpeContext(token_budget=BUDGET)).engine
+    assert engine.lookahead is not None
+    head = engine.lookahead.head
+    assert headed["head_weight_bytes"] == sum(x.nbytes for x in head.parameters()) > 0
+    assert plain["head_weight_bytes"] == 0
+    assert headed["side_page_bytes"] > plain["side_page_bytes"]
+    assert headed["thresholds"] < plain["thresholds"]
+
+
+def test_a_policy_that_reads_everything_has_no_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", str(folder), "--memory", "8MiB", "--policy"]
+    assert main([*arguments, "full"]) == 2
+    assert main([*arguments, "qest"]) == 2
+    errors = capsys.readouterr().err
+    assert "did you mean 'quest'" in errors
+
+
+def test_one_limit_is_given(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give memory=, for the KV cache alone, or total_memory="):
+        LLM(model, memory="1MiB", total_memory="2MiB")
+    with pytest.raises(ConfigError, match=r"offload needs memory=.*total_memory="):
+        LLM(model, Quest(), offload=tmp_path)
+    with pytest.raises(ConfigError, match="total_memory 'much' is not a size"):
+        LLM(model, total_memory="much")
+    with pytest.raises(ConfigError, match="total_memory 0 must be at least 1"):
+        dataclasses.replace(EngineConfig(), total_memory=0)
+    with pytest.raises(CapacityError, match="the weights need"):
+        LLM(model, Quest(), total_memory="1KiB", offload=tmp_path)
+    with pytest.raises(CapacityError, match="the weights need"):
+        LLM(model, total_memory="1KiB")

@@ -1,0 +1,140 @@
+"""Whatever comes and goes, layers lie where the rule says, and memory holds what is above.
+
+The rule is computed here from bytes alone: so many layers are below as must, or as were before and
+cannot come up yet; one comes up when what is needed fits with it above, and beside it all growth or
+an eighth of what fits. Every request that ends has the logits that it has alone, with all above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from keyhole import LLM, SamplingParams, StreamingLLM
+from keyhole.engine.core import Engine
+from keyhole.engine.prompt_pages import HOLE
+from keyhole.engine.sequence import Sequence
+from keyhole.models.loading import Model, load
+from tests.checkpoints import make_model
+from tests.engine.test_placement import buffer_bytes
+from tests.policy.models import prompt
+from tests.policy.recording import PAGE, run
+
+ROWS, BUDGET, LAYERS = 3, 6, 4
+#: What it chooses does not depend on scores, so that no rounding can change the choice.
+POLICY = StreamingLLM(token_budget=BUDGET, sink_size=2)
+
+
+@functools.cache
+def shared_model() -> Model:
+    folder = Path(tempfile.mkdtemp())
+    return load(make_model("llama", folder, vocab_size=64, num_hidden_layers=LAYERS), "cpu")
+
+
+def engine_of(**options: Any) -> Engine:
+    options = {"page_size": PAGE, "max_batch": ROWS, "prefill_chunk": 24, **options}
+    return LLM(shared_model(), POLICY, **options).engine
+
+
+def cache_bytes(pages: int, below: int) -> int:
+    """Two KV heads of 8 in float32, keys and values; buffers of the budget and one page more."""
+    row = 2 * (8 + 8) * 4
+    buffers = ROWS * (-(-BUDGET // PAGE) + 1) * PAGE * (row + 2 * 4)
+    return pages * (PAGE * row * (LAYERS - below) + 8) + below * buffers
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests that come, are stepped, and are taken out."""
+
+    @initialize(pages=st.integers(20, 45), below=st.integers(1, LAYERS), prefix=st.booleans())
+    def start(self, pages: int, below: int, prefix: bool) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.memory = cache_bytes(pages, below)
+        self.engine = engine_of(memory=self.memory, offload=self.folder.name, prefix_cache=prefix)
+        assert self.engine.placement is not None
+        self.placement = self.engine.placement
+        self.requests: list[Sequence] = []
+        self.before = 0
+        runner = self.engine._runner
+        real = runner.run
+
+        def watched(plan: Any) -> Any:
+            self.check(bool(plan.preempted))
+            return real(plan)
+
+        runner.run = watched  # type: ignore[method-assign]
+
+    def most(self, below: int) -> int:
+        """Pages that fit."""
+        return next(n for n in range(10**6) if cache_bytes(n + 1, below) > self.memory)
+
+    def check(self, preempted: bool) -> None:
+        """Between planning a step and running it."""
+        engine, running = self.engine, self.engine.scheduler.running
+        found = self.placement.offloaded
+        assert engine.cache.upper_bytes + buffer_bytes(engine) <= self.memory
+        assert cache_bytes(engine.cache.capacity, found) <= self.memory
+        used = len({page for request in running for page in request.pages if page != HOLE})
+        growth = sum(
+            max(0, -(-(len(r.prompt) + r.params.max_tokens) // PAGE) - len(r.pages))
+            for r in running
+        )
+        least = next(i for i in range(LAYERS + 1) if used <= self.most(i))
+        wanted = max(self.before, least)
+        if preempted or (engine.scheduler.waiting and engine.scheduler._slots):
+            assert found >= wanted  # somebody waits for pages
+        else:
+            while wanted and used + min(growth, self.most(wanted - 1) // 8) <= self.most(
+                wanted - 1
+            ):
+                wanted -= 1
+            assert found == wanted
+        self.before = found
+
+    @rule(length=st.integers(1, 100), start=st.integers(0, 2), more=st.integers(1, 30))
+    def come(self, length: int, start: int, more: int) -> None:
+        """Few different texts, of which shorter ones are the start of longer ones."""
+        text = prompt(100, start)[:length]
+        pages = -(-(length + more) // PAGE)
+        if pages <= self.engine.max_pages:
+            params = SamplingParams(max_tokens=more, temperature=0.0, ignore_eos=True)
+            self.requests.append(self.engine.add(text, params, keep_logits=True))
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(count=st.integers(1, 15))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+            self.engine.check_integrity()
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(number=st.integers(0, 99))
+    def leave(self, number: int) -> None:
+        left = [request for request in self.requests if not request.is_finished]
+        self.engine.abort(left[number % len(left)])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        plain = engine_of(memory="16MiB", prefix_cache=False)
+        for request in self.requests:
+            if request.finish_reason == "length":
+                params = dataclasses.replace(request.params, max_tokens=1)
+                alone = plain.add(request.prompt, params, given=request.generated, keep_logits=True)
+                run(plain)
+                found, wanted = torch.stack(request.logits), torch.stack(alone.logits)
+                assert (found - wanted[: len(found)]).abs().max() <= 1e-4
+        self.placement.prefetcher.close()
+        self.folder.cleanup()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
