@@ -57,6 +57,8 @@ def fill(cache: PageCache, seed: int = 0) -> None:
     for keys, values in zip(cache.keys, cache.values, strict=True):
         for tensor in (keys, values):
             tensor.copy_(torch.randn(tensor.shape, generator=random))
+    for data in cache.data:
+        data["low"].copy_(torch.randn(data["low"].shape, generator=random))
 
 
 def contents(cache: PageCache, layer: int) -> list[torch.Tensor]:

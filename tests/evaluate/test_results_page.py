@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from keyhole.bench import measure, report
-from keyhole.evaluate import results_errors, results_page, results_pictures, results_scope
+from keyhole.evaluate import (
+    results_controls,
+    results_errors,
+    results_page,
+    results_pictures,
+    results_scope,
+)
 from keyhole.evaluate.results_cells import (
     ASKED,
     cheapest_as_right,
@@ -83,9 +89,12 @@ def test_the_page_and_its_pictures_are_those_of_the_stored_lines() -> None:
     found = results_page.stored(results / results_page.LINES)
     errors = results_page.stored(results / results_page.ERRORS)
     scope = results_page.stored(results / results_page.SCOPE)
+    claims = {
+        name: results_page.stored(results / file) for name, file in results_controls.FILES.items()
+    }
     text = report.evaluation((docs / results_page.PAGE).read_text())
     again = "run `python -m benchmarks.evaluation --render`"
-    assert text == results_page.render(found, errors, scope), again
+    assert text == results_page.render(found, errors, scope, claims), again
     date = results_page.newest([*found, *errors]).encode()
     cells = results_page.measured(found)
     for name in results_pictures.names(cells, errors).all:
