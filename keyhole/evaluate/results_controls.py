@@ -45,6 +45,8 @@ TERMS = {
         "only with their own controls.",
     ),
 }
+#: What a line says of tokens beside the budget, and what the tables then say.
+OUTSIDE, BESIDE = "outside_budget", "beside"
 _READ = "The text is read densely, the question and the answer go through the policy."
 #: The tasks in the order of the page.
 TASKS = {
@@ -90,8 +92,9 @@ def section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) ->
             "of full attention the place cannot tell methods apart, and they are not ranked "
             "there. Intervals are Wilson's for a share and Newcombe's for a paired difference, at "
             "95 %; p is that of McNemar's exact test. A gain in bold is not chance at 5 % for the "
-            f"whole table (Holm). {NOTHING} was not measured. Step times are those of a machine "
-            "with other work on it."
+            f"whole table (Holm). {NOTHING} was not measured; where it says {BESIDE!r}, a method "
+            "reads tokens that its budget does not count and its controls do not have, so that no "
+            "gain can be told. Step times are those of a machine with other work on it."
         ),
         *parts,
     ]
@@ -120,12 +123,14 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
     samples = sorted({int(line["samples"]) for line in lines})
     shown = " to ".join(f"{number:,}" for number in dict.fromkeys((samples[0], samples[-1])))
     keys = sorted({(line["length"], line["budget"]) for line in lines if line["budget"]})
-    bold = _significant(beside.values())
+    bold = _significant([beside[id(line)] for line in lines if not line.get(OUTSIDE)])
 
     def right(line: Line, _: Comparison | None) -> str:
         return percent(line["score"])
 
-    def gain(_: Line, found: Comparison | None) -> str:
+    def gain(line: Line, found: Comparison | None) -> str:
+        if line.get(OUTSIDE):
+            return BESIDE
         if found is None or found.gain is None:
             return NOTHING
         if found.can_tell is False:
@@ -133,7 +138,9 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
         text = f"{100 * found.gain.points:+.0f}"
         return f"**{text}**" if id(found) in bold else text
 
-    def distance(_: Line, found: Comparison | None) -> str:
+    def distance(line: Line, found: Comparison | None) -> str:
+        if line.get(OUTSIDE):
+            return BESIDE
         return NOTHING if found is None else percent(found.distance)
 
     details = eval_controls_table.table(_sorted(lines), [])

@@ -96,6 +96,15 @@ def test_a_place_where_recency_is_enough_ranks_nobody() -> None:
     assert gains[2:] == [["`quest`", "cannot tell"]]
 
 
+def test_what_is_read_beside_the_budget_makes_no_gain() -> None:
+    found = lines(recent=2, method=15)
+    found[-1]["outside_budget"] = "the prompt"
+    parts = results_controls.section({"published": found}, {})
+    for title in ("Gain over its own recent control, points:", "Distance to the oracle, points:"):
+        assert rows(parts, title)[2:] == [["`quest`", "beside"]]
+    assert ["`quest`", "75"] in rows(parts, "Right answers, %:")
+
+
 def test_tables_of_different_terms_are_never_mixed() -> None:
     claims = {"equal": lines(2, 15), "published": lines(2, 9)}
     text = "\n\n".join(results_controls.section(claims, {}))
