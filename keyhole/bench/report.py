@@ -1,7 +1,7 @@
 """Writes what the stored lines say into the documents: `python -m keyhole.bench.report`.
 
     README.md          a table for each device, between two comments
-    docs/results.md    step times, memory, kernels, layers on the lower tier, the papers' headline
+    docs/results.md    step times, memory, kernels, offloaded layers, the papers' headline
                        settings; right answers, which `python -m benchmarks.evaluation` writes, stay
                        as they are
     docs/images/       step time against context, a picture for each of these tables; what repeats

@@ -1,4 +1,4 @@
-"""Buffers of layers that are below hold what the lower tier holds, whatever is asked, and when."""
+"""Buffers of offloaded layers hold what the layer holds, whatever is asked, and when."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class World:
         assert (found.float() - wanted.float()).abs().max() <= allowed
 
     def check_rows(self, layer: int, selection: Selection, resident: Resident) -> None:
-        """Every row in the buffers is the lower tier's, and the selected ones are there."""
+        """Every row in the buffers is the offloaded layer's, and the selected ones are there."""
         unit = selection.unit
         entries = self.loads._buffers[layer].entries
         for b, row in enumerate(self.rows):
