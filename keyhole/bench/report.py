@@ -27,6 +27,8 @@ EVALUATION = (
     "<!-- evaluation: python -m benchmarks.evaluation --render -->\n",
     "<!-- end of evaluation -->\n",
 )
+#: Absolute, so that the page of the package shows the README's pictures too.
+_IMAGES = "https://raw.githubusercontent.com/keyhole-llm/keyhole/main/docs/images/"
 _WRITTEN_BY = "<!-- Written by `python -m keyhole.bench.report`; measure again instead. -->"
 
 Line = dict[str, Any]
@@ -54,7 +56,7 @@ def render(lines: Sequence[Line]) -> str:
     if not last:
         return ""
     line = min(last, key=lambda line: int(line["settings"]["batch"]))
-    return f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, 'docs/images/')}\n"
+    return f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, _IMAGES)}\n"
 
 
 def inserted(text: str, tables: str) -> str:

@@ -177,7 +177,9 @@ class Policy:
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """Name and shape of what this policy keeps per sequence from step to step, int32.
 
-        Old numbers stand there when a sequence begins: `Step.fresh` says when to write first.
+        Old numbers stand there when a sequence begins: `Step.fresh` says when to write first. No
+        numbers of `Step.page_table`: pages get new ones when the cache is packed, and what belongs
+        to a page belongs in `page_data`, which moves with it.
         """
         return {}
 

@@ -5,19 +5,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.docs.markdown import anchors
+
 ROOT = Path(__file__).parents[2]
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
-_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _LINK = re.compile(r"\]\(<?([^)\s>]+)[^)]*\)|(?:src|href)=\"([^\"]+)\"")
 _ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
-
-
-def anchors(text: str) -> set[str]:
-    """The anchors GitHub gives to the headings of a Markdown text."""
-    headings = _HEADING.findall(_FENCE.sub("", text))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(page: Path) -> Iterator[str]:
