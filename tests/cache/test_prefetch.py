@@ -307,7 +307,7 @@ def test_a_layer_that_cannot_come_up_stays_below(monkeypatch: pytest.MonkeyPatch
     step(world, [1, 2, 3])
     with monkeypatch.context() as patch:
         patch.setattr("keyhole.cache.pages.huge_pages.new_empty", fails_once())
-        with pytest.raises(CapacityError, match="could not come back"):
+        with pytest.raises(CapacityError, match="could not be made resident again"):
             world.loads.restore(1)
     assert world.loads.layers == (0, 1)
     assert step(world, [1, 2, 3]).hits == 3 * 2
