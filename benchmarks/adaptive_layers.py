@@ -3,9 +3,9 @@
     python -m benchmarks.adaptive_layers
 
 Two engines over the bundled model have the same memory for keys and values, the same policy and the
-same derivations. In *adaptive* a layer moves to the lower tier when the memory is full, as usual;
+same derivations. In *adaptive* a layer is offloaded when the memory is full, as usual;
 in *all below* every layer is there from the start. Their steps take turns, so that both see the
-same machine. Which tokens come out is the same, and is checked. On a CPU the lower tier is a file.
+same machine. Which tokens come out is the same, and is checked. A CPU offloads to a file.
 One line, with the numbers of each quarter of the answer, goes to
 benchmarks/results/adaptive-layers.jsonl.
 """

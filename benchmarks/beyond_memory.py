@@ -6,7 +6,7 @@ The bundled model carries out a long derivation. Each way of running it is a pro
 loads the model, answers a short item, and then lowers its RLIMIT_DATA to what it uses at that
 moment, some room to compute in, and room for a part of the keys and values. From there on the
 system refuses it more private memory (anonymous and writable: mmap and brk). Files that are mapped
-and shared, such as the lower tier, do not count, and nothing that was there before is given back.
+and shared, such as offloaded layers, do not count, and nothing that was there before is given back.
 
     full, memory given      refused before it begins, by an error that names offload=
     full, memory not given  the cache grows until the system refuses; CapacityError
@@ -184,7 +184,7 @@ def _status(name: str) -> int:
     """Bytes, from proc(5).
 
     VmData is what RLIMIT_DATA limits. RssAnon is private memory, RssFile mapped files with the
-    lower tier among them, VmHWM the peak of both together.
+    offloaded layers among them, VmHWM the peak of both together.
     """
     text = _STATUS.read_text()
     return 1024 * int(text[text.index(f"{name}:") :].split()[1])

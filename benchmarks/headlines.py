@@ -56,7 +56,7 @@ def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     print(show.table(["system", line["unit"]], rows))
     for bar in line["bars"]:
         met = "met" if bar["met"] else "MISSED"
-        print(f"{met}: {bar['bar']} is {bar['value']:.2f}, wanted {bar['wanted']}")
+        print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
     return line
 
 

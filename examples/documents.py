@@ -29,5 +29,5 @@ print("answered:", answer.text.strip())
 reused = answer.reused
 print(f"{reused.sequence_ratio:.0%} of {reused.kept.shape[1]} tokens kept,", end=" ")
 print(f"{reused.tokens_not_computed} not computed, {reused.bytes_read:,} bytes read")
-print("P of each document:", *(f"{share:.2f}" for share in reused.shares))
+print("share of middle blocks kept:", *(f"{share:.2f}" for share in reused.shares))
 place.cleanup()

@@ -13,7 +13,7 @@ from keyhole.evaluate.document_tasks import exact_match, make
 from keyhole.reuse import make_reuse
 
 place = tempfile.TemporaryDirectory()
-# A prompt start that is known already would make a second method look faster.
+# A cached prefix would make a second method look faster.
 llm = LLM(keyhole.tiny(), documents=place.name, prefix_cache=False)
 params = SamplingParams(max_tokens=16)
 for kind in ("one", "needs_each_other"):

@@ -117,16 +117,26 @@ def is_number(value: object) -> bool:
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    None means: as the model's `generation_config` says, and if it says nothing, the neutral value
-    in the help. `temperature=0` is greedy decoding.
+    None takes the value of the model's `generation_config`, and without one the default in the
+    help. `temperature=0` is greedy decoding.
     """
 
     max_tokens: int = setting(256, "at most this many new tokens")
-    temperature: float | None = setting(None, "0 is greedy; neutral: 0 unless the model samples")
-    top_p: float | None = setting(None, "keep the smallest set with this probability; neutral: 1")
-    top_k: int | None = setting(None, "keep this many most likely tokens; 0 is all; neutral: 0")
-    min_p: float | None = setting(None, "keep tokens above this share of the best; neutral: 0")
-    repetition_penalty: float | None = setting(None, "divides scores of seen tokens; neutral: 1")
+    temperature: float | None = setting(
+        None, "0 is greedy; default: generation_config, else greedy"
+    )
+    top_p: float | None = setting(
+        None, "keep the smallest set with this probability; default: generation_config, else 1"
+    )
+    top_k: int | None = setting(
+        None, "keep this many most likely tokens; 0 is all; default: generation_config, else 0"
+    )
+    min_p: float | None = setting(
+        None, "keep tokens above this share of the best; default: generation_config, else 0"
+    )
+    repetition_penalty: float | None = setting(
+        None, "divides scores of seen tokens; default: generation_config, else 1"
+    )
     seed: int | None = setting(None, "the same seed gives the same tokens, in any batch")
     stop: tuple[str, ...] = setting((), "end before any of these texts")
     stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
@@ -158,16 +168,16 @@ class SamplingParams:
         require(value is None or (is_number(value) and good(value)), name, value, right)
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Every None replaced by the model's `generation_config` or the neutral value."""
+        """Every None replaced by the model's `generation_config` or the default."""
         sampled = bool(defaults.get("do_sample"))
-        neutral: dict[str, Any] = {
+        defaulted: dict[str, Any] = {
             "temperature": _or(defaults.get("temperature"), 1.0) if sampled else 0.0,
             "top_p": _or(defaults.get("top_p"), 1.0) if sampled else 1.0,
             "top_k": _or(defaults.get("top_k"), 0) if sampled else 0,
             "min_p": _or(defaults.get("min_p"), 0.0) if sampled else 0.0,
             "repetition_penalty": _or(defaults.get("repetition_penalty"), 1.0),
         }
-        missing = {name: value for name, value in neutral.items() if getattr(self, name) is None}
+        missing = {name: value for name, value in defaulted.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **missing)
 
 
@@ -182,13 +192,13 @@ class EngineConfig:
     max_batch: int = setting(8, "at most this many requests in one step")
     page_size: int = setting(16, "tokens in a page of the KV cache")
     prefill_chunk: int = setting(1024, "at most this many prompt tokens in one step")
-    prefix_cache: bool = setting(True, "do not compute the same prompt start twice")
+    prefix_cache: bool = setting(True, "compute a shared prefix once")
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
         None, "instead of memory: bytes for weights, KV cache and what a step computes with"
     )
     offload: str | None = setting(
-        None, "folder that layers move to when memory is full; on a GPU: any, it is host memory"
+        None, "folder for layers that do not fit; on a GPU any value enables RAM offload"
     )
     graphs: bool = setting(True, "on a GPU, repeat decode steps as CUDA graphs, where they can be")
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")

@@ -1,14 +1,14 @@
-"""What lives where: memory predicted from shapes alone, and the lengths at which layers move down.
+"""What lives where: memory predicted from shapes, and the lengths at which layers are offloaded.
 
-SpeContext (2025), section 6. Eq. 6 is the memory with every layer's keys and values on the upper
-tier, Eq. 7 with some layers on the lower one, where each keeps a buffer of `token_budget` tokens
-above; Eq. 8 asks for the fewest layers below. `MemoryModel.thresholds` is Algorithm 1, `Plan` is
-what Algorithm 2 asks while a text grows, and asks in reverse when texts have ended. All sizes are
-bytes.
+SpeContext (2025), section 6. Eq. 6 is the memory with every layer's keys and values resident,
+Eq. 7 with some layers offloaded (RAM or disk), where each keeps a resident buffer of `token_budget`
+tokens; Eq. 8 asks for the fewest offloaded layers. `MemoryModel.thresholds` is Algorithm 1, `Plan`
+is what Algorithm 2 asks while a text grows, and asks in reverse when texts have ended. All sizes
+are bytes.
 
 Differences from the paper: every constant is a named term, so that it can be that of our own cache
 (`measured`) or the paper's (`paper`); layers may differ, and those with a sliding window stay
-above; tokens come in pages; the data that selection needs stays above with its layer below.
+resident; tokens come in pages; the data that selection needs stays resident.
 
 Erratum: Algorithm 1 drops the factor 4 in front of i B R H D. Eq. 7 has it, and so have we.
 """
@@ -48,8 +48,8 @@ class LayerMemory:
     """What one layer keeps.
 
     token_bytes: keys and values of a token, all KV heads. slot_bytes: a token's place in the buffer
-    that the layer keeps above, per request, while it is below. movable: whether it may go below at
-    all.
+    that the layer keeps resident, per request, while offloaded. movable: whether it may be
+    offloaded at all.
     """
 
     token_bytes: int
@@ -59,10 +59,10 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """Bytes on the upper tier, term by term, for `requests` texts of one length.
+    """Resident bytes, term by term, for `requests` texts of one length.
 
     layers: L entries. requests: R. page_size: tokens that are kept together. token_budget: B;
-    buffer_tokens: the places that a layer below keeps above for it.
+    buffer_tokens: the resident places of an offloaded layer.
     weight_bytes, head_weight_bytes: the model and its retrieval head, M_O and M_D of Eq. 6, which
     are multiplied by `weight_factor`. head_token_bytes: the head's own keys of a token.
     side_page_bytes: what lies beside the keys of a page, in all layers. request_bytes: per request
@@ -89,7 +89,7 @@ class MemoryModel:
             value = getattr(self, name)
             require(is_count(value), name, value, "a whole number >= 1")
         # Otherwise a text without end would fit once every layer is below.
-        assert self._page_bytes(len(self.order)) > 0, "a page must cost something above"
+        assert self._page_bytes(len(self.order)) > 0, "a page must cost resident bytes"
 
     @classmethod
     def paper(
@@ -177,7 +177,7 @@ class MemoryModel:
         return self.requests * -(-length // self.page_size)
 
     def terms(self, pages: int, offloaded: int) -> dict[str, int]:
-        """Bytes on the upper tier, by name, with `pages` pages and the first of `order` below."""
+        """Resident bytes, by name, with `pages` pages and the first of `order` offloaded."""
         slots = sum(self.layers[i].slot_bytes for i in self.order[:offloaded])
         tokens = pages * self.page_size
         weights = self.weight_factor * (self.weight_bytes + self.head_weight_bytes)
@@ -197,14 +197,14 @@ class MemoryModel:
         return sum(self.terms(pages, offloaded).values()) - self.beside_bytes
 
     def bytes(self, length: int, offloaded: int = 0) -> int:
-        """Bytes on the upper tier for texts of `length` tokens with `offloaded` layers below.
+        """Resident bytes for texts of `length` tokens with `offloaded` layers offloaded.
 
         Eq. 6 where that is 0, else Eq. 7.
         """
         return sum(self.terms(self.pages(length), offloaded).values())
 
     def lower_bytes(self, length: int, offloaded: int) -> int:
-        """Bytes on the lower tier: all keys and values of the layers that are there."""
+        """Offloaded bytes: all keys and values of the layers that are offloaded."""
         row = self.token_bytes - self._token_bytes(offloaded)
         return self.pages(length) * self.page_size * row
 
@@ -214,11 +214,11 @@ class MemoryModel:
         return max(0, left // self._page_bytes(offloaded))
 
     def thresholds(self, memory: int) -> tuple[int, ...]:
-        """S_0 to S_L: the longest texts that fit with i layers below; 0 where not a page does.
+        """S_0 to S_L: the longest texts that fit with i layers offloaded; 0 where not a page does.
 
         They never fall where a layer of S_0 tokens is larger than its buffer (and staging, if any,
         fits). Where it is smaller, each is less than the one before: moving layers does not help,
-        and S_0 is the longest text. Where fewer than L layers may go below, the last are equal.
+        and S_0 is the longest text. Where fewer than L layers may be offloaded, the last are equal.
         """
         found = [
             self.capacity(memory, i) // self.requests * self.page_size
@@ -234,7 +234,7 @@ class MemoryModel:
         return Plan(model=self, memory=memory).offloaded(length)
 
     def largest_batch(self, length: int, memory: int, offloaded: int | None = None) -> int:
-        """The most requests of `length` tokens that fit with so many layers below; 0 if none does.
+        """The most requests of `length` tokens that fit with so many offloaded layers; 0: none.
 
         offloaded: None is whatever number of layers fits most.
         """
@@ -249,7 +249,7 @@ class MemoryModel:
         return max(0, (memory - fixed) // (self.bytes(length, offloaded) - fixed))
 
     def _token_bytes(self, offloaded: int) -> int:
-        """Keys and values of a token in the layers that are above."""
+        """Keys and values of a token in the resident layers."""
         down = sum(self.layers[i].token_bytes for i in self.order[:offloaded])
         return sum(layer.token_bytes for layer in self.layers) - down
 
@@ -262,8 +262,9 @@ class MemoryModel:
 class Row:
     """What a plan says of one length.
 
-    offloaded: layers below; None if the texts do not fit. upper_bytes, lower_bytes: on each tier,
-    None with it. largest_batch: requests of this length that fit, and that fit with all layers up.
+    offloaded: number of layers; None if the texts do not fit. upper_bytes, lower_bytes: resident
+    and offloaded, None with it. largest_batch: requests of this length that fit, and that fit with
+    all layers resident.
     """
 
     length: int
@@ -306,7 +307,7 @@ class Plan:
 
     @cached_property
     def capacities(self) -> tuple[int, ...]:
-        """Pages of all requests that fit with 0, 1, ... layers below."""
+        """Pages of all requests that fit with 0, 1, ... layers offloaded."""
         places = range(len(self.model.order) + 1)
         return tuple(self.model.capacity(self.memory, i) for i in places)
 
@@ -316,7 +317,7 @@ class Plan:
         return self.model.thresholds(self.memory)
 
     def offloaded(self, length: int) -> int:
-        """The fewest layers below for requests that all have `length` tokens."""
+        """The fewest layers to offload for requests that all have `length` tokens."""
         found = self.offloaded_for(self.model.pages(length))
         if found is None:
             model = self.model
@@ -324,13 +325,13 @@ class Plan:
             places = range(len(model.order) + 1)
             need, best = min((model.bytes(length, i), i) for i in places)
             raise CapacityError(
-                f"{count} requests of {length} tokens need {_mib(need)} with {best} layers on the "
-                f"lower tier, memory is {_mib(self.memory)}; lower requests, length or token_budget"
+                f"{count} requests of {length} tokens need {_mib(need)} with {best} layers "
+                f"offloaded, memory is {_mib(self.memory)}; lower requests, length or token_budget"
             )
         return found
 
     def offloaded_for(self, pages: int) -> int | None:
-        """The fewest layers below for requests of any lengths with `pages` pages; None: too many.
+        """The fewest layers to offload for requests with `pages` pages in all; None: too many.
 
         Algorithm 2 is: before a step that needs a page more, while fewer layers are below, move the
         next of `model.order`.
@@ -375,7 +376,7 @@ class Plan:
 
     @cached_property
     def _longest(self) -> tuple[int, ...]:
-        """For each number of layers below, the most pages that fit with it or with fewer."""
+        """For each number of offloaded layers, the most pages that fit with it or with fewer."""
         return tuple(max(self.capacities[: i + 1]) for i in range(len(self.capacities)))
 
     def _row(self, length: int) -> Row:

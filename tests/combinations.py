@@ -4,7 +4,7 @@
 
 A cell runs three ragged requests side by side, on a small random model. It works if with a budget
 above the length its logits are those of full attention, and if with a small budget each request
-gets what it gets alone and, where layers live on a lower tier, what it gets without. Else it must
+gets what it gets alone and, where layers are offloaded, what it gets without. Else it must
 be refused with an error of ours; anything else is a failure.
 """
 
@@ -62,7 +62,7 @@ ASKED = ((("a", "b"), prompt(5, 2)), (("c",), prompt(3, 2)), (("b", "c", "a"), p
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; lower: some layers live on the lower tier."""
+    """One combination; lower: some layers are offloaded."""
 
     policy: str
     family: str
@@ -229,10 +229,10 @@ def render(found: dict[Cell, str | None]) -> str:
     """The table: a row per policy, what is refused by which families' names, reasons below."""
     columns: dict[str, Callable[[Cell], bool]] = {
         "prompt": lambda cell: cell.way == PLAIN and not cell.lower,
-        "lower tier": lambda cell: cell.way == PLAIN and cell.lower,
+        "offloaded": lambda cell: cell.way == PLAIN and cell.lower,
         "`keyhole.sparse`": lambda cell: cell.way == SPARSE,
         "stored documents": lambda cell: cell.way in reuses() and not cell.lower,
-        "stored documents, lower tier": lambda cell: cell.way in reuses() and cell.lower,
+        "stored documents, offloaded": lambda cell: cell.way in reuses() and cell.lower,
     }
     reasons: list[str] = []
     rows = []

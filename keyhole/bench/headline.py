@@ -70,7 +70,7 @@ def on(settings: Asked, device: str) -> Any:
 
 def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> Line:
     device = measure.device(settings.device)
-    # The host is the lower tier of a GPU; below a CPU there is no such peer.
+    # A GPU offloads to the host's RAM; for a CPU there is no such peer.
     theirs = headline.theirs if device.type == "cuda" else (FLASH,)
     bandwidth = measure.read_bandwidth(device)
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:

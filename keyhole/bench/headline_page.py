@@ -1,4 +1,4 @@
-"""What docs/results.md says of the papers' headline settings: what is wanted, what was found."""
+"""What docs/results.md says of the papers' headline settings: targets and what was found."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Line = dict[str, Any]
 UNMEASURED = "unmeasured"
 #: Who reads everything, once, in place.
 _DENSE = ("full", FLASH)
-_HEADS = "setting;speed;in the paper;wanted;found".split(";")
+_HEADS = "setting;speed;in the paper;target;found".split(";")
 
 
 def section(lines: Sequence[Line]) -> list[str]:
-    """Paragraphs and a table with a row for everything wanted; only lines of a GPU count.
+    """Paragraphs and a table with a row for every target; only lines of a GPU count.
 
     What no line tells is named as unmeasured.
     """
@@ -28,13 +28,13 @@ def section(lines: Sequence[Line]) -> list[str]:
     left = len(HEADLINES) - len(last)
     return [
         "## The papers' headline settings, on a GPU",
-        "What is wanted on one NVIDIA GPU, at the settings that the papers lead with: a speed by\n"
+        "The targets on one NVIDIA GPU, at the settings that the papers lead with: a speed by\n"
         "that of another system of the same run, with weights of the right shape and random\n"
         "numbers (`make gpu PART=4` and on; `keyhole/bench/headlines.py` has the settings).\n"
         "SpeContext's table 3 is of whole answers: as many requests at once as a system has room\n"
         "for beside its weights, steps timed at 4 lengths along the answer, and their times\n"
-        "integrated; prompts are not counted. With 24 GB one request has room above, so what is\n"
-        "wanted there is of `spe_context_below`: its layers go to the host as texts grow, as\n"
+        "integrated; prompts are not counted. With 24 GB one request has room, so the target\n"
+        "there is that of `spe_context_below`: its layers are offloaded as texts grow, as\n"
         "many requests run as memory and 32 GiB of the host allow, and its head chooses about\n"
         "four of five tokens again at the next step, as in the paper's figure 6b.\n"
         f"Of {len(HEADLINES)} settings {left} are {UNMEASURED}:",
@@ -53,13 +53,13 @@ def _arithmetic() -> list[str]:
             continue
         wanted = max(bar.wanted for bar in one.bars if bar.by in _DENSE)
         found = ideal(one.settings)
-        far = ": out of reach without the lower tier, which `spe_context_below` uses"
+        far = ": out of reach without offloading, which `spe_context_below` uses"
         reach = "" if found.gain >= wanted else far
         plural = "" if found.requests == 1 else "s"
         sizes = one.about.removesuffix(f", budget {one.settings.decode.token_budget:,}")
         rows.append(
             f"- {sizes}: {found.requests} request{plural}, by bytes at most {found.gain:.2f}, "
-            f"wanted {wanted}{reach}"
+            f"target {wanted}{reach}"
         )
     return [
         "What arithmetic says of these bars: a step must read the weights, without the input\n"

@@ -121,7 +121,7 @@ def _long_prompt(of: str = "spe_context") -> tuple[Bar, ...]:
 _BELOW = "spe_context_below"
 
 _OF_LONG_PROMPTS = (
-    f"For a long prompt the paper's own ratios of that column are wanted "
+    f"For a long prompt the targets are the paper's own ratios of that column "
     f"({_long_prompt()[0].wanted} over Flash Attention,\n{_long_prompt()[1].wanted} over "
     f"FlashInfer), not those of its long answers ({_long_answer()[0].wanted} over eager, "
     f"{_long_answer()[1].wanted}): over eager\n"

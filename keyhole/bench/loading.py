@@ -81,9 +81,9 @@ class Text:
 class Loading:
     """One engine, with `requests` requests at most, for texts whose tokens are given.
 
-    All layers that may are on the lower tier from the first token on, or as many as must where
+    All layers that may are offloaded from the first token on, or as many as must where
     `memory` is what keys and values may take above; they are loaded as `kind` says. None: all are
-    above. folder: of the files that are the lower tier below a CPU. graphs: whether steps may be
+    above. folder: of the files that a CPU offloads to. graphs: whether steps may be
     repeated from a recording, in which `kind` is not called.
     """
 
@@ -128,7 +128,7 @@ class Loading:
 
     @property
     def layers_below(self) -> int:
-        """Layers on the lower tier."""
+        """Offloaded layers."""
         return 0 if self.engine.placement is None else self.engine.placement.offloaded
 
     @property

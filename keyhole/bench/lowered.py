@@ -1,4 +1,4 @@
-"""A policy whose layers go to the lower tier as texts grow, as a system of whole answers.
+"""A policy whose layers are offloaded as texts grow, as a system of whole answers.
 
 SpeContext's section 6 makes room for more requests that way. The engine and its cache are made for
 one length at a time, with as many layers below as the plan says for it. Requests are bounded by
@@ -66,7 +66,7 @@ class Steady(RetrievalHead):
 class Measured:
     """Steps of all requests at one length.
 
-    layers_below: on the lower tier. hit_rate: share of the chosen tokens of these layers that were
+    layers_below: offloaded layers. hit_rate: share of the chosen tokens of these layers that were
     above already; moved_bytes: of a step. error: of one request's logits against those of an
     engine with everything above.
     """

@@ -1,9 +1,9 @@
-"""Layers on the lower tier: how much repeats from step to step, what is moved, what it costs.
+"""Offloaded layers: how much repeats from step to step, what is moved, what it costs.
 
 The bundled model works through long derivations whose right words are given, so that every system
 has the same past. In a first pass the whole answer is decoded: logits must agree between all ways
 of loading, selections and copies are counted. In a second one the last steps are timed, all
-systems in turns. Where the lower tier is a file that the operating system keeps in its own memory,
+systems in turns. Where the operating system caches the file of the offloaded layers in memory,
 times are those of copies in memory; bytes do not depend on that.
 """
 

@@ -1,4 +1,4 @@
-"""What docs/results.md says of loading from the lower tier, and its picture. Needs matplotlib."""
+"""What docs/results.md says of loading from offloaded layers, and its picture. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def section(line: Line) -> list[str]:
     below = {r["policy"]: r["layers_below"] for r in line["results"] if r["system"] == ELASTIC}
     where = ", ".join(f"{count} layers under `{policy}`" for policy, count in below.items())
     return [
-        "## Layers on the lower tier",
+        "## Offloaded layers",
         f"![Share of a selection that repeats, against budget](images/{PICTURE})",
-        f"The bundled model works through long derivations, with all layers that may on the lower\n"
-        f"tier from the first token on: {where}. Repeated: the share of a step's\n"
+        f"The bundled model works through long derivations, with all layers offloaded that may\n"
+        f"be, from the first token on: {where}. Repeated: the share of a step's\n"
         "selection that the step before had too, in tokens (pages under `delta`). Already there:\n"
         "tokens that the buffers held, the newest one left out. The last column tells how often\n"
         "the right next word was the likeliest, without offloading or with it:",
@@ -41,7 +41,7 @@ def section(line: Line) -> list[str]:
             _rows(line, _moved),
         ),
         "Time of a step, everything above = 1, and in brackets the milliseconds that attention\n"
-        "waited for copies. The lower tier is a file here: where the system keeps it in memory,\n"
+        "waited for copies. Layers are offloaded to a file here: where the system caches it,\n"
         "these are copies within memory.",
         tables.written(
             _TIMES,

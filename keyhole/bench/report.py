@@ -1,7 +1,7 @@
 """Writes what the stored lines say into the documents: `python -m keyhole.bench.report`.
 
     README.md          a table for each device, between two comments
-    docs/results.md    step times, memory, kernels, layers on the lower tier, the papers' headline
+    docs/results.md    step times, memory, kernels, offloaded layers, the papers' headline
                        settings; right answers, which `python -m benchmarks.evaluation` writes, stay
                        as they are
     docs/images/       step time against context, a picture for each of these tables; what repeats
@@ -27,6 +27,8 @@ EVALUATION = (
     "<!-- evaluation: python -m benchmarks.evaluation --render -->\n",
     "<!-- end of evaluation -->\n",
 )
+#: Absolute, so that the page of the package shows the README's pictures too.
+_IMAGES = "https://raw.githubusercontent.com/keyhole-llm/keyhole/main/docs/images/"
 _WRITTEN_BY = "<!-- Written by `python -m keyhole.bench.report`; measure again instead. -->"
 
 Line = dict[str, Any]
@@ -54,7 +56,7 @@ def render(lines: Sequence[Line]) -> str:
     if not last:
         return ""
     line = min(last, key=lambda line: int(line["settings"]["batch"]))
-    return f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, 'docs/images/')}\n"
+    return f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, _IMAGES)}\n"
 
 
 def inserted(text: str, tables: str) -> str:

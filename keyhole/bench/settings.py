@@ -45,7 +45,7 @@ ALL_PEERS = PEERS | MORE_PEERS
 #: computes flash attention.
 OUTSIDE = {"llama_cpp": False, "llama_cpp_flash": True}
 
-#: Policies of whole answers whose layers go to the lower tier as their texts grow.
+#: Policies of whole answers whose layers are offloaded as their texts grow.
 LOWERED = {"spe_context_below": "spe_context"}
 
 #: Policies that are timed unless others are asked for.
@@ -138,7 +138,7 @@ class ThroughputSettings:
     """Whole answers by the decode benchmark; `keyhole.bench.headlines` names such settings.
 
     prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
-    bytes that layers on the lower tier may take, of the systems in LOWERED. points: how many
+    bytes that offloaded layers may take, of the systems in LOWERED. points: how many
     lengths along the answer are measured. decode: the rest; its contexts and batch are not used.
     """
 
@@ -176,7 +176,7 @@ class KernelSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
-    """The benchmark of loading from the lower tier, on the bundled model."""
+    """The benchmark of loading from offloaded layers, on the bundled model."""
 
     budgets: tuple[int, ...] = setting((64, 128, 256, 512, 1024), "token budgets, the least first")
     policies: Names = setting(  # noqa: RUF009
@@ -185,7 +185,7 @@ class OffloadSettings:
     words: int = setting(2048, "words of a derivation, its answer included")
     items: int = setting(2, "derivations")
     folder: str | None = setting(
-        None, "where the lower tier is; None: the system's place; below a GPU it is host memory"
+        None, "folder of the offloaded layers; None: the system's place; a GPU offloads to RAM"
     )
     repeat: int = setting(100, "last steps of each derivation that are timed")
     context: int | None = setting(

@@ -64,7 +64,7 @@ def kernels(line: Line) -> list[str]:
 def bars(line: Line) -> str:
     """A row for everything that was to be reached; empty where there was nothing."""
     return "\n".join(
-        f"- {bar['bar']}: {bar['value']:.2f}, wanted {bar['wanted']}"
+        f"- {bar['bar']}: {bar['value']:.2f}, target {bar['wanted']}"
         f"{'' if bar['met'] else ' (missed)'}"
         for bar in line.get("bars", [])
     )

@@ -6,7 +6,7 @@ at some lengths along the way, each as in the decode benchmark, and their times 
 the trapezoidal rule over the answer's tokens. Prompts are not computed and not counted. Systems
 with the same number of requests take turns; those of another number, and other people's caches,
 have a sitting of their own, beside ours where the numbers are equal. So have policies whose layers
-go to the lower tier (`keyhole.bench.lowered`).
+are offloaded (`keyhole.bench.lowered`).
 """
 
 from __future__ import annotations

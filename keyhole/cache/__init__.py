@@ -1,1 +1,1 @@
-"""Where keys and values live: layouts, pages with reference counts, shared prompt starts."""
+"""Where keys and values live: layouts, pages with reference counts, shared prefixes."""

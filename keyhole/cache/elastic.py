@@ -132,7 +132,7 @@ class ElasticBuffer:
     def exchange(
         self, selection: Selection, frame: Frame, key_pages: Tensor, value_pages: Tensor
     ) -> Resident:
-        """Loads what is selected and not here yet from the lower tier's pages [P, Hkv, ...].
+        """Loads what is selected and not here yet from the offloaded pages [P, Hkv, ...].
 
         The newest token is expected in neither; `Resident.append` writes it here. selection: at
         most num_tokens - page_size tokens, of one unit as long as anything is to be kept.

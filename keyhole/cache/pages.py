@@ -4,8 +4,8 @@ A page holds `page_size` tokens in every layer at once, so one page number serve
 layer there is one tensor in which a head's page of keys is followed by its page of values: what is
 read together lies together, which selected tokens gain most by (benchmarks/LOG.md). Beside it lies
 what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`. Keys and values
-of a layer can move to a lower tier, where they are used and grow as before, and up again once the
-tensors have been cut to what is in use.
+of a layer can be offloaded (to RAM or disk), are used and grow there as before, and return once
+the tensors have been cut to what is in use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PageCache:
     peak_pages: the most pages that were in use at once.
     released: how many references to pages have been given up so far.
     moves: how often tensors have been replaced by others, of another size or on another tier.
-    empty: a tensor without numbers, of the upper tier's dtype and device.
+    empty: a tensor without numbers, of the resident layers' dtype and device.
     room: asked before the tensors grow; None: they may grow to `max_pages`.
     """
 
@@ -78,7 +78,7 @@ class PageCache:
         self._refs: list[int] = []
         self._free: list[int] = []
         self._aside: int | None = None
-        self._stores: dict[int, Store] = {}  # layers on the lower tier
+        self._stores: dict[int, Store] = {}  # offloaded layers
         self.empty = empty = torch.empty(0, dtype=dtype, device=device)
         self._pages = [
             empty.new_empty(0, layout.num_kv_heads, self.page_size * layout.numbers_per_head)
@@ -126,17 +126,17 @@ class PageCache:
 
     @property
     def lower_layers(self) -> tuple[int, ...]:
-        """Layers whose keys and values are on the lower tier."""
+        """Layers whose keys and values are offloaded."""
         return tuple(sorted(self._stores))
 
     @property
     def lower_bytes(self) -> int:
-        """Bytes of the tensors on the lower tier."""
+        """Bytes of the offloaded tensors."""
         return sum(self._pages[layer].nbytes for layer in self._stores)
 
     @property
     def upper_bytes(self) -> int:
-        """Bytes of the tensors on the upper tier: keys, values and all side data."""
+        """Bytes of the resident tensors: keys, values and all side data."""
         return sum(tensor.nbytes for tensor in self._tensors()) - self.lower_bytes
 
     def move_down(self, layer: int, tier: Tier) -> None:
@@ -154,14 +154,14 @@ class PageCache:
         self.keys, self.values = self._views()
 
     def move_up(self, layer: int) -> None:
-        """Moves keys and values of a layer back to the upper tier. Not while a step runs.
+        """Moves keys and values of an offloaded layer back. Not while a step runs.
 
         What it took below is given back. CapacityError if there is no memory for as many pages as
         there are; nothing has changed then.
         """
         lower = self._pages[layer]
         self._settle()
-        with _no_room("a layer could not come back to the upper tier"):
+        with _no_room("an offloaded layer could not be made resident again"):
             upper = huge_pages.new_empty(self.empty, self.capacity, *lower.shape[1:])
         used = self._past_last
         upper[:used] = lower[:used]
@@ -193,7 +193,7 @@ class PageCache:
         return numbers
 
     def cut(self, count: int) -> None:
-        """Gives the memory of all but the first `count` pages of the upper tier back.
+        """Gives the resident memory of all but the first `count` pages back.
 
         None of the others is in use (`pack` first). Not while a step runs. One tensor after the
         other; CapacityError if there is no memory for a smaller one, and the rest stays larger.
@@ -307,7 +307,7 @@ class PageCache:
         assert free == [page for page, count in enumerate(self._refs) if count == 0], "free list"
 
     def _settle(self) -> None:
-        """Before the host touches pages of the lower tier that a GPU may still write."""
+        """Before the host touches offloaded pages that a GPU may still write."""
         if self._stores and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -391,7 +391,7 @@ def _no_room(message: str) -> Iterator[None]:
     """Memory that is not there becomes a CapacityError with this message."""
     try:
         yield
-    except CapacityError:  # of the lower tier, which says more
+    except CapacityError:  # of the offload tier, which says more
         raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

@@ -1,6 +1,6 @@
 """Elastic loading ahead of time: copies for later layers run while earlier ones compute.
 
-SpeContext, section 5: a selection that is known before layer 0 lets all layers on the lower tier be
+SpeContext, section 5: a selection that is known before layer 0 lets all offloaded layers be
 loaded in their order, beside the computation. What is not started ahead, since a policy chooses in
 the layer, or is started with another selection, is loaded when it is waited for: starting is never
 needed for a right result.
@@ -81,7 +81,7 @@ class _Load:
 
 
 class Prefetcher:
-    """The buffers of all layers of a cache that are on the lower tier.
+    """The buffers of all offloaded layers of a cache.
 
     A step is `begin`, any number of `start`, a `wait` for each layer that attends to a selection,
     `end`. Called by one thread.
@@ -128,7 +128,7 @@ class Prefetcher:
         return self._cuts + sum(buffer.cuts for buffer in self._buffers.values())
 
     def offload(self, layer: int, tier: Tier) -> None:
-        """Moves a layer of the cache to the lower tier, and gives it buffers where it was.
+        """Offloads a layer of the cache, and gives it buffers where it was.
 
         Between steps. CapacityError if it does not fit there; nothing has changed then.
         """
@@ -140,7 +140,7 @@ class Prefetcher:
         self._buffers[layer] = buffer
 
     def restore(self, layer: int) -> None:
-        """Moves a layer of the cache back to the upper tier, in the place of its buffers.
+        """Moves an offloaded layer of the cache back, in the place of its buffers.
 
         Between steps. CapacityError if there is no memory for it; it stays below then.
         """
@@ -240,7 +240,7 @@ class Prefetcher:
         self._pool.shutdown()
 
     def _buffer(self, layer: int) -> ElasticBuffer:
-        """Empty buffers, on the upper tier."""
+        """Empty buffers, on the cache's device."""
         return ElasticBuffer(
             self._cache.geometry.layers[layer],
             self._cache.empty,

@@ -1,4 +1,4 @@
-"""Prompt starts that were computed before: full pages found again by the tokens up to their end.
+"""Prefixes that were computed before: full pages found again by the tokens up to their end.
 
 A page is known by a digest of all tokens from the start of the sequence to the end of the page. The
 index holds a reference to each page it knows and gives the least recently used back when pages run
@@ -18,7 +18,7 @@ from keyhole.cache.pages import PageCache
 
 
 class PrefixIndex:
-    """Which pages hold which prompt starts."""
+    """Which pages hold which prefixes."""
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""The lower tier: where a layer's pages go when the upper one is too small for them.
+"""Where offloaded pages go: to RAM, or to files on disk.
 
 Two pairs, one interface: below a GPU's memory lies pinned memory of the host, below a CPU's memory
 a file, mapped into memory, in a folder of the user's choice. A layer moves as a whole, down and up
@@ -37,7 +37,7 @@ _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Store(Protocol):
-    """One layer's pages on a lower tier."""
+    """One layer's offloaded pages."""
 
     def resized(self, count: int) -> Tensor:
         """All pages as one tensor [count, ...]; those there before are as they were.
@@ -48,7 +48,7 @@ class Store(Protocol):
 
 
 class Tier(Protocol):
-    """A place below the upper tier."""
+    """A place for offloaded pages."""
 
     def store(self, like: Tensor) -> Store:
         """An empty store for pages with the dtype and shape, but for the first number, of `like`.
@@ -144,7 +144,7 @@ class PinnedStore:
 
 
 def move(upper: Tensor, lower: Tensor) -> None:
-    """Copies pages [count, ...] of the upper tier to `lower`; what `upper` holds is lost.
+    """Copies pages [count, ...] of a resident layer to `lower`; what `upper` holds is lost.
 
     Memory of a CPU is given back block by block, so that nothing is held twice at any time, at a
     moment when there is none to spare.

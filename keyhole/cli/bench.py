@@ -1,6 +1,6 @@
 """Measures this machine beside what others do on it: operations (kernels) or whole steps (decode).
 
-Or the bundled model with its layers on a lower tier, beside itself without (offload).
+Or the bundled model with offloaded layers, beside itself without (offload).
 
 All systems of a run take turns and must agree before they are timed. Every run adds a line to
 benchmarks/results/ of the checkout, or of the current directory where there is none.
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
-        print(f"{met}: {bar['bar']} is {bar['value']:.2f}, wanted {bar['wanted']}")
+        print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
     print(f"memory is read at {line['read_bytes_per_s'] / 1e9:.1f} GB/s; written: {output}")
     return 0
 

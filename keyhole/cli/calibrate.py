@@ -54,7 +54,7 @@ class PlacementSettings:
         "what optimal goes by: attention mass kept, or relative error of the attention output; "
         "None: mass",
     )
-    num_delta_layers: int = setting(3, "layers that choose")
+    num_delta_layers: int = setting(3, "layers that select pages")
     max_tokens: int = setting(256, "tokens to generate per prompt")
     plot: str | None = setting(None, "write a picture of the recall to this file")
 

@@ -1,10 +1,11 @@
 """Writes the documents that the program itself knows: `python -m keyhole.cli.docs`.
 
-    docs/cli.md       every command with its help
-    docs/methods.md   every policy and reuse method: the idea, the cost, the differences from the
-                      paper, the settings
+    docs/cli.md         every command with its help
+    docs/methods.md     every policy and reuse method: the idea, the cost, the differences from the
+                        paper, the settings
+    docs/python-api.md  its tables of settings; the rest is written by people
 
-A test compares them with `render()`.
+Tests compare them with `render()` and `with_settings()`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +22,13 @@ from typing import Any
 
 from keyhole.cli import build_parser, show
 from keyhole.cli.parser import Formatter, Parser
-from keyhole.config import help_of
+from keyhole.config import EngineConfig, SamplingParams, help_of
 from keyhole.policy import policies
 from keyhole.reuse import reuses
 
 _WIDTH = 100
 _BEGIN, _END = "<!-- combinations: python -m tests.combinations -->", "<!-- end of combinations -->"
+_SETTINGS = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 _DIFFERENCES = "Differences (theirs | ours | effect measured):"
 _WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
 
@@ -50,9 +53,18 @@ def with_combinations(text: str, table: str) -> str:
     return f"{before}{_BEGIN}\n{table}\n{_END}{rest.partition(_END)[2]}"
 
 
+def with_settings(text: str) -> str:
+    """The text of docs/python-api.md with a table of settings behind each of its marks."""
+    classes = {cls.__name__: cls for cls in (EngineConfig, SamplingParams)}
+    return _SETTINGS.sub(lambda m: f"{m[1]}{_settings(classes[m[2]])}\n{m[3]}", text)
+
+
 def main() -> None:
     """Writes them below the repository that this file is in."""
     root = Path(__file__).parents[2]
+    api = root / "docs" / "python-api.md"
+    api.write_text(with_settings(api.read_text()))
+    print("written: docs/python-api.md")
     page = root / "docs" / "methods.md"
     combinations = combinations_in(page.read_text()) if page.is_file() else ""
     for name, text in render(combinations).items():
@@ -98,10 +110,10 @@ def _methods(combinations: str) -> str:
         *_table(reuses(), "reuse method", "what a prompt keeps"),
         "# What works together",
         "Every policy was run with every kind of model, ragged requests side by side: on prompts,\n"
-        "with layers on a lower tier, in transformers' own `generate`, and over stored documents\n"
-        "by every reuse method. *Yes*: a budget above the length gives the logits of full\n"
-        "attention, and a smaller one gives each request what it gets alone, on whichever tier\n"
-        "its keys are. All else is refused when the program starts, with the reason below.",
+        "with offloaded layers (RAM or disk), in transformers' own `generate`, and over stored\n"
+        "documents by every reuse method. *Yes*: a budget above the length gives the logits of\n"
+        "full attention, and a smaller one gives each request what it gets alone, offloaded or\n"
+        "not. All else is refused when the program starts, with the reason below.",
         f"{_BEGIN}\n{combinations}\n{_END}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -122,14 +134,18 @@ def _method(name: str, cls: type[Any]) -> str:
     """Module docstring and settings of one method."""
     about = inspect.getdoc(sys.modules[cls.__module__]) or ""
     parts = [f"## {name}", with_differences(about)]
-    fields = dataclasses.fields(cls)
-    if fields:
-        rows = [
-            f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(help_of(field))} |"
-            for field in fields
-        ]
-        parts.append("\n".join(["| setting | default | |\n|---|---|---|", *rows]))
+    if dataclasses.fields(cls):
+        parts.append(_settings(cls))
     return "\n\n".join(parts)
+
+
+def _settings(cls: type[Any]) -> str:
+    """The settings of a dataclass as a table."""
+    rows = [
+        f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(help_of(field))} |"
+        for field in dataclasses.fields(cls)
+    ]
+    return "\n".join(["| setting | default | |\n|---|---|---|", *rows])
 
 
 def with_differences(about: str) -> str:

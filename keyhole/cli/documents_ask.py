@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     flags.add_policy(parser)
     flags.add_reuse(parser)
-    flags.add_settings(parser, SamplingParams, "choice of tokens")
+    flags.add_settings(parser, SamplingParams, "sampling")
     flags.add_settings(parser, EngineConfig, "engine")
 
 
@@ -110,7 +110,7 @@ def closing_lines(number: int, reused: Reused | None, stats: Stats) -> list[str]
     ]
     lines = [" | ".join(parts)]
     if reused.shares is not None:
-        lines.append(f"P per document: {_shares(reused.documents, reused.shares)}")
+        lines.append(f"share of middle blocks kept: {_shares(reused.documents, reused.shares)}")
     return lines
 
 

@@ -1,10 +1,10 @@
 """Says which layers' keys and values fit into memory at which length, from a model's config alone.
 
-No weights are loaded. Layers that do not fit go to the lower tier, the last first, and keep a
-buffer of token_budget tokens above. With --policy it is what LLM(policy, offload=FOLDER) does with
-the same --memory or --total-memory: what the policy and its retrieval head keep counts, and layers
-that the policy reads in full stay above. On a GPU, total memory is what its context leaves, and
-where steps are recorded one more request counts.
+No weights are loaded. Layers that do not fit are offloaded (RAM or disk), the last first, and keep
+a buffer of token_budget tokens in memory. With --policy it is what LLM(policy, offload=FOLDER) does
+with the same --memory or --total-memory: what the policy and its retrieval head keep counts, and
+layers that the policy reads in full stay in memory. On a GPU, total memory is what its context
+leaves, and where steps are recorded one more request counts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class PlanSettings:
         None, "instead of memory: bytes for weights, KV cache and what a step computes with"
     )
     policy: str | None = setting(
-        None, "with its default settings; None: all layers may go below, nothing lies beside keys"
+        None,
+        "with its default settings; None: all layers may be offloaded, nothing lies beside keys",
     )
     requests: int = setting(1, "texts at once")
-    token_budget: int = setting(1024, "tokens that a layer on the lower tier keeps above")
+    token_budget: int = setting(1024, "tokens that an offloaded layer keeps in memory")
     lengths: tuple[int, ...] | None = setting(
         None, "lengths to show; None: powers of two up to the model's longest"
     )
@@ -218,7 +219,15 @@ def _as_given(plan: Plan, settings: PlanSettings) -> str:
     return f": {given}, or LLM(memory={plan.cache_memory}, {batch})"
 
 
-_HEADS = ("tokens", "layers above", "below", "memory above", "below", "largest batch", "all above")
+_HEADS = (
+    "tokens",
+    "resident layers",
+    "offloaded",
+    "resident bytes",
+    "offloaded",
+    "largest batch",
+    "all resident",
+)
 
 
 def _text(plan: Plan, shape: Checkpoint, settings: PlanSettings, lengths: tuple[int, ...]) -> str:
@@ -238,7 +247,7 @@ def _text(plan: Plan, shape: Checkpoint, settings: PlanSettings, lengths: tuple[
         f"{shape.num_parameters:,} weights counted from {shape.counted_from}\n"
         f"{fixed}; a token {show.bytes_text(row_bytes)}\n"
         f"left for the KV cache {show.bytes_text(plan.cache_memory)}{_as_given(plan, settings)}\n\n"
-        f"longest texts with 0 to {len(plan.model.layers)} layers below:\n{wrapped}\n\n"
+        f"maximum context with 0 to {len(plan.model.layers)} layers offloaded:\n{wrapped}\n\n"
         f"{show.table(_HEADS, [_cells(row, plan) for row in plan.rows(lengths)], left=0)}\n"
     )
 

@@ -1,4 +1,4 @@
-"""Makes the cache of an engine: as large as memory allows, with a lower tier if one is wanted."""
+"""Makes the cache of an engine: as large as memory allows, with offloading if wanted."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def too_long(
         layers, most = len(placement.plan.model.order), cache.max_pages * config.page_size
         return (
             f"{length} tokens (prompt and max_tokens) do not fit into "
-            f"{placement.plan.cache_memory} bytes of KV cache with all {layers} layers that may on "
-            f"the lower tier: {most} do; raise {_limit(config)}, or lower token_budget, max_batch "
+            f"{placement.plan.cache_memory} bytes of KV cache with all {layers} layers that may be "
+            f"offloaded: {most} do; raise {_limit(config)}, or lower token_budget, max_batch "
             "or max_tokens"
         )
     pages = -(-length // config.page_size)

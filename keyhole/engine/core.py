@@ -134,7 +134,7 @@ class Engine:
         if recorded is None:
             return f"there are no CUDA graphs on a device of kind {self.model.device.type}"
         if self.policy.reads_keys and self.cache.lower_layers:
-            return "the policy reads keys, and layers are on the lower tier"
+            return "the policy reads keys, and layers are offloaded"
         return recorded.why_not
 
     def add(

@@ -45,15 +45,15 @@ def model_size(model: Model, head: RetrievalHead | None) -> ModelSize:
 
 
 def movable(geometry: Geometry, policy: Policy) -> tuple[int, ...]:
-    """Layers that may go to a lower tier under a policy, resolved.
+    """Layers that may be offloaded under a policy, resolved.
 
     ConfigError if it reads everything of every layer, so that none may.
     """
     layers = policy.offloadable(geometry)
     if not layers or getattr(policy, "token_budget", None) is None:
         raise ConfigError(
-            f"policy {policy.name!r} reads all keys of every layer, so none can live on a lower "
-            "tier; offload goes with a policy that selects, such as delta, quest or spe_context"
+            f"policy {policy.name!r} reads all keys of every layer, so none can be offloaded; "
+            "offload goes with a policy that selects, such as delta, quest or spe_context"
         )
     return layers
 

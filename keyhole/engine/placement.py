@@ -1,6 +1,6 @@
 """Which layers live where while texts grow and end: SpeContext's Algorithm 2 at run time.
 
-Before pages are added that would not fit, the next layer moves to the lower tier, the last layers
+Before pages are added that would not fit, the next layer is offloaded, the last layers
 first. What is decided comes from the planner, what is moved and loaded from the cache.
 
 Differences from the paper: it follows one text that only grows (section 6.2.1). Here texts come and
@@ -24,7 +24,7 @@ from keyhole.planner import Plan
 
 
 class Placement:
-    """Moves layers of a cache down and up, so that its upper tier stays within the plan's memory.
+    """Offloads layers of a cache and brings them back, to stay within the plan's memory.
 
     least: layers that stay below even where there is room for them, once they are there.
     """
@@ -44,7 +44,7 @@ class Placement:
 
     @property
     def offloaded(self) -> int:
-        """Layers on the lower tier."""
+        """Offloaded layers."""
         return len(self.prefetcher.layers)
 
     @property
@@ -56,7 +56,7 @@ class Placement:
         """Moves layers down until `least` pages fit; returns how many of `wanted` may be there."""
         target = self.plan.offloaded_for(least)
         if target is None:  # the cache has a limit of its own, which is lower
-            raise CapacityError(f"{least} pages do not fit, with all layers on the lower tier")
+            raise CapacityError(f"{least} pages do not fit, with all layers offloaded")
         self.move_down(target)
         return max(least, min(wanted, self.pages))
 

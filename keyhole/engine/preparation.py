@@ -3,7 +3,7 @@
 The method is asked three times at most: over what the question is read first (`glance`), what to
 keep and to compute again (`plan`), and, after a layer that is computed for all, once more
 (`revise`). Everything else of SamKV (arXiv 2508.11661, section 3) is done here: stored keys are
-read block by block, turned to their places and written into pages; the prefix, what separates the
+read block by block, RoPE is re-applied, and written into pages; the prefix, what separates the
 documents and what the plan names are computed at their true positions; a retrieval head's keys of
 all that some layer has come last. The question itself is left to the engine, which reads it over
 the result like any other prompt.

@@ -36,7 +36,7 @@ _MOST = 32
 class Outputs:
     """What a step of B rows gives: logits [B, vocabulary], reads float64 [B, 3], victims int64 [B].
 
-    loads: what was loaded from the lower tier, as `Loads.counters`; None where no layer is there.
+    loads: what offloaded layers loaded, as `Loads.counters`; None where no layer is offloaded.
     The next repetition of any recording overwrites them.
     """
 

@@ -317,7 +317,7 @@ class Runner:
         return self._thinned.rows(slots, lengths.tolist(), self._model.device)
 
     def _entered(self, decodes: list[Sequence], numbers: Numbers) -> Step:
-        """The step of these sequences, with what they have of documents and on the lower tier."""
+        """The step of these sequences, with their documents and offloaded layers."""
         step = self._step(numbers, {name: self._send(x) for name, x in numbers.sent.items()})
         step.thinned = self._there(decodes, numbers.position + 1)
         if step.remaining is not None:

@@ -248,7 +248,7 @@ class Scheduler:
         return 0 if self._prefix is None or count <= 0 else self._prefix.evict(count)
 
     def _documents(self, sequence: Sequence) -> bool:
-        """Brings a prompt's stored documents into pages; gives up known prompt starts for them."""
+        """Brings a prompt's stored documents into pages; evicts cached prefixes for them."""
         while not self._prepare(sequence):
             if self._prefix is None or not self._prefix.evict(self._cache.capacity):
                 if self.running:

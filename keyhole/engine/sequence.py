@@ -22,7 +22,7 @@ class Stats:
 
     Fractions and bytes are of decode steps only, as prefill is always exact and full.
     attended_fraction: keys read / keys there, mean over layers and steps.
-    moved_bytes, hit_rate: what layers on the lower tier loaded, and the share of selected tokens
+    moved_bytes, hit_rate: what offloaded layers loaded, and the share of selected tokens
     that was there already.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
     computed again / all. store_bytes_read: read from the store. tokens_not_computed: of documents.
@@ -86,7 +86,7 @@ class Sequence:
     tokens: prompt and generated tokens. num_computed: how many have keys and values in `pages`.
     prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
     under the policy, also when they are already known (replay after pre-emption, given tokens).
-    offloaded: layers on the lower tier at its last step; None if they cannot go there.
+    offloaded: layers in RAM or on disk at its last step; None if none can go there.
     repeated: the place of a token that is computed again only for its logits.
     first: the first token that is computed for it since it began to run; those before were known.
     leaving: entries of `pages` that a policy evicted, and a layer's own sliding window still sees.

@@ -9,9 +9,9 @@ from keyhole.drawing import FAINT, PALE, STYLE, matplotlib
 from keyhole.errors import ConfigError
 from keyhole.planner import Plan
 
-#: Above as what reads everything, below as what is chosen from, as in the other pictures.
+#: Resident as what reads everything, offloaded as what is chosen from, as in other pictures.
 _ABOVE, _BELOW = "#0b6e75", "#e08e4f"
-_NAMES = {_ABOVE: "on the upper tier", _BELOW: "on the lower tier", PALE: "no room"}
+_NAMES = {_ABOVE: "resident", _BELOW: "offloaded (RAM or disk)", PALE: "no room"}
 
 
 def plan_chart(plan: Plan, lengths: Sequence[int], path: str | Path, *, title: str) -> None:
@@ -43,7 +43,7 @@ def plan_chart(plan: Plan, lengths: Sequence[int], path: str | Path, *, title: s
         axis.set_xlabel("tokens of each text")
         axis.set_ylabel("layers")
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-        subtitle = f"all layers on the upper tier up to {plan.thresholds[0]:,} tokens"
+        subtitle = f"all layers resident up to {plan.thresholds[0]:,} tokens"
         axis.set_title(subtitle, loc="left", fontsize=8, color=FAINT)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         try:
@@ -55,7 +55,7 @@ def plan_chart(plan: Plan, lengths: Sequence[int], path: str | Path, *, title: s
 
 
 def _spans(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int, int | None]]:
-    """From length, to length, layers below (None: no room), without gaps from first to last."""
+    """From length, to length, offloaded layers (None: no room), without gaps from first to last."""
     left = first
     for offloaded, longest in enumerate(plan.thresholds):
         right = min(longest, last)

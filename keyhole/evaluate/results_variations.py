@@ -153,8 +153,8 @@ def _adaptive(line: Line) -> list[str]:
             f"{line['texts']} derivations of {line['words']:,} tokens at once under a budget of "
             f"{line['budget']}, in {line['share']:.0%} of the memory that all their keys and "
             "values need. Both engines write the same tokens; their steps take turns. Times are "
-            "medians over pairs of neighbouring steps, with quartiles. The lower tier is a file "
-            "that stays in the system's page cache, so that loading costs little here: the bytes "
+            "medians over pairs of neighbouring steps, with quartiles. Layers are offloaded to a "
+            "file that stays in the page cache, so that loading costs little here: the bytes "
             "are what a slower bus would feel."
         ),
         written(heads, rows),

@@ -43,7 +43,7 @@ an operation, so that a policy, its settings and `--help` need no torch.
     with_newer       a choice, and the tokens since
     rotate           turn rotated keys and queries to other positions
     exchange         selected tokens or pages into a buffer that keeps those it has
-    rotary           turn queries and keys of new tokens to their places
+    rotary           apply RoPE to queries and keys of new tokens
     linear           a linear layer for the few tokens of a decode step
 
 Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row

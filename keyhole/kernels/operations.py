@@ -215,7 +215,7 @@ def exchange(
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [B, Hq, T, D] and keys [B, Hkv, T, D] turned to their places; new tensors."""
+    """Queries [B, Hq, T, D] and keys [B, Hkv, T, D] with RoPE applied; new tensors."""
     turned: tuple[Tensor, Tensor] = torch.ops.keyhole.rotary(query, key, cos, sin)
     return turned
 

@@ -46,7 +46,7 @@ class LowRank:
     coefficients [P, page_size, rank], shared by all heads; basis [B, rank, Hkv, D], both of the
     keys' dtype. Read as they are: keys of tokens from first, int32 [B], on, and of chunks of
     `chunk` tokens that are taken, int32 [B, Hkv, k], padded with -1.
-    frequencies and last: how keys are turned to their places, as in `Rotation`.
+    frequencies and last: how RoPE is re-applied to keys, as in `Rotation`.
     """
 
     coefficients: Tensor

@@ -78,7 +78,7 @@ class Batch:
         the policy keeps nothing per page.
     reads: what each layer read for the decoding sequences, appended as layers run.
     latents: MLA's new latents on their way from the cache hook to the attention function.
-    prefetcher: where layers on the lower tier are read from; None if there are none.
+    prefetcher: where offloaded layers are read from; None if there are none.
     rewrite: the one chunk of a step that computes stored tokens again; such a step has no other.
     observer: is shown the queries of every layer. last_layer: where the forward may end.
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.

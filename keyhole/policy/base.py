@@ -104,7 +104,7 @@ class Policy:
     #: Whether the policy chooses by a retrieval head, which the engine then loads and runs.
     wants_head: ClassVar[bool] = False
     #: False if what is kept of a page depends on more than its tokens and those before them: every
-    #: sequence then has pages of its own, copies where a prompt start is known.
+    #: sequence then has pages of its own, copies where a prefix is known.
     shares_pages: ClassVar[bool] = True
     #: Whether it sees the queries of all tokens (`on_prompt_queries`, `on_queries`). Prompts whose
     #: keys were computed elsewhere (stored documents) are then refused.
@@ -114,8 +114,8 @@ class Policy:
     #: tensors and the settings alone, and go by what the host knows only as `branch` says.
     capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
-    #: Whether its hooks read keys of pages in every step. That waits for the host where a layer is
-    #: on the lower tier of a GPU; such steps are not recorded.
+    #: Whether its hooks read keys of pages in every step. That waits for the host where a layer
+    #: is offloaded from a GPU; such steps are not recorded.
     reads_keys: ClassVar[bool] = False
     #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
     #: that scores attends to everything and is not asked to select.
@@ -155,7 +155,7 @@ class Policy:
         return geometry.full_attention if self.dense else ()
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """Layers that are read only through selections, so that they may live on a lower tier."""
+        """Layers that are read only through selections, so that they may be offloaded."""
         return () if self.dense else geometry.full_attention
 
     def selection_heads(self, geometry: Geometry) -> int | None:
@@ -177,7 +177,9 @@ class Policy:
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """Name and shape of what this policy keeps per sequence from step to step, int32.
 
-        Old numbers stand there when a sequence begins: `Step.fresh` says when to write first.
+        Old numbers stand there when a sequence begins: `Step.fresh` says when to write first. No
+        numbers of `Step.page_table`: pages get new ones when the cache is packed, and what belongs
+        to a page belongs in `page_data`, which moves with it.
         """
         return {}
 

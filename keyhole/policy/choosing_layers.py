@@ -1,4 +1,4 @@
-"""Layers that choose for the layers after them, in methods that have some (DELTA and its kin)."""
+"""Layers that select for the layers after them, in methods that have some (DELTA and its kin)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Delta(Policy):
     recent_pages: int | None = setting(None, "newest pages always read; None: 1/8 of the budget")
     sink_size: int = setting(0, "first tokens that are always read, in whole pages")
     full_layers: tuple[int, ...] | None = setting(None, "layers that read everything; None: 0,1")
-    delta_layers: tuple[int, ...] | None = setting(None, "layers that choose; None: by depth")
+    delta_layers: tuple[int, ...] | None = setting(None, "layers that select pages; None: by depth")
     recall: float | None = setting(
         None, "read fewer pages where they hold this share of the scores; None: always the budget"
     )

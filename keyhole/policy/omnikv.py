@@ -5,7 +5,7 @@ Hao et al., OmniKV: Dynamic Context Selection for Efficient Long-Context LLMs, I
 (openreview.net/forum?id=ulCAPXYXfa), section 4 and algorithm 1: within a step, neighbouring layers
 look for much the same tokens. A token's score is the largest attention weight that any query head
 of the newest token gives it. Layers before the first filter read everything; keys and values of the
-layers that a filter serves may live on a lower tier, from which only the choice is loaded. The
+layers that a filter serves may be offloaded (RAM or disk); only the choice is loaded then. The
 authors' code: github.com/antgroup/OmniKV.
 
 Cost per step: full and filter layers read the whole cache, the others `token_budget` tokens.
@@ -64,7 +64,7 @@ class OmniKV(Policy):
     token_budget: int = setting(1024, "tokens a sparse layer reads")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     filter_layers: tuple[int, ...] | None = setting(
-        None, "layers that choose; None: 2, 8 and 18 of 32, by depth"
+        None, "layers that select tokens; None: 2, 8 and 18 of 32, by depth"
     )
 
     sink_size: int = setting(0, "first tokens that are always read")
@@ -117,8 +117,8 @@ class OmniKV(Policy):
         """The layers that a filter serves. ConfigError if generated tokens are kept."""
         if self.keep_generated:
             raise ConfigError(
-                "policy 'omnikv' with offload= needs keep_generated=False: what is loaded from a "
-                "lower tier is bounded by token_budget"
+                "policy 'omnikv' with offload= needs keep_generated=False: what is loaded of "
+                "offloaded layers is bounded by token_budget"
             )
         return choosing_layers.served(self.filter_layers, self.full_layers, geometry)
 

@@ -89,8 +89,8 @@ class Quest(Policy):
         """All but those that read everything. ConfigError for a choice per query head."""
         if not self.share_group:
             raise ConfigError(
-                f"policy {self.name!r} with offload= needs share_group=True: from a lower tier one "
-                "list per KV head is loaded"
+                f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
+                "load one list per KV head"
             )
         return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 

@@ -8,7 +8,7 @@ The landmark of a chunk is the mean of its keys after RoPE. Chunks whose keys di
 landmark (least cosine) are outliers: always read, with their own keys, as the first and the newest
 chunks are.
 The others are chosen by the softmax of the query's products with their landmarks, at every token by
-every layer; prompt keys among them are rebuilt and rotated to their places.
+every layer; prompt keys among them are rebuilt, and RoPE is re-applied.
 
 Cost per step and layer: one landmark per chunk, then `token_budget` keys and values, and for the
 rebuilt ones `rank` numbers per token and head and the basis; behind the prompt one decomposition.
@@ -18,7 +18,7 @@ of 1024 numbers), and are not part of `memory`.
 Differences from the paper: **nothing is saved**. The paper drops the keys that it can rebuild and
 keeps values in host memory; here all keys and values stay in the pages (what has not outgrown the
 budget is read exactly, and a prompt is known to later ones), so that rebuilt keys show what the
-approximation costs in accuracy, not what it saves. Layers move to a lower tier with `rank=0` only:
+approximation costs in accuracy, not what it saves. Layers are offloaded with `rank=0` only:
 then keys are read, and loaded, as they are. Outliers and newest chunks count in the budget, and
 generated tokens are covered by landmarks, with their own keys; `keep_generated` reads all of them
 beside the budget, as the authors do. The decomposition comes from the eigenvectors of K^T K.
@@ -133,8 +133,8 @@ class ShadowKV(Policy):
         """
         if self.rank != 0:
             raise ConfigError(
-                "policy 'shadowkv' with offload= needs rank=0: keys that are rebuilt are not "
-                "loaded from a lower tier"
+                "policy 'shadowkv' with offload= needs rank=0: rebuilt keys are not loaded "
+                "from offloaded layers"
             )
         return self._sparse(geometry)
 

@@ -62,7 +62,7 @@ class TidalDecode(Policy):
     token_budget: int = setting(1024, "tokens a sparse layer reads per KV head")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     selection_layers: tuple[int, ...] | None = setting(
-        None, "layers that choose; None: 2 and 13 of 32, by depth"
+        None, "layers that select tokens; None: 2 and 13 of 32, by depth"
     )
 
     sink_size: int = setting(0, "first tokens that are always read")
@@ -100,8 +100,8 @@ class TidalDecode(Policy):
         """
         if not self.share_group:
             raise ConfigError(
-                f"policy {self.name!r} with offload= needs share_group=True: from a lower tier one "
-                "list per KV head is loaded"
+                f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
+                "load one list per KV head"
             )
         return choosing_layers.served(self.selection_layers, self.full_layers, geometry)
 

@@ -49,10 +49,11 @@ class Recipe:
         for name in ("tokens", "batch_tokens", "num_queries", "unroll_steps"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
         require(is_count(self.seed, 0), "seed", self.seed, "a whole number >= 0")
-        if (self.start is not None) != (self.objective == "selection"):
+        if self.objective == "selection" and self.start is None:
+            raise ConfigError("--objective selection requires --start, the folder of a head")
+        if self.objective != "selection" and self.start is not None:
             raise ConfigError(
-                f"start {self.start!r} must be the folder of a head with objective selection, and "
-                "only there"
+                f"--start {self.start!r} requires --objective selection, not {self.objective!r}"
             )
         if self.feature_layers is not None:
             require_layers("feature_layers", self.feature_layers)

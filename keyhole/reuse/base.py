@@ -96,7 +96,7 @@ class Reuse:
 
     @property
     def turns(self) -> bool:
-        """Whether stored keys are turned to their places in the prompt (False: the naive form)."""
+        """Whether RoPE is re-applied to stored keys at their prompt positions (False: naive)."""
         return True
 
     @property

@@ -1,7 +1,7 @@
 """Reuse: stored documents side by side, nothing computed again.
 
 What the papers compare with. They leave keys at the positions where the documents were encoded,
-which alone spoils the answers (SamKV, table 3); here keys are turned to their places unless
+which alone spoils the answers (SamKV, table 3); here RoPE is re-applied to keys unless
 `rotate=False` asks for the naive form.
 
 Cost per prompt: nothing but reading what is stored.
@@ -29,7 +29,7 @@ class PlainReuse(Reuse):
 
     name: ClassVar[str] = "reuse"
     keeps_all: ClassVar[bool] = True
-    rotate: bool = setting(True, "turn keys to their places in the prompt; False: the naive form")
+    rotate: bool = setting(True, "re-apply RoPE to stored keys; False: keep stored positions")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the setting."""

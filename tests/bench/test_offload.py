@@ -214,7 +214,7 @@ def test_documents_show_a_line(
     line = line | {"large": large, "settings": line["settings"] | {"context": 256}}
     stored = measure.header("offload", torch.device("cpu"), "a note", "1.2.3") | line
     page = report.page([], [], [stored | {"commit": "old"}, stored | {"commit": "new"}])
-    assert page.count("## Layers on the lower tier") == 1
+    assert page.count("## Offloaded layers") == 1
     assert "commit new" in page
     assert "commit old" not in page
     assert page.count("| `delta` | 64 |") == 2

@@ -135,7 +135,7 @@ def test_kernels_have_a_row_for_each_case() -> None:
     page = report.page([], [line])
     row = "| `attend` | all of 32 tokens | 0.25 (50%) | 2 (7 GFLOP/s) | torch sdpa: 9 |"
     assert row in page.splitlines()
-    assert "- share: 0.50, wanted >= 0.6 (missed)" in page.splitlines()
+    assert "- share: 0.50, target >= 0.6 (missed)" in page.splitlines()
     assert "40.0 GB/s" in page
 
 
@@ -144,7 +144,7 @@ def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
     line["results"].append(line["results"][0] | {"system": "llama_cpp"})
     line["bars"] = [{"bar": "ratio", "value": 1.5, "wanted": ">= 1.3", "met": True}]
     page = report.page([line], [])
-    assert "- ratio: 1.50, wanted >= 1.3\n" in page
+    assert "- ratio: 1.50, target >= 1.3\n" in page
     assert "transformers 5, llama-cpp-python 0.3.36;" in page
     assert "| tokens | `transformers_sdpa` | `full` | `llama_cpp` |" in page
 

@@ -1,4 +1,4 @@
-"""Layers come back to the upper tier: what they hold, and what is given back on both tiers."""
+"""Offloaded layers come back: what they hold, and what is given back on both tiers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_layer_comes_up_with_as_many_pages_as_there_are_now(tier: Tier) -> Non
     cache.release(pages[5:])
     wanted = rows(cache, pages[:5])
     cache.cut(8)
-    assert len(cache.keys[0]) > 8  # the lower tier keeps its places until the layer leaves
+    assert len(cache.keys[0]) > 8  # the offloaded layer keeps its places until the layer leaves
     cache.move_up(0)
     assert [len(keys) for keys in cache.keys] == [8, 8, 8]
     assert cache.upper_bytes == 8 * cache.page_bytes
@@ -193,7 +193,7 @@ def test_memory_that_is_not_there_leaves_a_layer_below(
 
     with monkeypatch.context() as patch:
         patch.setattr(huge_pages, "new_empty", full)
-        with pytest.raises(CapacityError, match="could not come back to the upper tier"):
+        with pytest.raises(CapacityError, match="could not be made resident again"):
             cache.move_up(0)
     assert cache.lower_layers == (0,)
     assert same(rows(cache, pages), wanted)

@@ -1,4 +1,4 @@
-"""Buffers of layers that are below hold what the lower tier holds, whatever is asked, and when."""
+"""Buffers of offloaded layers hold what the layer holds, whatever is asked, and when."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class World:
         assert (found.float() - wanted.float()).abs().max() <= allowed
 
     def check_rows(self, layer: int, selection: Selection, resident: Resident) -> None:
-        """Every row in the buffers is the lower tier's, and the selected ones are there."""
+        """Every row in the buffers is the offloaded layer's, and the selected ones are there."""
         unit = selection.unit
         entries = self.loads._buffers[layer].entries
         for b, row in enumerate(self.rows):
@@ -307,7 +307,7 @@ def test_a_layer_that_cannot_come_up_stays_below(monkeypatch: pytest.MonkeyPatch
     step(world, [1, 2, 3])
     with monkeypatch.context() as patch:
         patch.setattr("keyhole.cache.pages.huge_pages.new_empty", fails_once())
-        with pytest.raises(CapacityError, match="could not come back"):
+        with pytest.raises(CapacityError, match="could not be made resident again"):
             world.loads.restore(1)
     assert world.loads.layers == (0, 1)
     assert step(world, [1, 2, 3]).hits == 3 * 2

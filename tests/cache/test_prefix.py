@@ -1,4 +1,4 @@
-"""Which prompt starts are found again, and for whom."""
+"""Which prefixes are found again, and for whom."""
 
 from __future__ import annotations
 

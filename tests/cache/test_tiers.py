@@ -1,4 +1,4 @@
-"""Layers on the lower tier: the same pages, in a file that leaves nothing behind."""
+"""Offloaded layers: the same pages, in a file that leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_kernels_are_shown_and_stored(run: Run, tmp_path: Path) -> None:
         assert done.status == 0, done.err
     assert "torch index_copy_" in done.out
     assert "reference attend" in done.out
-    assert "wanted <= 1.25" in done.out
+    assert "target <= 1.25" in done.out
     assert done.out.rstrip().endswith(f"written: {output}")
     first, second = map(json.loads, output.read_text().splitlines())
     assert first.keys() == second.keys()

@@ -44,7 +44,7 @@ def test_an_answer_streams_and_its_counters_follow(stored: Documented, llm: LLM)
     assert second.startswith(f"2 documents | {ratio} kept | {again} computed again | {left} | ")
     assert second.endswith(" read from the store")
     one, two = reused.shares
-    assert third == f"P per document: handbook {one:.2f}, faq {two:.2f}"
+    assert third == f"share of middle blocks kept: handbook {one:.2f}, faq {two:.2f}"
 
 
 def test_an_answer_as_json_is_one_object_with_python_names(stored: Documented, llm: LLM) -> None:
@@ -87,7 +87,7 @@ def test_every_method_answers_as_in_python(method: str, stored: Documented, llm:
     wanted = llm.ask("Which lamp?", ["a", "handbook", "faq"], reuse=reuse, params=PARAMS)
     assert ran.out == wanted.text + "\n"
     assert ("computed like any prompt" in ran.err) == reuse.exact
-    assert ("P per document" in ran.err) == (method == "sam_kv")
+    assert ("share of middle blocks kept" in ran.err) == (method == "sam_kv")
 
 
 def test_a_question_comes_from_a_pipe_and_in_a_chat(stored: Documented, llm: LLM) -> None:
@@ -140,7 +140,7 @@ def test_200_documents_of_one_token(documents: Documented, tmp_path: Path, llm: 
     ran = documents("ask", "Which?", "--documents", "n/", *FEW)
     assert ran.status == 0
     assert "200 documents | 100.0 % kept | 100.0 % computed again" in ran.err
-    assert "P per document: 200 with 0" in ran.err
+    assert "share of middle blocks kept: 200 with 0" in ran.err
     every = [f"n/{number:03}" for number in range(200)]
     assert ran.out == llm.ask("Which?", every, reuse="recompute", params=PARAMS).text + "\n"
 
@@ -229,7 +229,7 @@ def test_what_a_question_keeps_is_drawn(
     assert ran.status == 0, ran.err
     counters, shares, written = ran.out.splitlines()
     assert counters.startswith("3 documents | ")
-    assert shares.startswith("P per document: handbook ")  # it stands first
+    assert shares.startswith("share of middle blocks kept: handbook ")  # it stands first
     assert written == "written: keyhole-document.png"
     assert Path("keyhole-document.png").read_bytes().startswith(b"\x89PNG")
     ran = stored("show", "a", *options, "--reuse", "cacheblend", "--json", "--output", "x.png")

@@ -70,7 +70,7 @@ def test_a_head_goes_on_from_another(path: str, data: str, run: Run, tmp_path: P
     command = ("train-head", path, "--objective", "selection", "--output", second, *options)
     refused = run(*command)
     assert refused.status == 2
-    assert "start None must be the folder of a head with objective selection" in refused.err
+    assert "--objective selection requires --start" in refused.err
     ran = run(*command, "--start", first)
     assert ran.status == 0, ran.err
     assert json.loads((tmp_path / "second/config.json").read_text())["objective"] == "selection"

@@ -5,6 +5,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
 
+_FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -37,3 +39,9 @@ def num_cells(row: str) -> int | None:
     """Cells of a row; None for a line that is none."""
     marks = len(re.findall(r"(?<!\\)\|", row))
     return marks - 1 if row.startswith("|") and row.endswith("|") else None
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors GitHub gives to the headings of a Markdown text."""
+    headings = _HEADING.findall(_FENCE.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -98,7 +98,7 @@ class Pair:
         self.plain._runner._recorded = None
         self.engine, self.recorder = recorded_engine(monkeypatch, make)
         self.requests: list[tuple[Request, Request]] = []
-        self.repeated_below = 0  # with layers on the lower tier
+        self.repeated_below = 0  # with offloaded layers
         self.came_up = 0  # steps before which layers came up
 
     def add(self, length: int, count: int) -> None:
@@ -129,7 +129,7 @@ class Pair:
 
     @property
     def below(self) -> int:
-        """Layers on the lower tier."""
+        """Offloaded layers."""
         return 0 if self.engine.placement is None else self.engine.placement.offloaded
 
     def compare(self, within: float) -> None:

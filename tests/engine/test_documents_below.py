@@ -1,4 +1,4 @@
-"""Stored documents where layers live on the lower tier: answers are the same, holes stay away."""
+"""Stored documents where layers are offloaded: answers are the same, holes stay away."""
 
 from __future__ import annotations
 

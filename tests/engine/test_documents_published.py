@@ -2,7 +2,7 @@
 
 New ones come from one prefill of the whole prompt, old ones from each document's own prefill at the
 positions that it has in the prompt: RoPE looks at distances only, so that values are those of a
-document read at position 0, and keys those turned to their places.
+document read at position 0, and keys those with RoPE re-applied.
 """
 
 from __future__ import annotations

@@ -170,5 +170,5 @@ def test_a_dense_request_that_does_not_fit_is_told_of_offloading(
     run(engine)
     assert request.finish_reason == "length"
     assert len(request.generated) == 300
-    with pytest.raises(CapacityError, match="on the lower tier"):
+    with pytest.raises(CapacityError, match="may be offloaded"):
         engine.add(prompt(40), dataclasses.replace(params, max_tokens=900))

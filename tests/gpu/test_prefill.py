@@ -107,7 +107,7 @@ def test_no_mask_is_made(count: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pages_on_the_host_give_the_same_bits(shape: tuple[int, ...]) -> None:
-    """A layer on the lower tier: another kernel would round otherwise, and a policy choose so."""
+    """An offloaded layer: another kernel would round otherwise, and a policy choose so."""
     given = case(shape, torch.bfloat16, 47, 15, "cuda")
     wanted = operations.prefill(**given)
     below = {name: given[name].cpu().pin_memory() for name in ("key_pages", "value_pages")}

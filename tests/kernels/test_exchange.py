@@ -165,7 +165,7 @@ def test_a_buffer_holds_what_is_selected_and_only_the_difference_is_copied(
                 # What was there stays where it was.
                 assert all(held[last[e]] == e for e in now & set(last))
                 assert int(moved[b, head]) == len(now - set(last)) * unit + known
-                # No entry twice, and all that is there is what the lower tier has.
+                # No entry twice, and all that is there is what the offloaded layer has.
                 resident = {e: s for s, e in enumerate(held[:-1]) if e >= 0}
                 assert len(resident) == sum(e >= 0 for e in held[:-1])
                 before[row, head] = resident

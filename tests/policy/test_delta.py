@@ -121,7 +121,7 @@ def test_any_layers_and_any_recent_window(
 ) -> None:
     """Layers before the first delta layer are full; a delta layer as the last one changes nothing.
 
-    The authors' flat list of full layers that choose means the same as two lists.
+    The authors' flat list of full layers that select pages means the same as two lists.
     """
     model, network = twins("llama_group3", tmp_path)
     policy = Delta(token_budget=budget, recent_pages=recent, full_layers=full, delta_layers=delta)

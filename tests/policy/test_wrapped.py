@@ -94,7 +94,7 @@ def test_who_looks_on_sees_every_step(wrapper: Any) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_settings_are_those_of_the_policy_inside(wrapper: Any) -> None:
-    """By these the engine finds a head, and how much a lower tier must hold."""
+    """By these the engine finds a head, and how much an offloaded layer must hold."""
     assert wrapper(SpeContext(head="somewhere")).head == "somewhere"
     assert wrapper(Delta(token_budget=77)).token_budget == 77
     assert getattr(wrapper(RaaS()), "head", None) is None

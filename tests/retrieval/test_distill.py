@@ -175,9 +175,11 @@ def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
         Recipe(length=20)
     with pytest.raises(ConfigError, match="length 1000 must be at most 512"):
         Distiller(network, Texts(), Recipe(length=1000))
-    for objective, folder in (("selection", None), ("attention", start), ("eagle", start)):
-        with pytest.raises(ConfigError, match=r"start .* must be the folder of a head"):
-            Recipe(objective=objective, start=folder)
+    with pytest.raises(ConfigError, match="--objective selection requires --start"):
+        Recipe(objective="selection")
+    for objective in ("attention", "eagle"):
+        with pytest.raises(ConfigError, match=r"--start .* requires --objective selection"):
+            Recipe(objective=objective, start=start)
     fewer = Recipe(objective="selection", start=start, feature_layers=(1, 2))
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 2\) must be \(1, 2, 3\), as in"):
         Distiller(network, Texts(), fewer)

@@ -1,5 +1,5 @@
 // Keys of low rank (ShadowKV), rebuilt where decode attention reads them: a tile's rows of
-// coefficients times the basis, turned to their places.
+// coefficients times the basis, with RoPE re-applied.
 
 template <class T>
 class LowRankKeys {

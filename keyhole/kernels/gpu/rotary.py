@@ -1,4 +1,4 @@
-"""Queries and keys turned to their places: all heads of a token in one launch."""
+"""RoPE applied to queries and keys: all heads of a token in one launch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 They run on any device and in any float dtype; scores and softmax are float32. `attend` gathers only
 what is selected. Pages may hold anything (NaN too) where no token was written. They may also lie on
-another device than the operands (a layer on the lower tier of a GPU); what is gathered there, block
+another device than the operands (a layer offloaded from a GPU); what is gathered there, block
 by block, is then copied.
 """
 

@@ -1,0 +1,33 @@
+"""The page of the Python API works as it stands, and its tables are those of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from keyhole.cli import docs
+from keyhole.config import SamplingParams
+from tests.docs.markdown import DOCS, blocks
+
+TEXT = (DOCS / "python-api.md").read_text()
+
+
+def test_its_code_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for code in blocks("python-api.md", "python"):
+        exec(code, names)
+    assert "max_tokens 0 must be" in capsys.readouterr().out
+
+
+def test_its_tables_are_up_to_date() -> None:
+    assert docs.with_settings(TEXT) == TEXT, "run `make docs`"
+    for field in dataclasses.fields(SamplingParams):
+        assert f"| `{field.name}` | `" in TEXT
+
+
+def test_a_stale_table_is_replaced() -> None:
+    first, _, rest = TEXT.partition("| `max_tokens` |")
+    stale = first + "| `most_tokens` |" + rest
+    assert stale != TEXT
+    assert docs.with_settings(stale) == TEXT

@@ -1,0 +1,40 @@
+"""What the package says of itself: its page, its wheel, and a build without a compiler."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import parse_wheel_filename
+
+import keyhole
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT: dict[str, Any] = PYPROJECT["project"]
+
+
+def test_the_page_of_the_package_has_what_a_page_needs() -> None:
+    assert PROJECT["version"] == keyhole.__version__
+    assert (ROOT / PROJECT["readme"]).is_file()
+    assert PROJECT["authors"][0]["name"]
+    assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= set(
+        PROJECT["urls"]
+    )
+    assert all(url.startswith(PROJECT["urls"]["Repository"]) for url in PROJECT["urls"].values())
+    assert all((ROOT / name).is_file() for name in PROJECT["license-files"])
+    kinds = {classifier.split(" :: ")[0] for classifier in PROJECT["classifiers"]}
+    assert {"Development Status", "Intended Audience", "Operating System", "Topic"} <= kinds
+    assert "License" not in kinds  # `license` says it; an index refuses both
+
+
+def test_a_wheel_without_the_extension_says_so_in_its_name() -> None:
+    """pip shows nothing else of a build that went well; a compiler was missing unnoticed."""
+    (failed,) = PYPROJECT["tool"]["scikit-build"]["overrides"]
+    assert failed["if"] == {"failed": True}
+    assert failed["wheel"]["cmake"] is False
+    tag = failed["wheel"]["build-tag"]
+    name, _, build, _ = parse_wheel_filename(f"keyhole-0.1.0-{tag}-py3-none-any.whl")
+    assert name == "keyhole"
+    assert build[0] == 0
+    assert "install_a_cpp_compiler" in build[1]
+    assert "C++ compiler" in failed["messages"]["after-success"].replace("\n*** ", " ")
