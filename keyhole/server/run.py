@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A first signal drains, a second ends at once. uvicorn's own raises it again at the end."""
+        """A first signal drains, a second ends at once; uvicorn's own raises it again later."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
