@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "two long tasks under four methods, each beside its control, and a picture",
     "generate": "continue a prompt",
     "chat": "talk with a model",
+    "serve": "serve a model over HTTP, for any OpenAI client",
     "documents": "store documents once, ask questions over them",
     "plan": "which layers fit into memory at which length",
     "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",

@@ -138,15 +138,18 @@ def load_model(arguments: argparse.Namespace) -> Model:
     return load(arguments.model or keyhole.tiny(), arguments.device, arguments.dtype)
 
 
-def make_llm(arguments: argparse.Namespace) -> LLM:
-    """The model, policy and engine that the arguments describe; settings are checked first."""
+def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:
+    """The model, policy and engine that the arguments describe; settings are checked first.
+
+    more: other arguments of `LLM`.
+    """
     policy = policy_of(arguments)
     settings = settings_of(arguments, EngineConfig)
     model = load_model(arguments)
     require_depth(arguments.policy, model.geometry(EngineConfig.page_size).num_layers)
     from keyhole.engine.llm import LLM
 
-    return LLM(model, policy=policy, **settings)
+    return LLM(model, policy=policy, **settings, **more)
 
 
 def quiet() -> None:

@@ -48,10 +48,14 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one step of a stream gave; the last piece carries the whole result."""
+    """What one step of a stream gave; the last piece carries the whole result.
+
+    logprobs: of these tokens, as in `Result`.
+    """
 
     text: str
     token_ids: list[int]
+    logprobs: list[dict[int, float]] | None = None
     result: Result | None = None
 
 
@@ -375,8 +379,13 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
     done, tokens = sequence.is_finished, sequence.generated[given:]
     if not (done or tokens):
         return None
-    text = sequence.detokenizer.take(final=done)
-    return Piece(text=text, token_ids=tokens, result=result_of(sequence) if done else None)
+    wanted = sequence.params.logprobs is not None
+    return Piece(
+        text=sequence.detokenizer.take(final=done),
+        token_ids=tokens,
+        logprobs=sequence.logprobs[given : given + len(tokens)] if wanted else None,
+        result=result_of(sequence) if done else None,
+    )
 
 
 def result_of(sequence: Sequence) -> Result:

@@ -19,8 +19,9 @@ LAYERS = (
     {"policy", "reuse"},
     {"models"},
     {"engine"},
-    {"server", "bench", "evaluate", "hf"},
+    {"bench", "evaluate", "hf"},
     {"__init__"},
+    {"server"},
     {"cli", "integrations"},  # users of the public interface
     {"__main__"},
 )

@@ -1,0 +1,14 @@
+"""An HTTP server in front of an engine, for any OpenAI client: `keyhole serve`.
+
+    app.py         the application: routes, limits, keys
+    bodies.py      what requests may say
+    answers.py     what answers say
+    completions.py /v1/chat/completions and /v1/completions
+    documents.py   /v1/documents
+    errors.py      every error as OpenAI's error object
+    limits.py      how many requests may wait, and who may ask
+    metrics.py     /metrics for Prometheus
+    run.py         uvicorn around it
+
+Needs the extra `keyhole[serve]`.
+"""

@@ -1,0 +1,126 @@
+"""The application: routes, and every error as an object that clients read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+import keyhole
+from keyhole.engine.async_llm import AsyncLLM
+from keyhole.engine.text import encode_text
+from keyhole.server import completions, documents, errors
+from keyhole.server.answers import Answer
+from keyhole.server.bodies import DetokenizeBody, TokenizeBody
+from keyhole.server.errors import ApiError
+from keyhole.server.limits import Gate
+from keyhole.server.settings import ServerConfig
+from keyhole.server.state import State, state_of
+
+logger = logging.getLogger("keyhole.server")
+
+
+def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
+    """An ASGI application over an engine, for uvicorn or any other server.
+
+    ConfigError for a config that cannot be.
+    """
+    config = config or ServerConfig()
+    app = FastAPI(title="Keyhole", version=keyhole.__version__)
+    state = app.state.keyhole = State(llm, config)
+    app.include_router(completions.router)
+    app.include_router(documents.router)
+    for path, handler in _PLAIN.items():
+        app.add_api_route(path, handler, methods=["GET"])
+    app.add_api_route("/tokenize", tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", detokenize, methods=["POST"])
+    app.add_exception_handler(RequestValidationError, _handler(errors.invalid))
+    app.add_exception_handler(HTTPException, _handler(errors.plain))
+    for cls in (ApiError, keyhole.KeyholeError, TimeoutError):
+        app.add_exception_handler(cls, _handler(errors.api_error))
+    app.add_exception_handler(Exception, _handler(errors.api_error))
+    app.add_middleware(Gate, config=config, metrics=state.metrics)
+    return app
+
+
+def _handler(convert: Any) -> Any:
+    async def handle(_: Request, error: Exception) -> Response:
+        answer: ApiError = convert(error)
+        if answer.status >= 500 and not isinstance(error, ApiError):
+            logger.error("a request failed", exc_info=error)
+        return answer.response()
+
+    return handle
+
+
+async def models(request: Request) -> Response:
+    """The model that is served."""
+    state = state_of(request)
+    created = Answer("model", state.name).created
+    model = {
+        "id": state.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "keyhole",
+        "max_model_len": state.most_tokens,
+    }
+    return JSONResponse({"object": "list", "data": [model]})
+
+
+async def health(request: Request) -> Response:
+    """200 as long as the process answers."""
+    return JSONResponse({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """200 while requests are taken, 503 when the server is stopping."""
+    stopping = state_of(request).admission.is_draining
+    return JSONResponse({"status": "draining" if stopping else "ready"}, 503 if stopping else 200)
+
+
+async def version(request: Request) -> Response:
+    """Of Keyhole."""
+    return JSONResponse({"version": keyhole.__version__})
+
+
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    body = generate_latest(state_of(request).metrics.registry)
+    return Response(body, media_type=CONTENT_TYPE_LATEST)
+
+
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Token ids of a text."""
+    state = state_of(request)
+    ids = await asyncio.to_thread(
+        encode_text, state.tokenizer, body.prompt, special=body.add_special_tokens
+    )
+    return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": state.most_tokens})
+
+
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    size = state.llm.llm.engine.model.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < size:
+            raise ApiError(400, f"token id {token} must be from 0 to {size - 1}", param="tokens")
+    if state.tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer")
+    text = await asyncio.to_thread(state.tokenizer.decode, body.tokens)
+    return JSONResponse({"prompt": text})
+
+
+_PLAIN = {
+    "/v1/models": models,
+    "/health": health,
+    "/ready": ready,
+    "/version": version,
+    "/metrics": metrics,
+}

@@ -1,0 +1,141 @@
+"""What requests may say: OpenAI's fields, those that vLLM adds, and `documents` of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from keyhole.config import SamplingParams
+from keyhole.server.errors import ApiError
+
+logger = logging.getLogger("keyhole.server")
+
+#: Fields without a meaning here that clients send all the time.
+_SILENT = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+#: Fields that change what an answer is, and what they must be as long as they do nothing here.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": ([],),
+    "prediction": (),
+}
+_SETTINGS = {field.name for field in dataclasses.fields(SamplingParams)}
+_seen: set[str] = set()
+
+
+class StreamOptions(BaseModel):
+    """What a stream says beside its pieces."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(BaseModel):
+    """What every completion has. None: as the model's generation_config says."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    def sampling(self, default_max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """As the engine's parameters; ConfigError for a value that cannot be."""
+        names = _SETTINGS & set(type(self).model_fields)
+        given = {name: getattr(self, name) for name in names - {"logprobs", "n"}}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("top_k") == -1:  # vLLM's word for all
+            given["top_k"] = 0
+        given.setdefault("max_tokens", default_max_tokens)
+        return SamplingParams(**given, logprobs=logprobs)
+
+    def check_others(self) -> None:
+        """ApiError for a field that changes answers and is not there; logs unknown ones once."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _UNSUPPORTED:
+                if value is not None and value not in _UNSUPPORTED[name]:
+                    raise ApiError(400, f"{name} is not supported by this server", param=name)
+            elif name not in _SILENT and name not in _seen:
+                _seen.add(name)
+                logger.warning("request field %.80r is unknown and ignored", name)
+
+
+class ChatBody(SamplingBody):
+    """/v1/chat/completions.
+
+    documents: names of stored ones, which stand before the last message. reuse: a method's name,
+    or an object of "method" and its settings.
+    """
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    documents: list[str] | None = None
+    reuse: str | dict[str, Any] | None = None
+
+    def chat_sampling(self, default_max_tokens: int) -> SamplingParams:
+        """As `sampling`, by the names that chat has for it."""
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self.sampling(
+            default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None
+        )
+
+
+class CompletionBody(SamplingBody):
+    """/v1/completions. prompt: a text, several, token ids, or several lists of them."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Each as the engine takes it."""
+        given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if not given:
+            raise ApiError(400, "prompt is empty; give at least one token", param="prompt")
+        if isinstance(given[0], int):
+            given = [given]
+        return [one if isinstance(one, str) else {"prompt_token_ids": one} for one in given]
+
+
+class TokenizeBody(BaseModel):
+    """/tokenize: a prompt."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(BaseModel):
+    """/detokenize: token ids."""
+
+    tokens: list[int]
+
+
+class DocumentBody(BaseModel):
+    """A document. overwrite: in place of another text of that name."""
+
+    text: str
+    overwrite: bool = True
+    pinned: bool = False

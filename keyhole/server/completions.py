@@ -1,0 +1,199 @@
+"""/v1/chat/completions and /v1/completions: one or several completions, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from keyhole.engine.llm import Piece, Result
+from keyhole.reuse import make_reuse
+from keyhole.reuse.base import Reuse
+from keyhole.server.answers import Answer
+from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody
+from keyhole.server.errors import ApiError, api_error
+from keyhole.server.state import State, state_of
+
+logger = logging.getLogger("keyhole.server")
+router = APIRouter()
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+#: The client has gone; nobody reads this.
+_GONE = 499
+
+_Stream = AsyncGenerator[Piece, None]
+
+
+@router.post("/v1/chat/completions")
+async def chat(body: ChatBody, request: Request) -> Response:
+    """The next message of a conversation."""
+    state = state_of(request)
+    body.check_others()
+    params = state.shares(body.n, body.chat_sampling(state.most_tokens))
+    if body.documents is None:
+        streams = [state.llm.stream_chat(body.messages, one) for one in params]
+    else:
+        question, reuse = _question(body.messages), _reuse(body.reuse)
+        names = body.documents
+        streams = [
+            state.llm.stream_ask(question, names, reuse=reuse, params=one, chat=True)
+            for one in params
+        ]
+    return await _answer("chat.completion", body, request, streams)
+
+
+@router.post("/v1/completions")
+async def complete(body: CompletionBody, request: Request) -> Response:
+    """What follows a prompt, or each of several."""
+    state = state_of(request)
+    body.check_others()
+    params = state.shares(body.n, body.sampling(state.most_tokens, body.logprobs))
+    streams = [state.llm.stream(prompt, one) for prompt in body.prompts for one in params]
+    return await _answer("text_completion", body, request, streams)
+
+
+def _question(messages: Sequence[dict[str, Any]]) -> str:
+    """The user's message that documents stand before."""
+    said = [message.get("role") for message in messages]
+    content = messages[0].get("content") if messages else None
+    if said != ["user"] or not isinstance(content, str):
+        raise ApiError(
+            400,
+            f"documents take one message of text from the user, not messages of {said}",
+            param="messages",
+        )
+    return content
+
+
+def _reuse(given: str | dict[str, Any] | None) -> Reuse | None:
+    if given is None or isinstance(given, str):
+        return None if given is None else make_reuse(given)
+    settings = dict(given)
+    name = settings.pop("method", None)
+    if not isinstance(name, str):
+        raise ApiError(400, f"reuse.method {name!r} must be a method's name", param="reuse")
+    return make_reuse(name, settings)
+
+
+async def _answer(
+    kind: str, body: SamplingBody, request: Request, streams: list[_Stream]
+) -> Response:
+    state = state_of(request)
+    state.check_model(body.model)
+    if len(streams) > state.config.max_completions:
+        raise ApiError(
+            400,
+            f"{len(streams)} completions were asked for at once and at most "
+            f"{state.config.max_completions} are allowed",
+            param="n",
+        )
+    answer = Answer(kind, state.name)
+    with ExitStack() as stack:
+        stack.enter_context(state.admission.enter(len(streams)))
+        if not body.stream:
+            return await _unless_gone(request, lambda: _whole(state, answer, streams))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        events = _events(state, answer, streams, stack.pop_all(), usage=usage)
+        # What cannot be served at all has a status of its own.
+        first = await anext(events)
+    return StreamingResponse(
+        _after(first, events), media_type="text/event-stream", headers=_HEADERS
+    )
+
+
+async def _whole(state: State, answer: Answer, streams: list[_Stream]) -> Response:
+    results: dict[int, Result] = {}
+    async with asyncio.timeout(state.config.timeout), aclosing(merged(streams)) as pieces:
+        async for index, piece in pieces:
+            if piece.result is not None:
+                results[index] = piece.result
+                state.metrics.finished(piece.result)
+    ordered = [results[index] for index in range(len(streams))]
+    return JSONResponse(answer.whole(ordered, state.tokenizer))
+
+
+async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
+    """What `work` gives; it is cancelled when the client leaves."""
+    task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else Response(status_code=_GONE)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(
+    state: State, answer: Answer, streams: list[_Stream], stack: ExitStack, *, usage: bool
+) -> AsyncGenerator[str, None]:
+    """Server-sent events, the last of them "[DONE]"; stack: left when the stream is."""
+    results: dict[int, Result] = {}
+    begun: set[int] = set()
+    with stack:
+        async with asyncio.timeout(state.config.timeout), aclosing(merged(streams)) as pieces:
+            async for index, piece in pieces:
+                yield _event(answer.piece(index, piece, state.tokenizer, first=index not in begun))
+                begun.add(index)
+                if piece.result is not None:
+                    results[index] = piece.result
+                    state.metrics.finished(piece.result)
+        if usage:
+            yield _event(answer.closing([results[index] for index in range(len(streams))]))
+        yield "data: [DONE]\n\n"
+
+
+async def _after(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The events behind the first one; an error in their midst ends them as an object."""
+    async with aclosing(events):
+        yield first
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:
+            found = api_error(error)
+            if found.status >= 500:
+                logger.exception("a stream failed")
+            yield _event(found.body)
+
+
+async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all streams as they come, with their number; the first error ends all."""
+    found: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+
+    async def drain(index: int, stream: _Stream) -> None:
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    found.put_nowait((index, piece))
+        except Exception as error:
+            found.put_nowait((index, error))
+
+    tasks = [asyncio.ensure_future(drain(*numbered)) for numbered in enumerate(streams)]
+    left = len(tasks)
+    try:
+        while left:
+            index, piece = await found.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= piece.result is not None
+            yield index, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

@@ -1,0 +1,79 @@
+"""Every error as the object that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from keyhole.errors import (
+    CapacityError,
+    ConfigError,
+    KeyholeError,
+    NumericalError,
+    PromptTooLongError,
+    RequestError,
+)
+
+#: Class of an error -> status, type, code; the first that fits.
+_KINDS: tuple[tuple[type[KeyholeError], int, str, str | None], ...] = (
+    (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
+    (RequestError, 400, "invalid_request_error", None),
+    (ConfigError, 400, "invalid_request_error", None),
+    (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
+    (NumericalError, 500, "server_error", "numerical_error"),
+    (KeyholeError, 500, "server_error", None),
+)
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param, "code": code},
+        }
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """Of any exception; what was not meant for a user keeps its message to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than the server's timeout", kind="timeout")
+    for cls, status, kind, code in _KINDS:
+        if isinstance(error, cls):
+            return ApiError(status, str(error), kind=kind, code=code)
+    return ApiError(500, "the server failed; its log says why", kind="server_error")
+
+
+def invalid(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, with its place."""
+    first: Mapping[str, Any] = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    said = f"{place}: {first['msg']}" if place else str(first["msg"])
+    return ApiError(400, said, param=place or None)
+
+
+def plain(error: HTTPException) -> ApiError:
+    """An error of the framework: no such path, no such method."""
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return ApiError(error.status_code, str(error.detail), kind=kind, headers=error.headers)

@@ -1,0 +1,69 @@
+"""What Prometheus sees of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from keyhole.engine.llm import LLM, Result
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+
+
+class Metrics:
+    """Counters of finished requests, and what the engine holds now.
+
+    running: how many completions are under way.
+    """
+
+    def __init__(self, llm: LLM, running: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        engine = llm.engine
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"keyhole_{name}", text, registry=self.registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"keyhole_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(f"keyhole_{name}", text, buckets=bounds, registry=self.registry)
+
+        gauge("completions_running", "completions under way").set_function(lambda: float(running()))
+        gauge("requests_waiting", "requests that no step has begun").set_function(
+            lambda: float(len(engine.scheduler.waiting))
+        )
+        gauge("pages", "pages that the KV cache may have").set(engine.max_pages)
+        gauge("pages_free", "pages that a request could take").set_function(
+            lambda: float(engine.cache.available)
+        )
+        self._requests = counter("requests", "answered requests", ("path", "status"))
+        self._prompt = counter("prompt_tokens", "tokens of prompts")
+        self._cached = counter("cached_prompt_tokens", "of these, found in the prefix cache")
+        self._generated = counter("generated_tokens", "tokens that were generated")
+        self._read = counter("read_bytes", "keys, values and what selects them, in decode steps")
+        self._first = histogram(
+            "first_token_seconds", "from a request to its first token", _SECONDS
+        )
+        self._step = histogram("token_seconds", "of a step, median of a completion", _SECONDS)
+        self._share = histogram("keys_read_share", "keys read / keys there, by completion", _SHARES)
+
+    def answered(self, path: str, status: int) -> None:
+        """Counts an answer; path: as in the route, without names."""
+        self._requests.labels(path, str(status)).inc()
+
+    def finished(self, result: Result) -> None:
+        """Counts a completion."""
+        stats = result.stats
+        self._prompt.inc(stats.prompt_tokens)
+        self._cached.inc(stats.cached_prompt_tokens)
+        self._generated.inc(stats.generated_tokens)
+        self._read.inc(stats.kv_bytes_read + stats.other_bytes_read)
+        if stats.ttft_ms is not None:
+            self._first.observe(stats.ttft_ms / 1e3)
+        if stats.step_ms is not None:
+            self._step.observe(stats.step_ms / 1e3)
+        if stats.attended_fraction is not None:
+            self._share.observe(stats.attended_fraction)

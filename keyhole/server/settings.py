@@ -1,0 +1,48 @@
+"""How a server listens, whom it lets in and how much it takes."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from keyhole.config import is_count, is_number, require, setting
+from keyhole.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Address, keys and limits of a server."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0: any that is free")
+    api_key: tuple[str, ...] = setting((), "key that callers must send as a bearer token")
+    insecure: bool = setting(False, "listen beyond this machine without a key")
+    max_queue: int = setting(256, "requests that may wait; more get status 429")
+    max_body: int = setting(10 * 2**20, "bytes of a request's body")
+    max_completions: int = setting(64, "prompts times n of one request")
+    timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
+    drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
+    served_model_name: str | None = setting(None, "name in /v1/models; None: the model's own")
+
+    def __post_init__(self) -> None:
+        require(is_count(self.port, 0) and self.port < 65536, "port", self.port, "from 0 to 65535")
+        for name in ("max_queue", "max_body", "max_completions"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        right = "a number of seconds above 0"
+        for name in ("timeout", "drain_timeout"):
+            value = getattr(self, name)
+            good = value is None or (is_number(value) and value > 0)
+            require(good, name, value, right)
+        require(all(self.api_key), "api_key", "", "at least one character")
+        if not (self.api_key or self.insecure or _is_local(self.host)):
+            raise ConfigError(
+                f"host {self.host!r} can be reached from other machines; give an api_key, or "
+                "insecure to let everybody in"
+            )
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

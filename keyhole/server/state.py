@@ -1,0 +1,69 @@
+"""What all requests of a server share."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+
+from keyhole.config import SamplingParams
+from keyhole.engine.async_llm import AsyncLLM
+from keyhole.server.errors import ApiError
+from keyhole.server.limits import Admission
+from keyhole.server.metrics import Metrics
+from keyhole.server.settings import ServerConfig
+
+
+@dataclass
+class State:
+    """The engine behind the server, its limits and its counters."""
+
+    llm: AsyncLLM
+    config: ServerConfig
+    admission: Admission = field(init=False)
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        engine = self.llm.llm.engine
+        self.admission = Admission(self.config.max_queue + engine.config.max_batch)
+        self.metrics = Metrics(self.llm.llm, lambda: self.admission.running)
+
+    @property
+    def name(self) -> str:
+        """Of the model, as clients know it."""
+        return self.config.served_model_name or str(self.llm.llm.engine.model.name)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's, None if it has none."""
+        return self.llm.llm.tokenizer
+
+    @property
+    def most_tokens(self) -> int:
+        """New tokens of a request that names no limit: as many as the model takes."""
+        return int(self.llm.llm.engine.max_length)
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 for another model than the one that is served."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404,
+                f"model {name!r} is not served here; {self.name!r} is",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+
+    def shares(self, count: int, params: SamplingParams) -> list[SamplingParams]:
+        """For each of `count` completions of a prompt; with a seed each gets the next one."""
+        if params.seed is None:
+            return [params] * count
+        return [dataclasses.replace(params, seed=params.seed + i) for i in range(count)]
+
+
+def state_of(request: Request) -> State:
+    """The state of the server that got this request."""
+    state: State = request.app.state.keyhole
+    return state

@@ -1,0 +1,56 @@
+"""A server on this machine, in a thread of this process, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+
+from keyhole import LLM, AsyncLLM
+from keyhole.server import run
+from keyhole.server.app import create_app
+from keyhole.server.settings import ServerConfig
+from tests.checkpoints import make_model
+
+
+@contextmanager
+def serving(llm: LLM, **settings: Any) -> Iterator[str]:
+    """The address of a server that lives as long as the block."""
+    config = ServerConfig(port=0, **settings)
+    app = create_app(AsyncLLM(llm), config)
+    listens = threading.Event()
+    server = run.Server(uvicorn.Config(app, log_config=None, access_log=False), listens.set)
+    with run.listening(config) as place:
+        thread = threading.Thread(target=lambda: server.run(sockets=[place]))
+        thread.start()
+        try:
+            assert listens.wait(30)
+            yield f"http://127.0.0.1:{place.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("model")
+    path = make_model("llama", folder, tokenizer=True, vocab_size=300)
+    return LLM(path, memory="8MiB", max_batch=4, documents=folder / "documents")
+
+
+@pytest.fixture(scope="session")
+def address(llm: LLM) -> Iterator[str]:
+    with serving(llm, served_model_name="small") as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
+        yield client

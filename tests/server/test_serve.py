@@ -1,0 +1,74 @@
+"""`keyhole serve` as a process: its first lines, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from keyhole.cli import main
+from tests.checkpoints import make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model("llama", tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A server as a process, its address, and the lines that it prints."""
+    command = [sys.executable, "-m", "keyhole", "serve", *arguments, "--port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as server:
+        try:
+            assert server.stderr is not None
+            first = server.stderr.readline()
+            lines = [first]
+            reader = threading.Thread(target=lambda: lines.extend(server.stderr or ()))
+            reader.start()
+            yield server, first.split(" at ")[1].strip().removesuffix("/v1"), lines
+            server.wait(60)
+            reader.join()
+        finally:
+            server.kill()
+
+
+def test_a_signal_lets_what_runs_finish(path: str) -> None:
+    with process(path, "--policy", "streaming_llm", "--memory", "8MiB") as (server, address, lines):
+        body: dict[str, Any] = {
+            "prompt": "x",
+            "max_tokens": 600,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            events = answer.iter_lines()
+            next(events)
+            server.send_signal(signal.SIGTERM)
+            *_, last = (line for line in events if line)
+        assert last == "data: [DONE]"
+    assert server.returncode == 0
+    assert "policy: streaming_llm (token_budget 1024" in lines[1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with process(path) as (server, address, _):
+        assert main(["serve", path, "--port", address.rpartition(":")[2]]) == 2
+        assert "cannot listen on 127.0.0.1:" in capsys.readouterr().err
+        server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
