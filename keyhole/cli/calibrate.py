@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keyhole.cli import calibrate_stable, flags, show
+from keyhole import drawing
+from keyhole.cli import calibrate_stable, flags, outputs, show
 from keyhole.cli.calibrate_stable import StableSettings
+from keyhole.cli.outputs import Output
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policy.calibration import rank_by_shift
@@ -104,6 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
         return calibrate_stable.run(arguments, stable, texts)
     placement: Any = PlacementSettings(**flags.settings_of(arguments, PlacementSettings))
     settings = flags.settings_of(arguments, Delta)
+    outputs.check(
+        Output("--output", arguments.output, outputs.LAYERS),
+        Output("--plot", placement.plot, outputs.PICTURE),
+    )
+    if placement.plot is not None:
+        drawing.matplotlib()
     full_layers = settings.pop("full_layers", _FULL_LAYERS)
     prompts = _given(arguments) or _prompts()
     model = flags.load_model(arguments)

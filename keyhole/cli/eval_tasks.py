@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import keyhole
 from keyhole import drawing
-from keyhole.cli import flags, show
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.outputs import Output
+from keyhole.errors import UnknownNameError
 from keyhole.evaluate import specs
 from keyhole.evaluate.eval_settings import EvalSettings
 from keyhole.evaluate.line_file import LineFile
@@ -47,7 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = EvalSettings(**flags.settings_of(arguments, EvalSettings))
     if settings.controls:  # before hours of work
         require_statistics()
-    methods, file = methods_of(settings), LineFile(arguments.output)
+    methods = methods_of(settings)
+    outputs.check(
+        Output("--output", arguments.output, outputs.LINES),
+        Output("--html", arguments.html, outputs.PAGE),
+    )
+    file = LineFile(arguments.output)
     bundled = is_bundled(arguments.model)
     tasks = task_specs.parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
@@ -55,9 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         page = importlib.import_module("keyhole.evaluate.report_page")
         drawing.matplotlib()
-        folder = Path(arguments.html).parent
-        if not folder.is_dir():
-            raise ConfigError(f"--html {arguments.html!r}: there is no folder {str(folder)!r}")
     model = flags.load_model(arguments)
     from keyhole.bench import measure
     from keyhole.evaluate import eval_suite

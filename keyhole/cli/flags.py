@@ -133,8 +133,10 @@ def reuse_of(arguments: argparse.Namespace) -> Reuse:
 def load_model(arguments: argparse.Namespace) -> Model:
     """The model that the arguments name."""
     quiet()
+    from keyhole.bench import measure
     from keyhole.models.loading import load
 
+    measure.device(arguments.device)  # before the weights
     return load(arguments.model or keyhole.tiny(), arguments.device, arguments.dtype)
 
 

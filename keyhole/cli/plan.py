@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import keyhole
-from keyhole.cli import flags, show
+from keyhole import drawing
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 
@@ -76,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints thresholds, and a row per length."""
     settings = PlanSettings(**flags.settings_of(arguments, PlanSettings))
+    if arguments.plot is not None:
+        outputs.check(Output("--plot", arguments.plot, outputs.PICTURE))
+        drawing.matplotlib()
     from keyhole.models import checkpoint
     from keyhole.planner import Plan
 

@@ -41,6 +41,8 @@ MISTAKES = [
     ("documents list x", "unexpected argument 'x'; see `keyhole documents list --help`"),
     ("documents ask x --documents y --model nowhere", "unknown model 'nowhere'"),
     ("verify nowhere", "unknown model 'nowhere'"),
+    ("generate x --device mps", "device 'mps' must be one that is here"),
+    ("bench decode --device gpu", "device 'gpu' must be one that is here"),
 ]
 
 
@@ -57,6 +59,24 @@ def test_a_mistake_is_one_line(line: str, message: str, run: Run) -> None:
 def test_a_nearly_right_model_is_offered(path: str, run: Run) -> None:
     ran = run("generate", "x", "--model", path.removesuffix("-0") + "-1")
     assert "did you mean 'llama-0'?" in ran.err
+
+
+def test_more_logprobs_than_tokens_are_refused(path: str, run: Run) -> None:
+    """They ended in a traceback of torch."""
+    ran = run("generate", "x", "--model", path, "--device", "cpu", "--logprobs", "100000")
+    assert ran.status == 2
+    assert "logprobs 100000 must be at most" in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_an_error_of_the_system_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "layers.json")
+
+    monkeypatch.setattr("keyhole.cli.flags.make_llm", full)
+    ran = run("generate", "x")
+    assert ran.status == 2
+    assert ran.err == "error: No space left on device 'layers.json'\n"
 
 
 def test_debug_shows_where_an_error_came_from(run: Run) -> None:

@@ -252,7 +252,7 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
         (("--setup", ","), "setup () must be one of ('prompt', 'question'), or both"),
         (("--setup", "promt"), "unknown setup 'promt'; did you mean 'prompt'?"),
         (("--html", "no/page.html"), "--html 'no/page.html': there is no folder 'no'"),
-        (("--output", "/proc"), "'/proc' cannot be read"),
+        (("--output", "/proc"), "--output '/proc' is a folder; name a file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.cli.train_head import _Interrupt
+from keyhole.cli.interrupt import Interrupt
 from keyhole.retrieval.distill import Distiller
 from tests.cli.conftest import Run
 
@@ -80,7 +80,7 @@ def test_other_data_are_refused(
     path: str, data: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run went on with any data, without a word."""
-    monkeypatch.setattr(_Interrupt, "seen", True)
+    monkeypatch.setattr(Interrupt, "seen", True)
     command = ("train-head", path, "--output", str(tmp_path / "head"), *OPTIONS)
     assert run(*command, "--data", data).status == 130
     other = tmp_path / "other.txt"
