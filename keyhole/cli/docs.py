@@ -10,7 +10,6 @@ A test compares them with `render()`.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import inspect
 import sys
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.cli import build_parser, show
+from keyhole.cli.methods import settings_of, summary
 from keyhole.cli.parser import Formatter, Parser
-from keyhole.config import help_of
 from keyhole.policy import policies
 from keyhole.reuse import reuses
 
@@ -111,7 +110,7 @@ def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
     """A table of our methods of a kind, and a section of each."""
     ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
     rows = [
-        f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(cls.__doc__)} |"
+        f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(summary(cls))} |"
         for name, cls in ours.items()
     ]
     heads = f"| {kind} | class | {what} |\n|---|---|---|"
@@ -122,12 +121,11 @@ def _method(name: str, cls: type[Any]) -> str:
     """Module docstring and settings of one method."""
     about = inspect.getdoc(sys.modules[cls.__module__]) or ""
     parts = [f"## {name}", with_differences(about)]
-    fields = dataclasses.fields(cls)
-    if fields:
-        rows = [
-            f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(help_of(field))} |"
-            for field in fields
-        ]
+    rows = [
+        f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(text)} |"
+        for field, text in settings_of(cls)
+    ]
+    if rows:
         parts.append("\n".join(["| setting | default | |\n|---|---|---|", *rows]))
     return "\n\n".join(parts)
 
@@ -153,10 +151,9 @@ def with_differences(about: str) -> str:
     return "\n\n".join(parts)
 
 
-def _cell(text: str | None) -> str:
-    """The first paragraph of a text as one cell of a table: one line, without column marks."""
-    first = inspect.cleandoc(text or "").partition("\n\n")[0]
-    return " ".join(first.split()).replace("|", "\\|")
+def _cell(text: str) -> str:
+    """A text as one cell of a table: one line, without column marks."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

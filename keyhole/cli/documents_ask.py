@@ -18,6 +18,7 @@ from keyhole.cli.documents_store import add_store, expand, open_llm
 from keyhole.cli.interrupt import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
+from keyhole.reuse import make_reuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     flags.add_policy(parser)
     flags.add_reuse(parser)
-    flags.add_settings(parser, SamplingParams, "choice of tokens")
+    flags.add_settings(parser, SamplingParams, "sampling")
     flags.add_settings(parser, EngineConfig, "engine")
 
 
@@ -61,7 +62,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Streams the answer, or prints one JSON object."""
     question, params = _question(arguments), flags.sampling_of(arguments)
-    reuse = flags.reuse_of(arguments)
+    reuse = make_reuse(arguments.reuse)
     if not arguments.documents:
         raise ConfigError(
             "no documents; name stored ones: --documents NAME NAME, see `keyhole documents list`"

@@ -19,6 +19,7 @@ from keyhole.cli.documents_store import about, add_store, blocks, expand, open_l
 from keyhole.cli.outputs import Output
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError
+from keyhole.reuse import make_reuse
 
 if TYPE_CHECKING:
     from keyhole.cache.documents import DocumentInfo
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints, and draws."""
-    reuse = flags.reuse_of(arguments)
+    reuse = make_reuse(arguments.reuse)
     if arguments.question is None and arguments.documents:
         raise ConfigError("--documents needs a --question that is asked over them")
     if arguments.question is not None and arguments.output is None:

@@ -6,9 +6,11 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from keyhole.cache.document_defaults import default_place
 from keyhole.cli import flags, show
 from keyhole.config import EngineConfig, parse_bytes
 from keyhole.errors import UnknownNameError
+from keyhole.policy import make_policy
 
 if TYPE_CHECKING:
     from keyhole.cache.documents import DocumentInfo, DocumentStore
@@ -42,7 +44,7 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
 
     Settings are checked before the model is loaded.
     """
-    policy = flags.policy_of(arguments) if "policy" in arguments else None
+    policy = make_policy(arguments.policy) if "policy" in arguments else None
     settings = flags.settings_of(arguments, EngineConfig)
     limit = getattr(arguments, "limit", None)
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
@@ -61,8 +63,6 @@ def open_store(arguments: argparse.Namespace) -> DocumentStore:
 
 def place(arguments: argparse.Namespace) -> str:
     """Where the documents are."""
-    from keyhole.engine.documents import default_place
-
     return str(arguments.store or default_place())
 
 

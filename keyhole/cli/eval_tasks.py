@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keyhole
-from keyhole import drawing
+from keyhole import drawing, method_specs
 from keyhole.cli import flags, outputs, show
 from keyhole.cli.outputs import Output
 from keyhole.errors import UnknownNameError
-from keyhole.evaluate import specs
 from keyhole.evaluate.eval_settings import EvalSettings
 from keyhole.evaluate.line_file import LineFile
-from keyhole.policy import make_policy, policies
+from keyhole.policy import make_policy, policies, policy_name
 from keyhole.settings_file import is_settings_file
 
 if TYPE_CHECKING:
@@ -87,15 +86,17 @@ def methods_of(settings: EvalSettings) -> list[Method]:
     from keyhole.evaluate.eval_methods import Budget, Method, methods
 
     known, given = policies(), []
-    for spec in specs.parse(settings.policies):
-        name, stored = spec.name, {}
+    for spec in method_specs.parse(settings.policies):
+        name, stored = policy_name(spec.name), {}
+        label = method_specs.written(name, spec.settings)
         if is_settings_file(name):
             policy = make_policy(name)
             name, stored = policy.name, dataclasses.asdict(policy)
         if name not in known:
             raise UnknownNameError("policy", name, known)
-        typed = specs.typed(spec, "policy", dataclasses.fields(known[name]))
-        given.append(Method(label=spec.text, name=name, settings={**stored, **typed}))
+        own = method_specs.Spec(name, spec.settings)
+        typed = method_specs.typed(own, "policy", dataclasses.fields(known[name]))
+        given.append(Method(label=label, name=name, settings={**stored, **typed}))
     return methods(given, [Budget.parse(text) for text in settings.budgets])
 
 

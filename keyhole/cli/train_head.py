@@ -3,8 +3,9 @@
 The head learns to look where the model looks (objective attention), or is cut out of a small draft
 model that learns the model's next tokens (eagle). Such a head, given as --start, can learn besides
 to choose so that the model's predictions stay what they are with full attention (selection).
-Ctrl-C writes a snapshot, and --resume goes on from it to the same weights. `--policy spe_context
---head FOLDER` uses the result; in a folder keyhole-head beside the weights it is used by itself.
+Ctrl-C writes a snapshot, and --resume goes on from it to the same weights. `--policy
+spe_context:head=FOLDER` uses the result; in a folder keyhole-head beside the weights it is used by
+itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole train-head`."""
-    flags.add_model(parser, positional=True)
+    flags.add_model(parser)
     parser.add_argument(
         "--data",
         metavar="FILE",
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where the head goes; default: keyhole-head in MODEL, or here if MODEL is no folder",
+        help="where the head goes; default: keyhole-head beside the weights, or here if --model is "
+        "no folder",
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

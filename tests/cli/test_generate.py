@@ -39,8 +39,8 @@ def test_a_prompt_comes_from_an_argument_a_file_or_a_pipe(
 
 
 def test_json_is_one_object_with_python_names(path: str, run: Run) -> None:
-    layers = ("--full-layers", "0", "--delta-layers", "1", "--token-budget", "32")
-    ran = run("generate", PROMPT, "--model", path, *OPTIONS, "--policy", "delta", *layers, "--json")
+    policy = ("--policy", "delta:full_layers=0,delta_layers=1,token_budget=32")
+    ran = run("generate", PROMPT, "--model", path, *OPTIONS, *policy, "--json")
     assert ran.status == 0
     assert ran.err == ""
     found = json.loads(ran.out)
