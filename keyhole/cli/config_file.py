@@ -27,7 +27,7 @@ _SHARED = ("model", "device", "dtype", "store")
 def read(given: Sequence[str]) -> dict[str, Any]:
     """The file that a command line or the environment names; nothing if none is named."""
     path, flag = os.environ.get(_VARIABLE), _VARIABLE
-    for here, after in zip(given, [*given[1:], ""], strict=True):
+    for here, after in zip(given, [*given, ""][1:], strict=True):
         if here == _FLAG or here.startswith(f"{_FLAG}="):
             path, flag = (after if here == _FLAG else here.partition("=")[2]), _FLAG
     if not path:

@@ -46,6 +46,7 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
     """
     policy = make_policy(arguments.policy) if "policy" in arguments else None
     settings = flags.settings_of(arguments, EngineConfig)
+    EngineConfig(**settings)  # says what is wrong with them
     limit = getattr(arguments, "limit", None)
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
     model = flags.load_model(arguments)

@@ -108,6 +108,7 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
     """The model, policy and engine that the arguments describe; settings are checked first."""
     policy = make_policy(arguments.policy)
     settings = settings_of(arguments, EngineConfig)
+    EngineConfig(**settings)  # says what is wrong with them
     model = load_model(arguments)
     require_depth(arguments.policy, model.geometry(EngineConfig.page_size).num_layers)
     from keyhole.engine.llm import LLM

@@ -129,7 +129,7 @@ def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> No
     # Without the dashes, which all have in common.
     near = difflib.get_close_matches(flag[2:], [one[2:] for one in known], n=1)
     if near:
-        hint = f"did you mean '--{near[0]}'? or {help_text}"
+        hint = f"did you mean '--{near[0]}'?"
     elif owners:
         hint = f"settings stand behind a method's name: {owners[0]}"
     else:
