@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
+import types
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,15 @@ if TYPE_CHECKING:
 
 # Who looks at a store without a model: nobody encodes with this fingerprint.
 _NO_MODEL = {"model": "none"}
+
+
+class _OnUse(types.ModuleType):
+    """A module in `sys.modules` that is imported when something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +68,8 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
 
 
 def open_store(arguments: argparse.Namespace) -> DocumentStore:
-    """The documents without a model; they count as not encoded."""
+    """The documents without a model; they count as not encoded. Torch is not loaded for them."""
+    sys.modules.setdefault("torch", _OnUse("torch"))
     from keyhole.cache.documents import DocumentStore
 
     return DocumentStore(place(arguments), _NO_MODEL)
