@@ -43,9 +43,9 @@ gpu:
 # Decode steps beside llama.cpp, which has an environment of its own; ARGS="--contexts 2048" and the like.
 bench-peers: $(READY) $(PEERS_READY)
 	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768,131072 \
-	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm $(ARGS)
+	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm --output benchmarks/results/decode.jsonl $(ARGS)
 	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768 --batch 8 \
-	  --systems llama_cpp,llama_cpp_flash,full $(ARGS)
+	  --systems llama_cpp,llama_cpp_flash,full --output benchmarks/results/decode.jsonl $(ARGS)
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY)

@@ -68,7 +68,7 @@ class Part:
 def _delta() -> str:
     """DELTA at equal dense layers with every window that leaves something of the budget."""
     return ",".join(
-        f"delta:full_layers=0:delta_layers=1:recent_pages={pages}:token_budget={budget}"
+        f"delta:full_layers=0,delta_layers=1,recent_pages={pages},token_budget={budget}"
         for budget in map(int, BUDGETS.split(","))
         for pages in RECENT_PAGES
         if pages * 16 <= budget

@@ -60,21 +60,22 @@ def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:
         return parse_bytes(text, name)
     try:
         return _BY_KIND[kind](text)
-    except ValueError as error:
+    except (KeyError, ValueError) as error:
         right = _RIGHT.get(kind, "numbers such as 0,1")
         raise ConfigError(f"{name} {text!r} must be {right}") from error
 
 
+_TRUTH = {"true": True, "false": False}
 _BY_KIND: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "str": str,
-    "bool": lambda text: text == "True",
+    "bool": lambda text: _TRUTH[text.lower()],
     "tuple[int, ...]": lambda text: tuple(int(part) for part in text.split(",") if part.strip()),
     "Names": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
     "Budgets": lambda text: tuple(part.strip() for part in text.split(",")),
 }
-_RIGHT = {"int": "a whole number", "float": "a number"}
+_RIGHT = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def parse_bytes(value: int | str, name: str = "memory") -> int:

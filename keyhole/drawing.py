@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,34 +54,6 @@ def matplotlib() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise ConfigError('a picture needs matplotlib: pip install "keyhole[plot]"') from error
     return pyplot, colors, patches
-
-
-#: First bytes of the kinds of files that a picture can be.
-KINDS = {".png": b"\x89PNG", ".svg": b"<", ".pdf": b"%PDF"}
-
-
-def check(path: str | Path) -> None:
-    """To be called before the work begins: whether a picture can be written to this path.
-
-    ConfigError without a folder that can be written to, for another kind of file, and where
-    something stands that is no such picture.
-    """
-    path = Path(path)
-    if path.suffix.lower() not in KINDS:
-        raise ConfigError(f"the picture {str(path)!r} must end in {', '.join(KINDS)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"the picture {str(path)!r}: there is no folder {str(path.parent)!r}")
-    try:
-        if path.exists():
-            with path.open("r+b") as file:
-                start = file.read(len(KINDS[path.suffix.lower()]))
-            if start and start != KINDS[path.suffix.lower()]:
-                raise ConfigError(f"{str(path)!r} is there and no picture; it stays as it is")
-        else:
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-    except OSError as error:
-        raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
 
 
 def save(figure: Any, path: str | Path) -> None:

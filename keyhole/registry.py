@@ -5,6 +5,7 @@ A line of such a table is "package.module:Class". Nothing is imported before it 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from keyhole.config import from_settings
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.method_specs import Spec, parse_one, typed
 from keyhole.settings_file import from_json, is_settings_file, method_in
 
 Method = TypeVar("Method")
@@ -45,9 +47,10 @@ class Registry(Generic[Method]):
     def make(
         self, method: Method | str | Path | None, settings: Mapping[str, Any] | None = None
     ) -> Method:
-        """A method from itself, from its name with settings, or the default from None.
+        """A method from itself, from its name, or the default from None.
 
-        A settings file stands for a name with settings; those given beside it come before its own.
+        Settings may stand behind the name, "delta:token_budget=512", and beside it; a settings file
+        stands for a name with settings. What is given beside it comes first, then what is behind.
         UnknownNameError for a name or setting that is not there; ConfigError for one that cannot be
         loaded, for a file that is wrong, and for settings beside an object.
         """
@@ -57,20 +60,26 @@ class Registry(Generic[Method]):
                     f"settings {sorted(settings)} go with a {self._kind}'s name, not its object"
                 )
             return method
-        name, stored = self._default if method is None else str(method), None
-        if isinstance(method, str | Path) and is_settings_file(method):
-            name, stored = method_in(method, self._field)
-        places = self._places()
+        spec = parse_one(method, self._kind) if isinstance(method, str) else Spec(str(method))
+        name, stored = self._default if method is None else spec.name, None
+        if method is not None and is_settings_file(spec.name):
+            name, stored = method_in(spec.name, self._field)
+        name, places = self.canonical(name), self._places()
         if name not in places:
-            where = "" if stored is None else f" in {str(method)!r}"
+            where = "" if stored is None else f" in {spec.name!r}"
             raise UnknownNameError(f"{self._kind}{where}", name, places)
         # Only this one is loaded: a broken package of others harms nobody who does not use it.
-        cls = self._load(name, places[name])
-        given = dict(settings or {})
+        cls: Any = self._load(name, places[name])
+        fields = dataclasses.fields(cls)
+        given = typed(Spec(name, spec.settings), self._kind, fields) | dict(settings or {})
         if stored is not None:
-            given = from_json(str(method), cls, f"{self._kind} {name}", stored) | given
+            given = from_json(spec.name, cls, f"{self._kind} {name}", stored) | given
         made: Method = from_settings(cls, f"{self._kind} {name}", given)
         return made
+
+    def canonical(self, name: str) -> str:
+        """The name in the table for DELTA, Tidal-Decode and the like; what is not there stays."""
+        return {_plain(known): known for known in self._places()}.get(_plain(name), name)
 
     def _places(self) -> dict[str, str]:
         places = dict(self._ours)
@@ -92,3 +101,7 @@ class Registry(Generic[Method]):
                 f"{self._kind} {name!r}: {place!r} is not a subclass of keyhole.{base}"
             )
         return found
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

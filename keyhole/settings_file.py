@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from keyhole.config import is_count, is_number, kind_of
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.method_specs import parse_one
 
 _SUFFIX = ".json"
 
@@ -85,13 +86,9 @@ def method_in(path: str | Path, kind: str) -> tuple[str, dict[str, Any]]:
     return file.reuse, file.reuse_settings
 
 
-def method_name(method: str, kind: str) -> str:
-    """The name of a method that was given by its name or by a settings file."""
-    return method_in(method, kind)[0] if is_settings_file(method) else method
-
-
 def require_depth(method: object, num_layers: int) -> None:
     """ConfigError if `method` is a settings file for models with another number of layers."""
+    method = parse_one(method, "policy").name if isinstance(method, str) else method
     if isinstance(method, str | Path) and is_settings_file(method):
         measured = SettingsFile.read(method).num_layers
         if measured not in (None, num_layers):

@@ -131,7 +131,7 @@ def test_the_command_line_takes_a_file_and_flags_beside_it(tmp_path: Path) -> No
     settings = {"token_budget": 64, "full_layers": [0, 1]}
     reuse = {"reuse": "epic", "reuse_settings": {"num_local": 3}}
     path = written(tmp_path, {"policy": "quest", "settings": settings} | reuse)
-    given = ("--policy", path, "--token-budget", "128", "--reuse", path)
-    arguments = parser.parse_args(given)
-    assert flags.policy_of(arguments) == keyhole.Quest(token_budget=128, full_layers=(0, 1))
-    assert flags.reuse_of(arguments) == keyhole.Epic(num_local=3)
+    arguments = parser.parse_args(("--policy", f"{path}:token_budget=128", "--reuse", path))
+    policy = make_policy(arguments.policy)
+    assert policy == keyhole.Quest(token_budget=128, full_layers=(0, 1))
+    assert make_reuse(arguments.reuse) == keyhole.Epic(num_local=3)

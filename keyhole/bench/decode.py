@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from keyhole.bench import measure, memory
 from keyhole.bench.bars import step_bars
 from keyhole.bench.llama_file import LlamaFile
@@ -63,7 +65,7 @@ def _run(settings: DecodeSettings, report: Report, file: LlamaFile | None) -> di
     }
     if file is not None:
         line["llama_cpp"] = file.about
-    for context in settings.contexts:
+    for context in tqdm(settings.contexts, desc="contexts", leave=False, disable=None):
         found, errors, skipped = measure_context(weights, settings, context, file)
         for result in found:
             own_bytes = result.get("weight_bytes", weight_bytes)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from keyhole.bench import (
     agreement,
@@ -82,7 +83,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     results: list[Result] = []
     before = paths.current(device)
     try:
-        for op in settings.ops:
+        for op in tqdm(settings.ops, desc="operations", leave=False, disable=None):
             found = []
             for case in _made_on(device, _CASES[op](layer)):
                 tolerance = _TOLERANCE[layer.dtype]

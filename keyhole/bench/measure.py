@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from keyhole.config import require
+
 #: The repository that this file is in; meaningless where Keyhole is installed without one.
 ROOT = Path(__file__).parents[2]
 
@@ -51,14 +53,19 @@ def in_checkout() -> bool:
 
 
 def results() -> Path:
-    """The folder of the stored lines: of the checkout, else below the current directory."""
-    return (ROOT if in_checkout() else Path.cwd()) / "benchmarks/results"
+    """The folder of the stored lines, in a checkout."""
+    return ROOT / "benchmarks/results"
 
 
 def device(name: str) -> torch.device:
-    """The device of that name; "auto" is a GPU where there is one."""
+    """The device of that name, a GPU if there is one for "auto"; ConfigError if it is not here."""
+    cuda = torch.cuda.is_available()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if cuda else "cpu"
+    kind, _, number = name.partition(":")
+    there = kind == "cpu" or (kind == "cuda" and cuda)
+    there = there and (not number or (number.isdigit() and int(number) < torch.cuda.device_count()))
+    require(there, "device", name, "one that is here: auto, cpu, cuda or cuda:0")
     return torch.device(name)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from tqdm.auto import tqdm
 
 from keyhole.bench import measure
 
@@ -33,7 +34,7 @@ def take_turns(
     """Milliseconds of every call, by system."""
     names = list(turns)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
+    for i in tqdm(range(rounds), desc="measure", unit="round", leave=False, disable=None):
         first = i % len(names)
         for name in names[first:] + names[:first]:
             turn = turns[name]

@@ -19,27 +19,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from keyhole.cache.document_digest import Fingerprint, canonical, is_sealed, seal, sha256
 from keyhole.cache.document_place import Reader
 from keyhole.cache.document_problem import RecordError
 from keyhole.cache.record import STATISTICS, DocumentRecord
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["Header", "Span", "check", "check_all", "parse", "read_small", "serialise"]
 
 _FORMAT = "keyhole document"
 _VERSION = "1"
 _DTYPES = {
-    "I64": torch.int64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
+    "I64": "int64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {f"torch.{dtype}": name for name, dtype in _DTYPES.items()}
 # What safetensors itself allows.
 _MOST_HEADER_BYTES = 100_000_000
 
@@ -47,7 +49,7 @@ _MOST_HEADER_BYTES = 100_000_000
 class Span(NamedTuple):
     """A tensor in the file: bytes `start` to `stop`, counted from the file's beginning."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -55,7 +57,7 @@ class Span(NamedTuple):
 
     def tensor(self, data: Tensor) -> Tensor:
         """The tensor in its bytes, uint8 [stop - start]; no copy."""
-        return data.view(self.dtype).view(self.shape)
+        return data.view(getattr(torch, self.dtype)).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def serialise(
     end = 0
     for key, x in tensors.items():
         header[key] = {
-            "dtype": _NAMES[x.dtype],
+            "dtype": _NAMES[str(x.dtype)],
             "shape": list(x.shape),
             "data_offsets": [end, end + x.nbytes],
         }

@@ -13,12 +13,15 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from keyhole.cache.document_lock import is_free
 from keyhole.cache.document_place import Entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LocalPlace", "LocalReader", "LocalStaged"]
 

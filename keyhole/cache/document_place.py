@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 __all__ = ["Entry", "Place", "Reader", "Staged"]
 

@@ -13,19 +13,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from torch import Tensor
 
 from keyhole.cache.document_digest import sha256
 from keyhole.cache.document_local import LocalPlace
 from keyhole.cache.document_place import Entry, Place
 from keyhole.config import require
 from keyhole.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RemotePlace", "RemoteReader", "RemoteStaged", "open_place"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from keyhole.cache import document_file
 from keyhole.cache.document_file import Header, Span
@@ -16,6 +16,9 @@ from keyhole.cache.document_place import Reader
 from keyhole.cache.document_problem import RecordError
 from keyhole.cache.record import STATISTICS, HeadRecord, LayerStatistics
 from keyhole.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["StoredDocument"]
 

@@ -7,12 +7,15 @@ everywhere: Hq query heads, Hkv key heads, D numbers in a key, Dv in a value.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from keyhole.config import is_count, require
 from keyhole.errors import ConfigError, NumericalError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "STATISTICS",
@@ -32,8 +35,6 @@ STATISTICS = (
     "alpha",
     "received",
 )
-#: What keys and values can be stored as.
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAY_BE_INFINITE = ("alpha", "received")
 
 
@@ -116,7 +117,8 @@ def validate(record: DocumentRecord) -> None:
     _expect("token_ids", ids, [ids.numel()], torch.int64)
     require(ids.numel() > 0, "token_ids", [], "at least one token")
     dtype = record.layers[0].keys.dtype
-    require(dtype in DTYPES, "dtype of the keys", dtype, "float32, float16 or bfloat16")
+    good = dtype in (torch.float32, torch.float16, torch.bfloat16)
+    require(good, "dtype of the keys", dtype, "float32, float16 or bfloat16")
     for number, layer in enumerate(record.layers):
         _validate_layer(f"layer {number}: ", layer, record, dtype)
     for name, head in record.heads.items():

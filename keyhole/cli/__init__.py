@@ -9,9 +9,12 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import keyhole
+from keyhole.cli import config_file
 from keyhole.cli.parser import Parser, add_command, check_leftover
 from keyhole.errors import KeyholeError
 
@@ -22,17 +25,20 @@ COMMANDS = {
     "chat": "talk with a model",
     "serve": "serve a model over HTTP, for any OpenAI client",
     "documents": "store documents once, ask questions over them",
+    "methods": "list the policies and reuse methods, or tell all about one",
     "plan": "which layers fit into memory at which length",
     "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",
     "train-head": "train the head that chooses what SpeContext reads",
     "eval": "ask a model tasks under several policies and budgets",
     "verify": "compare the engine with transformers on a model",
+    "info": "versions, kernels, devices and folders of this installation",
     "bench": "measure kernels, decode steps or offloading on this machine",
+    "completion": "a script for bash, zsh or fish",
 }
 
 
-def build_parser() -> Parser:
-    """The parser of `keyhole` with all its commands."""
+def build_parser(config: Mapping[str, Any] = MappingProxyType({})) -> Parser:
+    """The parser of `keyhole` with all its commands; config: values for their flags."""
     parser = Parser(prog="keyhole", description=_first_line(keyhole.__doc__))
     parser.add_argument("--version", action="version", version=f"keyhole {keyhole.__version__}")
     commands = parser.add_subparsers(
@@ -40,7 +46,7 @@ def build_parser() -> Parser:
     )
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
-        add_command(commands, name, summary, module)
+        add_command(commands, name, summary, module, config)
     return parser
 
 
@@ -53,20 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments, leftover = build_parser().parse_known_args(given)
-        check_leftover(arguments.parser, leftover)
+        arguments, leftover = build_parser(config_file.read(given)).parse_known_args(given)
+        check_leftover(arguments, leftover)
         return int(arguments.run(arguments))
     except KeyholeError as error:
         if "--debug" in given:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of our output has gone, as in `keyhole generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a disk that is full, a folder that is gone
+        if "--debug" in given:
+            traceback.print_exc()
+        where = f" {error.filename!r}" if error.filename is not None else ""
+        print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
 
 
 def _first_line(docstring: str | None) -> str:

@@ -2,8 +2,8 @@
 
 Or the bundled model with offloaded layers, beside itself without (offload).
 
-All systems of a run take turns and must agree before they are timed. Every run adds a line to
-benchmarks/results/ of the checkout, or of the current directory where there is none.
+All systems of a run take turns and must agree before they are timed. Every run adds a line with its
+machine, versions and settings to --output.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import keyhole
 from keyhole.bench.settings import DecodeSettings, KernelSettings, OffloadSettings, Settings
-from keyhole.cli import flags, show
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.evaluate.line_file import LineFile
 
 _SETTINGS: dict[str, type[Any]] = {
     "kernels": KernelSettings,
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
     parser.add_argument("benchmark", metavar="BENCHMARK", help="kernels, decode or offload")
     parser.add_argument("--note", metavar="TEXT", help="what a reader should know of this run")
-    parser.add_argument("--output", metavar="FILE", help="add the line to this file instead")
+    parser.add_argument(
+        "--output", metavar="FILE", default="keyhole-bench.jsonl", help="where the line is added"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_settings(parser, Settings, "what is measured")
     for benchmark, names in _OWN.items():
@@ -50,11 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownNameError("benchmark", name, _SETTINGS)
     _check_own(arguments, name)
     settings: Any = _SETTINGS[name](**flags.settings_of(arguments, _SETTINGS[name]))
+    outputs.check(
+        Output("--output", arguments.output, outputs.LINES),
+        Output("--trace", arguments.trace, outputs.TRACE),
+    )
+    file = LineFile(arguments.output)
     flags.quiet()
     from keyhole.bench import decode, kernels, measure, offload
 
     device = measure.device(settings.device)
-    output = Path(arguments.output or measure.results() / f"{name}.jsonl")
     line = measure.header(name, device, arguments.note or "", keyhole.__version__)
     # Beside one JSON object on stdout, tables still show how far a long run has come.
     stream = sys.stderr if arguments.json else sys.stdout
@@ -76,14 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
         line |= offload.run(load(keyhole.tiny(), str(device)), settings, report)
     else:
         line |= runs[name](settings, report)
-    measure.append(output, line)
+    file.add(line)
     if arguments.json:
         print(show.to_json(line))
         return 0
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
-    print(f"memory is read at {line['read_bytes_per_s'] / 1e9:.1f} GB/s; written: {output}")
+    bandwidth = line["read_bytes_per_s"] / 1e9
+    print(f"memory is read at {bandwidth:.1f} GB/s; written: {arguments.output}")
     return 0
 
 

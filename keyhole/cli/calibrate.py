@@ -2,13 +2,13 @@
 
 The model continues the prompts densely; every placement is judged by the same run, and the printed
 table compares them: the attention mass that a sparse layer keeps, the relative error of its output,
-the layers that read everything and the keys read. The output file is what `--layers` takes; named
-keyhole-delta.json beside the weights, it is used by itself.
+the layers that read everything and the keys read. The output file is for
+`--policy delta:layers=FILE`; named keyhole-delta.json beside the weights, it is used by itself.
 
 With --stable-layers it measures for SamKV instead which layers should say how much of stored
 documents is kept: those in which the most important block of a document stands out. Its output
-file, keyhole-samkv.json beside the weights, is used by itself; elsewhere, `--reuse-layers` takes
-it.
+file, keyhole-samkv.json beside the weights, is used by itself; elsewhere
+`--reuse sam_kv:layers=FILE` takes it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keyhole.cli import calibrate_stable, flags, show
+from keyhole import drawing
+from keyhole.cli import calibrate_stable, flags, outputs, show
 from keyhole.cli.calibrate_stable import StableSettings
+from keyhole.cli.outputs import Output
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policy.calibration import rank_by_shift
@@ -73,7 +75,7 @@ class PlacementSettings:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole calibrate`."""
-    flags.add_model(parser, positional=True)
+    flags.add_model(parser)
     parser.add_argument(
         "--stable-layers", action="store_true", help="measure SamKV's layers instead of DELTA's"
     )
@@ -87,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         help="write the layers to this JSON file; default: none, with --stable-layers "
-        "keyhole-samkv.json in MODEL, or here if MODEL is no folder",
+        "keyhole-samkv.json beside the weights, or here if --model is no folder",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_settings(parser, PlacementSettings, "placement of DELTA's layers")
@@ -104,6 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
         return calibrate_stable.run(arguments, stable, texts)
     placement: Any = PlacementSettings(**flags.settings_of(arguments, PlacementSettings))
     settings = flags.settings_of(arguments, Delta)
+    outputs.check(
+        Output("--output", arguments.output, outputs.LAYERS),
+        Output("--plot", placement.plot, outputs.PICTURE),
+    )
+    if placement.plot is not None:
+        drawing.matplotlib()
     full_layers = settings.pop("full_layers", _FULL_LAYERS)
     prompts = _given(arguments) or _prompts()
     model = flags.load_model(arguments)

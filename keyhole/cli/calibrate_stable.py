@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keyhole.cli import flags, show
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.outputs import Output
 from keyhole.config import is_count, require, setting
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace, settings: StableSettings, texts: list[Any
 
     texts: of --data; None: those of the bundled model.
     """
+    output = _output(arguments)
+    outputs.check(Output("--output", output, outputs.LAYERS))
     texts = _texts(settings.num_documents) if texts is None else texts
     model = flags.load_model(arguments)
     from keyhole.evaluate.stability import cut, measure
@@ -48,7 +51,6 @@ def run(arguments: argparse.Namespace, settings: StableSettings, texts: list[Any
         block_size=settings.block_size,
         num_stable_layers=settings.num_stable_layers,
     )
-    output = _output(arguments)
     found.save(output)
     if arguments.json:
         print(show.to_json({**vars(found), "output": output}))
@@ -74,7 +76,7 @@ def _text(found: Stability) -> str:
 def _output(arguments: argparse.Namespace) -> str:
     from keyhole.reuse.stability import STABILITY_FILE
 
-    if arguments.output:
+    if arguments.output is not None:
         return str(arguments.output)
     # Not into a cache of the hub, nor into the package.
     beside = Path(arguments.model) if arguments.model and Path(arguments.model).is_dir() else Path()

@@ -1,6 +1,7 @@
 """A conversation: every line is a message, and the keys and values stay between the turns.
 
-/reset forgets the conversation, /quit (or the end of the input) ends it.
+/reset forgets the conversation, /quit (or the end of the input) ends it. Ctrl-C ends an answer, of
+which what was said is kept; at the prompt it ends the conversation.
 """
 
 from __future__ import annotations
@@ -50,18 +51,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> None:
     """One message and its answer; a message that cannot be served leaves no trace."""
+    from keyhole.cli import streaming
+
     messages.append({"role": "user", "content": line})
     try:
-        for piece in llm.stream_chat(messages, params, reuse_generated=True):
-            print(piece.text, end="", flush=True)
-            if piece.result is not None:
-                messages.append({"role": "assistant", "content": piece.result.text})
-                stats = piece.result.stats
-        print()
+        result = streaming.answer(llm, llm.submit_chat(messages, params, reuse_generated=True))
     except RequestError as error:
         del messages[-1]
         print(f"error: {error}; /reset starts anew", file=sys.stderr)
         return
+    stats = result.stats
+    if result.finish_reason == "abort" and not result.text:
+        del messages[-1]
+        print("stopped before the answer began; the message is forgotten", file=sys.stderr)
+        return
+    messages.append({"role": "assistant", "content": result.text})
     kept = f"{stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens kept"
     print(f"{show.closing_line(stats)} | {kept}", file=sys.stderr)
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import keyhole
 from keyhole import drawing
-from keyhole.cli import flags, show
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.outputs import Output
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         default="keyhole-demo.png",
-        help=f"the picture, {', '.join(drawing.KINDS)}",
+        help=f"the picture, {', '.join(outputs.PICTURE.starts)}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table, and writes the picture or says what it needs."""
     flags.quiet()
-    drawing.check(arguments.output)
+    outputs.check(Output("--output", arguments.output, outputs.PICTURE))
     missing = _missing()
     from keyhole.evaluate import demo
     from keyhole.models.loading import load

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.cli import build_parser, show
+from keyhole.cli.methods import settings_of, summary
 from keyhole.cli.parser import Formatter, Parser
-from keyhole.config import EngineConfig, SamplingParams, help_of
+from keyhole.config import EngineConfig, SamplingParams
 from keyhole.policy import policies
 from keyhole.reuse import reuses
 
@@ -123,7 +124,7 @@ def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
     """A table of our methods of a kind, and a section of each."""
     ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
     rows = [
-        f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(cls.__doc__)} |"
+        f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(summary(cls))} |"
         for name, cls in ours.items()
     ]
     heads = f"| {kind} | class | {what} |\n|---|---|---|"
@@ -142,8 +143,8 @@ def _method(name: str, cls: type[Any]) -> str:
 def _settings(cls: type[Any]) -> str:
     """The settings of a dataclass as a table."""
     rows = [
-        f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(help_of(field))} |"
-        for field in dataclasses.fields(cls)
+        f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(text)} |"
+        for field, text in settings_of(cls)
     ]
     return "\n".join(["| setting | default | |\n|---|---|---|", *rows])
 
@@ -169,10 +170,9 @@ def with_differences(about: str) -> str:
     return "\n\n".join(parts)
 
 
-def _cell(text: str | None) -> str:
-    """The first paragraph of a text as one cell of a table: one line, without column marks."""
-    first = inspect.cleandoc(text or "").partition("\n\n")[0]
-    return " ".join(first.split()).replace("|", "\\|")
+def _cell(text: str) -> str:
+    """A text as one cell of a table: one line, without column marks."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

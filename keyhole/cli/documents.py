@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from keyhole.cli.parser import add_command
+from keyhole.cli.parser import Parser, add_command
 
 #: Name and one line of help; each is a module here, documents_NAME.
 ACTIONS = {
@@ -22,12 +22,12 @@ ACTIONS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The actions of `keyhole documents`."""
     actions = parser.add_subparsers(dest="action", title="actions", metavar="ACTION", required=True)
     for name, summary in ACTIONS.items():
         module = importlib.import_module(f"keyhole.cli.documents_{name}")
-        add_command(actions, name, summary, module, run="run_action")
+        add_command(actions, name, summary, module, parser.config, run="run_action")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from keyhole.cache.document_defaults import BLOCK_SIZE
 from keyhole.cli import flags, show
 from keyhole.cli.documents_files import read_documents
 from keyhole.cli.documents_store import about, add_limit, add_store, open_llm, sentence
@@ -18,8 +19,6 @@ from keyhole.config import EngineConfig, is_count, require
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents add`."""
-    from keyhole.engine.documents import BLOCK_SIZE
-
     parser.add_argument("name", metavar="NAME", help="what questions call it")
     parser.add_argument("files", nargs="+", metavar="FILE", help='UTF-8 text; "-" is stdin')
     parser.add_argument("--pin", action="store_true", help="never let it make room for others")

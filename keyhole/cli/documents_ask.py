@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli import flags, show
 from keyhole.cli.documents_store import add_store, expand, open_llm
+from keyhole.cli.interrupt import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
+from keyhole.reuse import make_reuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +62,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Streams the answer, or prints one JSON object."""
     question, params = _question(arguments), flags.sampling_of(arguments)
-    reuse = flags.reuse_of(arguments)
+    reuse = make_reuse(arguments.reuse)
     if not arguments.documents:
         raise ConfigError(
             "no documents; name stored ones: --documents NAME NAME, see `keyhole documents list`"
@@ -67,20 +70,20 @@ def run(arguments: argparse.Namespace) -> int:
     llm = open_llm(arguments)
     names = expand(arguments.documents, (info.name for info in llm.documents.list()))
     reuse = reuse.resolve(llm.engine.geometry)
-    pieces = llm.stream_ask(
-        question,
-        names,
-        reuse=reuse,
-        params=params,
-        prefix=arguments.prefix,
-        separator=arguments.separator,
-        chat=arguments.chat,
-    )
-    result: Any = None
-    for piece in pieces:
-        if not arguments.json:
-            print(piece.text, end="", flush=True)
-        result = piece.result
+    from keyhole.cli import streaming
+
+    with ExitStack() as stack:
+        sequence = llm.submit_ask(
+            stack,
+            question,
+            names,
+            reuse=reuse,
+            params=params,
+            prefix=arguments.prefix,
+            separator=arguments.separator,
+            chat=arguments.chat,
+        )
+        result = streaming.answer(llm, sequence, silent=arguments.json)
     if arguments.json:
         about = {
             "model": llm.engine.model.name,
@@ -89,11 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(show.to_json({**vars(result), "reused": reused_object(result.reused), **about}))
     else:
-        print()
         print(show.closing_line(result.stats), file=sys.stderr)
         for line in closing_lines(len(names), result.reused, result.stats):
             print(line, file=sys.stderr)
-    return 0
+    return INTERRUPTED if result.finish_reason == "abort" else 0
 
 
 def closing_lines(number: int, reused: Reused | None, stats: Stats) -> list[str]:

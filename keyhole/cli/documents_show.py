@@ -12,11 +12,14 @@ import dataclasses
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from keyhole.cli import flags, show
+from keyhole import drawing
+from keyhole.cli import flags, outputs, show
 from keyhole.cli.documents_ask import add_prompt, closing_lines, reused_object
 from keyhole.cli.documents_store import about, add_store, blocks, expand, open_llm
+from keyhole.cli.outputs import Output
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError
+from keyhole.reuse import make_reuse
 
 if TYPE_CHECKING:
     from keyhole.cache.documents import DocumentInfo
@@ -47,9 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints, and draws."""
-    reuse = flags.reuse_of(arguments)
+    reuse = make_reuse(arguments.reuse)
     if arguments.question is None and arguments.documents:
         raise ConfigError("--documents needs a --question that is asked over them")
+    if arguments.question is not None and arguments.output is None:
+        arguments.output = _PICTURE
+    if arguments.output is not None:
+        outputs.check(Output("--output", arguments.output, outputs.PICTURE))
+        drawing.matplotlib()
     llm = open_llm(arguments)
     info = llm.documents.get(arguments.name)
     if arguments.question is not None:
@@ -136,7 +144,7 @@ def _question(arguments: argparse.Namespace, llm: LLM, reuse: Reuse) -> int:
     )
     reused = result.reused
     assert reused is not None
-    path = arguments.output or _PICTURE
+    path = arguments.output
     shown = [infos[name] for name in reused.documents]
     title = " ".join(arguments.question.split())
     kept_chart(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
+import types
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from keyhole.cache.document_defaults import default_place
 from keyhole.cli import flags, show
 from keyhole.config import EngineConfig, parse_bytes
 from keyhole.errors import UnknownNameError
+from keyhole.policy import make_policy
 
 if TYPE_CHECKING:
     from keyhole.cache.documents import DocumentInfo, DocumentStore
@@ -16,6 +21,15 @@ if TYPE_CHECKING:
 
 # Who looks at a store without a model: nobody encodes with this fingerprint.
 _NO_MODEL = {"model": "none"}
+
+
+class _OnUse(types.ModuleType):
+    """A module in `sys.modules` that is imported when something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +56,9 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
 
     Settings are checked before the model is loaded.
     """
-    policy = flags.policy_of(arguments) if "policy" in arguments else None
+    policy = make_policy(arguments.policy) if "policy" in arguments else None
     settings = flags.settings_of(arguments, EngineConfig)
+    EngineConfig(**settings)  # says what is wrong with them
     limit = getattr(arguments, "limit", None)
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
     model = flags.load_model(arguments)
@@ -53,7 +68,8 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
 
 
 def open_store(arguments: argparse.Namespace) -> DocumentStore:
-    """The documents without a model; they count as not encoded."""
+    """The documents without a model; they count as not encoded. Torch is not loaded for them."""
+    sys.modules.setdefault("torch", _OnUse("torch"))
     from keyhole.cache.documents import DocumentStore
 
     return DocumentStore(place(arguments), _NO_MODEL)
@@ -61,8 +77,6 @@ def open_store(arguments: argparse.Namespace) -> DocumentStore:
 
 def place(arguments: argparse.Namespace) -> str:
     """Where the documents are."""
-    from keyhole.engine.documents import default_place
-
     return str(arguments.store or default_place())
 
 

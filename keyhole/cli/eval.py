@@ -30,7 +30,7 @@ _DEFAULT = "tasks"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole eval`: those of all suites."""
-    flags.add_model(parser, positional=True)
+    flags.add_model(parser)
     told = "; ".join(f"{name}: {about}" for name, about in SUITES.items())
     parser.add_argument(
         "--suite", metavar="NAME", default=_DEFAULT, help=f"what is measured: {told}"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import keyhole
 from keyhole import drawing
-from keyhole.cli import flags, show
+from keyhole.cli import flags, outputs, show
 from keyhole.cli.eval_tasks import is_bundled, methods_of
+from keyhole.cli.outputs import Output
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.evaluate.attention.settings import TAKEN, AttentionSettings
@@ -47,14 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
         for method in methods_of(dataclasses.replace(settings, policies=names))
         if not policies()[method.name].dense
     ]
+    outputs.check(
+        Output("--output", arguments.output, outputs.LINES),
+        Output("--html", arguments.html, outputs.PAGE),
+    )
     file = LineFile(arguments.output)
     page = None
     if arguments.html:  # before hours of work
         page = importlib.import_module("keyhole.evaluate.attention.report.page")
         drawing.matplotlib()
-        folder = Path(arguments.html).parent
-        if not folder.is_dir():
-            raise ConfigError(f"--html {arguments.html!r}: there is no folder {str(folder)!r}")
     model = flags.load_model(arguments)
     import torch
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import keyhole
 from keyhole import drawing
-from keyhole.cli import eval_tasks, flags, show
+from keyhole.cli import eval_tasks, flags, outputs, show
+from keyhole.cli.outputs import Output
 from keyhole.config import EngineConfig, require
-from keyhole.errors import ConfigError
 from keyhole.evaluate.eval_settings import EvalSettings
 from keyhole.evaluate.line_file import LineFile
 
@@ -67,11 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Gate, estimate, measurements, verdicts."""
     given = flags.settings_of(arguments, EvalSettings)
     eval_tasks.require_statistics()
-    file = LineFile(arguments.output)
     html = Path(arguments.html or Path(arguments.output).with_suffix(".html"))
-    for flag, path in (("--html", html), ("--settings", Path(arguments.settings))):
-        if not path.parent.is_dir():  # before hours of work
-            raise ConfigError(f"{flag} {str(path)!r}: there is no folder {str(path.parent)!r}")
+    outputs.check(
+        Output("--output", arguments.output, outputs.LINES),
+        Output("--html", html, outputs.PAGE),
+        Output("--settings", arguments.settings, outputs.POLICY),
+    )
+    file = LineFile(arguments.output)
     page = importlib.import_module("keyhole.evaluate.paper.page")
     drawing.matplotlib()
     model = flags.load_model(arguments)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keyhole
-from keyhole import drawing
-from keyhole.cli import flags, show
-from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.evaluate import specs
+from keyhole import drawing, method_specs
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.outputs import Output
+from keyhole.errors import UnknownNameError
 from keyhole.evaluate.eval_settings import EvalSettings
 from keyhole.evaluate.line_file import LineFile
-from keyhole.policy import make_policy, policies
+from keyhole.policy import make_policy, policies, policy_name
 from keyhole.settings_file import is_settings_file
 
 if TYPE_CHECKING:
@@ -47,7 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = EvalSettings(**flags.settings_of(arguments, EvalSettings))
     if settings.controls:  # before hours of work
         require_statistics()
-    methods, file = methods_of(settings), LineFile(arguments.output)
+    methods = methods_of(settings)
+    outputs.check(
+        Output("--output", arguments.output, outputs.LINES),
+        Output("--html", arguments.html, outputs.PAGE),
+    )
+    file = LineFile(arguments.output)
     bundled = is_bundled(arguments.model)
     tasks = task_specs.parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
@@ -55,9 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         page = importlib.import_module("keyhole.evaluate.report_page")
         drawing.matplotlib()
-        folder = Path(arguments.html).parent
-        if not folder.is_dir():
-            raise ConfigError(f"--html {arguments.html!r}: there is no folder {str(folder)!r}")
     model = flags.load_model(arguments)
     from keyhole.bench import measure
     from keyhole.evaluate import eval_suite
@@ -84,15 +86,17 @@ def methods_of(settings: EvalSettings) -> list[Method]:
     from keyhole.evaluate.eval_methods import Budget, Method, methods
 
     known, given = policies(), []
-    for spec in specs.parse(settings.policies):
-        name, stored = spec.name, {}
+    for spec in method_specs.parse(settings.policies):
+        name, stored = policy_name(spec.name), {}
+        label = method_specs.written(name, spec.settings)
         if is_settings_file(name):
             policy = make_policy(name)
             name, stored = policy.name, dataclasses.asdict(policy)
         if name not in known:
             raise UnknownNameError("policy", name, known)
-        typed = specs.typed(spec, "policy", dataclasses.fields(known[name]))
-        given.append(Method(label=spec.text, name=name, settings={**stored, **typed}))
+        own = method_specs.Spec(name, spec.settings)
+        typed = method_specs.typed(own, "policy", dataclasses.fields(known[name]))
+        given.append(Method(label=label, name=name, settings={**stored, **typed}))
     return methods(given, [Budget.parse(text) for text in settings.budgets])
 
 

@@ -1,6 +1,7 @@
 """Continues a prompt and streams the text; the counters follow on stderr.
 
 The prompt is an argument, a file (--file), or what comes on stdin ("-", or nothing and a pipe).
+Ctrl-C ends the answer and keeps what there is, with --json as finish_reason "abort".
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from keyhole.cli import flags, show
+from keyhole.cli.interrupt import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
 
@@ -30,18 +31,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Streams the text, or prints one JSON object."""
     prompt, params = _prompt(arguments), flags.sampling_of(arguments)
     llm = flags.make_llm(arguments)
-    result: Any = None
-    for piece in llm.stream(prompt, params):
-        if not arguments.json:
-            print(piece.text, end="", flush=True)
-        result = piece.result
+    from keyhole.cli import streaming
+
+    result = streaming.answer(llm, llm.submit(prompt, params), silent=arguments.json)
     if arguments.json:
         settings = {"model": llm.engine.model.name, "policy": show.describe(llm.policy)}
         print(show.to_json(vars(result) | settings))
     else:
-        print()
         print(show.closing_line(result.stats), file=sys.stderr)
-    return 0
+    return INTERRUPTED if result.finish_reason == "abort" else 0
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Generator, Sequence
+import difflib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
+from keyhole.cli import config_file
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.policy import policies
+from keyhole.reuse import reuses
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -31,12 +36,19 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print its usage and exit.
 
     fill: adds the arguments once they are needed, so that the others pay nothing for them.
+    config: values for flags of this parser and its commands, from a file.
     """
 
-    def __init__(self, *, fill: Callable[[Parser], None] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        fill: Callable[[Parser], None] | None = None,
+        config: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
         # A shortened flag would change its meaning when another flag is added.
         super().__init__(**{"formatter_class": Formatter, "allow_abbrev": False, **options})
-        self._fill = fill
+        self._fill, self.config = fill, config
 
     def error(self, message: str) -> NoReturn:
         """Turns argparse's message into an error like all others."""
@@ -68,31 +80,62 @@ class Parser(argparse.ArgumentParser):
         return dict(found[0].choices) if found else {}
 
 
-def add_command(commands: Any, name: str, summary: str, module: Any, run: str = "run") -> None:
+def add_command(
+    commands: Any,
+    name: str,
+    summary: str,
+    module: Any,
+    config: Mapping[str, Any],
+    run: str = "run",
+) -> None:
     """A command from a module with `add_arguments` and `run`.
 
-    run: what the arguments call the latter.
+    config: values for its flags. run: what the arguments call the latter.
     """
 
     def fill(parser: Parser) -> None:
         module.add_arguments(parser)
+        parser.add_argument(
+            "--config", metavar="FILE", help="TOML with values for flags; default: $KEYHOLE_CONFIG"
+        )
         parser.add_argument("--debug", action="store_true", help="show where an error came from")
+        config_file.apply(parser, config)
         parser.set_defaults(parser=parser, **{run: module.run})
         parser.usage = _usage(parser)
 
-    commands.add_parser(name, help=summary, description=module.__doc__, fill=fill)
+    commands.add_parser(name, help=summary, description=module.__doc__, fill=fill, config=config)
 
 
-def check_leftover(parser: Parser, leftover: Sequence[str]) -> None:
+def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> None:
     """Refuses what no argument of a command took, with the nearest flag."""
     if not leftover:
         return
     flag = leftover[0].partition("=")[0]
-    if not flag.startswith("--"):
-        raise ConfigError(f"unexpected argument {leftover[0]!r}; see `{parser.prog} --help`")
-    command = parser.prog.partition(" ")[2]
+    parser: Parser = arguments.parser
     known = [name for name in parser._option_string_actions if name.startswith("--")]
-    raise UnknownNameError(f"option of {command}", flag, known)
+    help_text = f"see `{parser.prog} --help`"
+    if not flag.startswith("--"):
+        model = "; a model is named by --model" if "--model" in known else ""
+        raise ConfigError(f"unexpected argument {leftover[0]!r}{model}; {help_text}")
+    name = flag.removeprefix("--").replace("-", "_")
+    chosen = [vars(arguments).get("policy"), vars(arguments).get("reuse")]
+    owners = [
+        f"--{kind} {method}:{name}=..."
+        for kind, table in (("policy", policies), ("reuse", reuses))
+        if kind in arguments  # tables are loaded where they are needed
+        for method, cls in sorted(table().items(), key=lambda one: one[0] not in chosen)
+        if name in vars(cls)["__dataclass_fields__"]
+    ]
+    # Without the dashes, which all have in common.
+    near = difflib.get_close_matches(flag[2:], [one[2:] for one in known], n=1)
+    if near:
+        hint = f"did you mean '--{near[0]}'?"
+    elif owners:
+        hint = f"settings stand behind a method's name: {owners[0]}"
+    else:
+        hint = help_text
+    command = parser.prog.partition(" ")[2]
+    raise ConfigError(f"unknown option of {command} {flag!r}; {hint}")
 
 
 def _usage(command: argparse.ArgumentParser) -> str:

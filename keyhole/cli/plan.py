@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import keyhole
-from keyhole.cli import flags, show
+from keyhole import drawing
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.policy import make_policy
 
 if TYPE_CHECKING:
     from keyhole.cache.footprint import ModelSize
@@ -41,10 +44,12 @@ class PlanSettings:
     )
     policy: str | None = setting(
         None,
-        "with its default settings; None: all layers may be offloaded, nothing lies beside keys",
+        "NAME:SETTING=VALUE; None: all layers may be offloaded, nothing lies beside keys",
     )
     requests: int = setting(1, "texts at once")
-    token_budget: int = setting(1024, "tokens that an offloaded layer keeps in memory")
+    token_budget: int = setting(
+        1024, "tokens that an offloaded layer keeps in memory; with --policy, its budget"
+    )
     lengths: tuple[int, ...] | None = setting(
         None, "lengths to show; None: powers of two up to the model's longest"
     )
@@ -67,8 +72,7 @@ class PlanSettings:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole plan`."""
-    help_text = "folder or hub id; without it the bundled model"
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
+    flags.add_model(parser, loads=False)
     parser.add_argument("--plot", metavar="FILE", help="write a picture of the layers on each tier")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_settings(parser, PlanSettings, "what is planned for")
@@ -76,7 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints thresholds, and a row per length."""
-    settings = PlanSettings(**flags.settings_of(arguments, PlanSettings))
+    given = flags.settings_of(arguments, PlanSettings)
+    if "policy" in given and "token_budget" not in given:
+        policy = make_policy(given["policy"])
+        given["token_budget"] = getattr(policy, "token_budget", PlanSettings.token_budget)
+    settings = PlanSettings(**given)
+    if arguments.plot is not None:
+        outputs.check(Output("--plot", arguments.plot, outputs.PICTURE))
+        drawing.matplotlib()
     from keyhole.models import checkpoint
     from keyhole.planner import Plan
 
@@ -140,14 +151,15 @@ def _under_policy(
     """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
     from keyhole.engine import memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
-    from keyhole.policy import make_policy
     from keyhole.retrieval import stored
     from keyhole.retrieval.checkpoint import Checkpoint as Folder
 
     calibration, head = shape.folder / CALIBRATION_FILE, None
     if calibration.is_file():
         geometry = replace(geometry, calibration=calibration)
-    policy = make_policy(name, {"token_budget": settings.token_budget}).resolve(geometry)
+    has_budget = hasattr(make_policy(name), "token_budget")
+    budget = {"token_budget": settings.token_budget} if has_budget else {}
+    policy = make_policy(name, budget).resolve(geometry)
     layers = memory.movable(geometry, policy)
     if policy.wants_head and (shape.folder / HEAD_FOLDER).is_dir():
         folder = Folder.open(shape.folder / HEAD_FOLDER)

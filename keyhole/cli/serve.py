@@ -18,7 +18,7 @@ from keyhole.server.settings import ServerConfig
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole serve`."""
-    flags.add_model(parser, positional=True)
+    flags.add_model(parser)
     flags.add_settings(parser, ServerConfig, "server")
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")

@@ -3,8 +3,9 @@
 The head learns to look where the model looks (objective attention), or is cut out of a small draft
 model that learns the model's next tokens (eagle). Such a head, given as --start, can learn besides
 to choose so that the model's predictions stay what they are with full attention (selection).
-Ctrl-C writes a snapshot, and --resume goes on from it to the same weights. `--policy spe_context
---head FOLDER` uses the result; in a folder keyhole-head beside the weights it is used by itself.
+Ctrl-C writes a snapshot, and --resume goes on from it to the same weights. `--policy
+spe_context:head=FOLDER` uses the result; in a folder keyhole-head beside the weights it is used by
+itself.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import dataclasses
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-from keyhole.cli import flags, show
+from keyhole.cli import flags, outputs, show
+from keyhole.cli.interrupt import INTERRUPTED, Interrupt
 from keyhole.errors import ConfigError
 from keyhole.retrieval.recipe import Recipe
 
@@ -26,13 +27,10 @@ if TYPE_CHECKING:
     from keyhole.retrieval.corpus import Corpus
     from keyhole.retrieval.training import Outcome
 
-#: What a shell says of a program that Ctrl-C ended.
-_INTERRUPTED = 130
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole train-head`."""
-    flags.add_model(parser, positional=True)
+    flags.add_model(parser)
     parser.add_argument(
         "--data",
         metavar="FILE",
@@ -42,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where the head goes; default: keyhole-head in MODEL, or here if MODEL is no folder",
+        help="where the head goes; default: keyhole-head beside the weights, or here if --model is "
+        "no folder",
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -53,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains; 130 where Ctrl-C ended it early."""
     given = flags.settings_of(arguments, Recipe)
     folder = _folder(arguments)
+    outputs.check_folder("--output", folder)
     recipe = Recipe(**given)
     if arguments.data is None and arguments.model is not None:
         raise ConfigError("give --data FILE with texts for this model")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         # What is not said again is as it was.
         recipe = dataclasses.replace(training.recipe_of(folder) or recipe, **given)
     corpus = _corpus(arguments, model)
-    with _Interrupt() as interrupt:
+    with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt:
         outcome = training.train(
             model.network,
             corpus,
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"goes on from {folder}",
         file=sys.stderr,
     )
-    return _INTERRUPTED
+    return INTERRUPTED
 
 
 def _text(outcome: Outcome, folder: Path) -> str:
@@ -97,7 +97,7 @@ def _text(outcome: Outcome, folder: Path) -> str:
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
-    if arguments.output:
+    if arguments.output is not None:
         return Path(arguments.output)
     # Not into a cache of the hub, nor into the package.
     beside = Path(arguments.model) if arguments.model and Path(arguments.model).is_dir() else Path()
@@ -112,24 +112,3 @@ def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:
     from keyhole.retrieval.corpus import read
 
     return read(arguments.data, model.tokenizer, model.vocab_size)
-
-
-class _Interrupt:
-    """Remembers Ctrl-C and SIGTERM until a step is done; a second one ends the program."""
-
-    seen = False
-
-    def __enter__(self) -> _Interrupt:
-        self._before = {
-            number: signal.signal(number, self._see) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def _see(self, number: int, frame: FrameType | None) -> None:
-        if self.seen:
-            raise KeyboardInterrupt
-        self.seen = True
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -21,7 +21,7 @@ _HEADS = ("policy", "run", "result", "error", "allowed", "largest difference", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole verify`."""
-    flags.add_model(parser, positional=True)
+    flags.add_model(parser)
     parser.add_argument(
         "--data",
         metavar="FILE",

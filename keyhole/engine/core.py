@@ -207,6 +207,9 @@ class Engine:
             raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
         if params.stop and self.model.tokenizer is None:
             raise RequestError("stop texts need a tokenizer, and this model has none")
+        if (params.logprobs or 0) > self.model.vocab_size:
+            right = f"at most {self.model.vocab_size}, the size of the model's vocabulary"
+            raise RequestError(f"logprobs {params.logprobs} must be {right}")
         if len(tokens) >= self.max_length:
             reason = self.model.length_reason
             if self.max_length < self.model.max_length:

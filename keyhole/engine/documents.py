@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from keyhole.cache.document_defaults import BLOCK_SIZE, default_place
 from keyhole.cache.documents import (
     DocumentInfo,
     DocumentStore,
@@ -25,15 +25,6 @@ from keyhole.engine.fingerprint import fingerprint
 from keyhole.engine.text import Prompt, encode_text, given_ids
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import Turns
-
-#: Tokens of a block, SamKV's unit (section 4.1).
-BLOCK_SIZE = 64
-
-
-def default_place() -> str:
-    """Where documents are stored unless said otherwise: in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return str(Path(home) / "keyhole" / "documents")
 
 
 class Documents:

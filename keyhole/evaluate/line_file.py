@@ -16,6 +16,8 @@ GATE, QUESTIONS = "eval-verify", "eval-documents"
 """What lines of the suite `paper` name as their benchmark that are no cells of tasks."""
 #: Fields by which lines are found without a look at all of them.
 _INDEXED = ("task", "length", "policy")
+#: What every line begins with, also one that was cut off.
+_BEGIN = b'{"'
 
 
 class LineFile:
@@ -37,6 +39,8 @@ class LineFile:
         self._size, self._cut_off = len(data), len(last)
         self._between = b""  # what must stand before the next line
         found = _object(last)
+        if found is None and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
+            raise self._wrong(len(whole) + 1)  # not ours: it would be lost
         if found is not None:  # somebody's editor left the last line without its end
             self.lines.append(found)
             self._cut_off, self._between = 0, b"\n"
@@ -82,11 +86,13 @@ class LineFile:
     def _read(self, text: bytes, number: int) -> Line:
         found = _object(text)
         if found is None:
-            raise ConfigError(
-                f"{str(self.path)!r}, line {number} is no JSON object; take it out or name another "
-                "file"
-            )
+            raise self._wrong(number)
         return found
+
+    def _wrong(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"{str(self.path)!r}, line {number} is no JSON object; take it out or name another file"
+        )
 
 
 def _key(line: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from keyhole.cache.document_defaults import BLOCK_SIZE
 from keyhole.config import is_count, require
-from keyhole.engine.documents import BLOCK_SIZE
 from keyhole.engine.encoding import encode
 from keyhole.engine.llm import LLM
 from keyhole.engine.text import Prompt, encode_text, given_ids

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keyhole.evaluate.tasks import tasks
+from keyhole.method_specs import written
 
 #: Names and values, as text, of what is not as a task has it anyway.
 Told = tuple[tuple[str, str], ...]
@@ -30,7 +31,7 @@ def told(task: str, settings: Mapping[str, Any]) -> Told:
 
 def task_name(task: str, settings: Iterable[tuple[str, str]]) -> str:
     """The name with these settings."""
-    return ":".join([task, *(f"{name}={value}" for name, value in settings)])
+    return written(task, settings)
 
 
 def _text(value: object) -> str:

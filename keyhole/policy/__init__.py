@@ -49,8 +49,16 @@ def controls() -> dict[str, type[Policy]]:
     return {name: cls for name, cls in _POLICIES.classes().items() if name in _CONTROLS}
 
 
+def policy_name(name: str) -> str:
+    """The name in the table for DELTA, Tidal-Decode and the like; what is not there stays."""
+    return _POLICIES.canonical(name)
+
+
 def make_policy(
     policy: Policy | str | Path | None, settings: Mapping[str, Any] | None = None
 ) -> Policy:
-    """A policy from itself, from its name or a settings file, or full attention from None."""
+    """A policy from itself, from a name such as "delta:token_budget=512" or a settings file.
+
+    None is full attention.
+    """
     return _POLICIES.make(policy, settings)

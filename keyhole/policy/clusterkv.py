@@ -11,6 +11,9 @@ by score until the budget is full; of the last one the earliest tokens.
 Cost per step and layer: a centroid per `cluster_size` tokens and the cluster of every token, then
 `token_budget` keys and values; behind the prompt ten rounds of k-means.
 
+When to use it: where what matters is scattered over the text: clusters of tokens are selected, not
+pages. Keys are clustered after the prompt, which takes time.
+
 Differences from the paper: first and recent tokens count in the budget; the query heads of a group
 share their choice, by the largest score among them; k-means begins with evenly spaced keys, not
 random ones, and generated tokens get one cluster per `cluster_size` too (four per 320, as the paper

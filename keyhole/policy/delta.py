@@ -9,6 +9,9 @@ every token and nothing is evicted.
 
 Cost per step: full and delta layers read the whole cache, the others `token_budget` tokens.
 
+When to use it: for long derivations, after `keyhole calibrate` on the model; a few layers still
+read the whole cache.
+
 Differences (theirs | ours | effect measured):
 - layers {0, 1} read everything and {2, 14, 22} of 28 choose | scaled to the depth, or measured for
   the model, if a file of `keyhole calibrate` lies beside it or is given as `layers` | differs by

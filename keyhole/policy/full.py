@@ -1,6 +1,8 @@
 """Full attention: every step reads every key and value. The baseline of all others.
 
 Cost per step and layer: the whole cache of a sequence.
+
+When to use it: where memory and speed allow it, and as the reference for every other method.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ Cost per step and layer: a key per query head and block, and what the tokens of 
 then `token_budget` keys and values. Over a prompt the attention of all tokens within the window is
 computed a second time, for what they received.
 
+When to use it: for long prompts whose passages matter as a whole: blocks are selected, and no layer
+reads all.
+
 What a token received depends on the queries after it. A sequence so has pages of its own, uses a
 known start of a prompt only up to a window before its end, and cannot stand on stored documents,
 of which no queries are stored.

@@ -10,6 +10,9 @@ authors' code: github.com/antgroup/OmniKV.
 
 Cost per step: full and filter layers read the whole cache, the others `token_budget` tokens.
 
+When to use it: where most layers are to be offloaded: the tokens that they need are known layers
+ahead.
+
 Differences (theirs | ours | effect measured):
 - a filter chooses among the prompt's tokens, by a softmax over these; all generated tokens are read
   beside the budget | generated tokens are chosen among and count in the budget, which bounds what a

@@ -7,6 +7,9 @@ Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inferenc
 
 Cost per step and layer: two summary keys per page, then `token_budget` keys and values.
 
+When to use it: for long prompts of which every step may need another part. Nothing is evicted,
+trained or calibrated.
+
 Differences (theirs | ours | effect measured):
 - every query head reads pages of its own | the query heads of a KV head share a choice, by the
   largest bound among them, so that a key is read once for all of them and layers can be offloaded;

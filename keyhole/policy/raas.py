@@ -11,6 +11,9 @@ generated. Attention is over all pages that are left, in every layer.
 Cost per step and layer: the prompt, and `token_budget` keys and values. Memory is bounded in the
 same way.
 
+When to use it: for long derivations from short prompts where memory must stay bounded; what is
+evicted is gone.
+
 Differences from the paper: a page's attention is the largest weight of any of its tokens, as the
 layer itself computed it, not estimated from a representative key; so no page's key is kept beside
 the cache. One stamp serves all layers, renewed by any of them, and a page leaves all layers at

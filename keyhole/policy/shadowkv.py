@@ -15,6 +15,8 @@ rebuilt ones `rank` numbers per token and head and the basis; behind the prompt 
 Bases stand beside the KV cache, for as many requests as may run at once (10 MiB each for 32 layers
 of 1024 numbers), and are not part of `memory`.
 
+When to use it: where the keys of long prompts take too much memory.
+
 Differences from the paper: **nothing is saved**. The paper drops the keys that it can rebuild and
 keeps values in host memory; here all keys and values stay in the pages (what has not outgrown the
 budget is read exactly, and a prompt is known to later ones), so that rebuilt keys show what the

@@ -4,6 +4,8 @@ The simplest bound on what a step reads (Longformer, Beltagy et al., arXiv 2004.
 used here at decode time only). What leaves the window is lost to the step, not to the cache.
 
 Cost per step and layer: `token_budget` keys and values.
+
+When to use it: where only the newest text matters; what lies further back is never read.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ largest among the head's query heads of its group, and every layer reads the sam
 
 Cost per step: the head's keys once, then `token_budget` keys and values per layer.
 
+When to use it: with a retrieval head beside the weights (`keyhole train-head`), above all with
+offloaded layers: the selection is known before the step begins.
+
 `per_head=False` is the coarser choice that section 4.2 compares with (figure 5a): one list by the
 largest weight of any head.
 

@@ -5,6 +5,9 @@ Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024
 
 Cost per step and layer: `token_budget` keys and values.
 
+When to use it: for endless text whose far past does not matter, and as the control that says what a
+selection is worth.
+
 Differences from the paper: tokens keep their true positions, the paper renumbers them inside the
 cache; what leaves the window is skipped, not deleted. With `full_layers` it is the *recent* control
 of other methods: their dense layers, and no selection elsewhere.

@@ -11,6 +11,9 @@ heads.
 
 Cost per step: full and selection layers read the whole cache, the others `token_budget` tokens.
 
+When to use it: where a few layers may read the whole cache, and tokens rather than pages should be
+selected.
+
 Differences (theirs | ours | effect measured):
 - every query head takes tokens of its own, by its products | the query heads of a KV head share a
   choice, by the largest weight among them, so that a key is read once for all of them and layers

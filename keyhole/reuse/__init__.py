@@ -34,8 +34,16 @@ def reuses() -> dict[str, type[Reuse]]:
     return _REUSES.classes()
 
 
+def reuse_name(name: str) -> str:
+    """The name in the table for SamKV, Multi-InfLLM and the like; what is not there stays."""
+    return _REUSES.canonical(name)
+
+
 def make_reuse(
     reuse: Reuse | str | Path | None, settings: Mapping[str, Any] | None = None
 ) -> Reuse:
-    """A reuse method from itself, from its name or a settings file, or SamKV from None."""
+    """A reuse method from itself, from a name such as "sam_kv:share=0.2" or a settings file.
+
+    None is SamKV.
+    """
     return _REUSES.make(reuse, settings)

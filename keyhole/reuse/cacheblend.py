@@ -8,6 +8,8 @@ keys and values deviate most from the stored ones there go on, the others keep w
 Cost per prompt: `check_layer + 1` layers of a prefill of all documents, then `recompute_ratio` of
 the rest. Everything is kept.
 
+When to use it: where everything is kept and a share of all tokens may be computed again.
+
 Difference from the paper: the set is chosen once and then fixed; the paper lets it shrink from
 layer to layer.
 """

@@ -7,6 +7,8 @@ attention sink that only the prompt's first tokens are; computing them again rem
 Cost per prompt: one forward of `num_initial + num_local` tokens per document over all that is kept,
 which is everything.
 
+When to use it: where everything is kept and the cost must not depend on what the documents say.
+
 Differences from the paper: the first document's tokens are computed again too, as a prefix may
 stand before it. SamKV compares with a form that computes the last tokens as well: `num_local`.
 """

@@ -8,6 +8,8 @@ Memory, NeurIPS 2024 (arXiv 2402.04617), section 3, over concatenated documents 
 Cost per prompt: the question once more over the first and last blocks, and a product per block and
 layer.
 
+When to use it: as the baseline of SamKV that selects blocks and computes nothing again.
+
 Differences from the papers: the query is the mean over the question's tokens when it is read over
 the first and last blocks (SamKV's generic query; InfLLM asks anew with every chunk and decoded
 token); one representative per block, the token that receives most attention (InfLLM: four); blocks

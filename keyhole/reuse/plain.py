@@ -5,6 +5,8 @@ which alone spoils the answers (SamKV, table 3); here RoPE is re-applied to keys
 `rotate=False` asks for the naive form.
 
 Cost per prompt: nothing but reading what is stored.
+
+When to use it: where documents do not depend on each other, and to see what an answer loses by it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Recompute: the prompt is computed like any other, whatever is stored. The measure of the rest.
 
 Cost per prompt: a prefill of all documents.
+
+When to use it: for exact answers, and as the reference for the other methods.
 """
 
 from __future__ import annotations

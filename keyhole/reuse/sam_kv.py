@@ -8,6 +8,8 @@ again, now that they can see the other documents.
 Cost per prompt: the question once more over the first and last blocks; a product per block, layer
 and document; one forward of the tokens computed again, over what is kept.
 
+When to use it: for many documents of which a question needs few passages.
+
 Steps (equations of the paper in brackets):
 1. `glance`: the question is read over the initial and local blocks of all documents.
 2. Each document's query is the question's and a little of what the others look for (1).

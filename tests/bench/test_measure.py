@@ -11,6 +11,7 @@ import torch
 
 from keyhole.bench import measure
 from keyhole.bench.turns import Turn, take_turns
+from keyhole.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -19,13 +20,17 @@ def test_results_go_to_the_checkout() -> None:
     assert measure.results() == Path(__file__).parents[2] / "benchmarks/results"
 
 
-def test_without_a_checkout_they_go_to_the_current_directory(
+def test_a_repository_of_somebody_else_is_no_commit_of_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(measure, "ROOT", tmp_path / "site-packages")
-    monkeypatch.chdir(tmp_path)
-    assert measure.results() == tmp_path / "benchmarks/results"
-    assert measure.commit() is None  # even if a repository of somebody else is around
+    assert measure.commit() is None
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", "cpu:x", ""])
+def test_a_device_that_is_not_here_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be one that is here"):
+        measure.device(name)
 
 
 def test_a_commit_that_was_changed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

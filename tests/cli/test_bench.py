@@ -20,7 +20,7 @@ SMALL = ("--shape", "smoke", "--contexts", "32,64", "--repeat", "1")
 
 
 def test_kernels_are_shown_and_stored(run: Run, tmp_path: Path) -> None:
-    output = tmp_path / "results" / "kernels.jsonl"
+    output = tmp_path / "kernels.jsonl"
     given = ("--ops", "append,attend_and_score", "--paths", "reference", "--note", "small")
     for _ in range(2):
         done = run("bench", "kernels", *SMALL, *given, "--output", str(output))

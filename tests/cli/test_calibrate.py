@@ -22,7 +22,7 @@ def test_recall_is_printed_and_layers_are_written(path: str, run: Run, tmp_path:
     data, layers, plot = (tmp_path / name for name in ("data.jsonl", "layers.json", "recall.png"))
     data.write_text(json.dumps("A text of some length. " * 4) + "\n\n" + json.dumps("x" * 70))
     files = ("--data", str(data), "--output", str(layers), "--plot", str(plot))
-    ran = run("calibrate", path, *OPTIONS, *files)
+    ran = run("calibrate", "--model", path, *OPTIONS, *files)
     assert ran.status == 0, ran.err
     assert "llama-0: optimal placement by mass over 6 decode steps, token_budget 32" in ran.out
     for line in (
@@ -33,14 +33,16 @@ def test_recall_is_printed_and_layers_are_written(path: str, run: Run, tmp_path:
         assert line in ran.out
     assert Calibration.load(layers).delta_layers == (1,)
     assert plot.read_bytes().startswith(b"\x89PNG")
-    policy = ("--policy", "delta", "--layers", str(layers), "--max-tokens", "2")
+    policy = ("--policy", f"delta:layers={layers}", "--max-tokens", "2")
     assert run("generate", "x", "--model", path, "--device", "cpu", *policy).status == 0
 
 
 def test_a_whole_file_may_be_the_prompt(path: str, run: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("A text\nof some length\n" * 4)
-    ran = run("calibrate", path, *OPTIONS, "--data", str(data), "--method", "paper", "--json")
+    ran = run(
+        "calibrate", "--model", path, *OPTIONS, "--data", str(data), "--method", "paper", "--json"
+    )
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
     more = {"steps", "shift", "placements"}
@@ -63,7 +65,7 @@ def test_what_each_placement_costs_is_printed(path: str, run: Run, tmp_path: Pat
     data, layers = tmp_path / "data.txt", tmp_path / "layers.json"
     data.write_text("A text\nof some length\n" * 4)
     files = ("--data", str(data), "--output", str(layers), "--measure", "error")
-    ran = run("calibrate", path, *OPTIONS, *files)
+    ran = run("calibrate", "--model", path, *OPTIONS, *files)
     assert ran.status == 0, ran.err
     assert "optimal placement by error" in ran.out
     for head in ("attention kept", "output error", "keys read", "read all"):
@@ -79,7 +81,7 @@ def test_what_each_placement_costs_is_printed(path: str, run: Run, tmp_path: Pat
 def test_prompts_within_the_budget_are_refused(path: str, run: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("short")
-    ran = run("calibrate", path, *OPTIONS, "--data", str(data))
+    ran = run("calibrate", "--model", path, *OPTIONS, "--data", str(data))
     assert ran.status == 2
     assert "no decode step had more than token_budget 32 tokens" in ran.err
 
@@ -93,7 +95,9 @@ def test_stable_layers_are_printed_and_lie_beside_the_weights(
     model = shutil.copytree(path, tmp_path / "model")
     data = tmp_path / "data.txt"
     data.write_text("A text of some length, and of many sentences. " * 20)
-    ran = run("calibrate", str(model), *STABLE, "--data", str(data), "--num-stable-layers", "2")
+    ran = run(
+        "calibrate", "--model", str(model), *STABLE, "--data", str(data), "--num-stable-layers", "2"
+    )
     assert ran.status == 0, ran.err
     assert ran.out.startswith("model: 3 documents in blocks of 8; a layer scores where\n")
     assert ran.out.count("  stable\n") == 2
@@ -112,7 +116,17 @@ def test_stable_layers_go_where_the_user_says(path: str, run: Run, tmp_path: Pat
     data, output = tmp_path / "data.jsonl", tmp_path / "stable.json"
     lines = ["A text of some length. " * 8, {"prompt_token_ids": [5, 6, 7, 8] * 30}]
     data.write_text("\n".join(map(json.dumps, lines)))
-    ran = run("calibrate", path, *STABLE, "--data", str(data), "--output", str(output), "--json")
+    ran = run(
+        "calibrate",
+        "--model",
+        path,
+        *STABLE,
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--json",
+    )
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
     assert set(found) == {f.name for f in dataclasses.fields(Stability)} | {"output"}
@@ -120,8 +134,8 @@ def test_stable_layers_go_where_the_user_says(path: str, run: Run, tmp_path: Pat
     assert Stability.load(output).scores == tuple(found["scores"])
     place = ("--store", str(tmp_path / "store"), "--model", path, "--device", "cpu")
     assert run("documents", "add", "x", "-", *place, stdin="green").status == 0
-    asked = ("ask", "Which?", "--documents", "x", "--max-tokens", "1", "--reuse-layers")
-    assert run("documents", *asked, str(output), *place).status == 0
+    asked = ("ask", "Which?", "--documents", "x", "--max-tokens", "1", "--reuse")
+    assert run("documents", *asked, f"sam_kv:layers={output}", *place).status == 0
 
 
 def test_the_bundled_model_brings_its_own_texts(

@@ -40,7 +40,7 @@ def test_the_second_turn_knows_the_first(path: str, run: Run) -> None:
 
 
 def test_a_sparse_policy_keeps_what_it_generated(path: str, run: Run) -> None:
-    policy = ("--policy", "streaming_llm", "--token-budget", "32")
+    policy = ("--policy", "streaming_llm:token_budget=32")
     ran = run("chat", "--model", path, *policy, *OPTIONS, stdin=f"{FIRST}\n{SECOND}\n")
     assert ran.status == 0
     assert "streaming_llm (token_budget 32, sink_size 4)" in ran.err

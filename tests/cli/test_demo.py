@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 import keyhole
-from keyhole import drawing
 from keyhole.evaluate import demo
 from keyhole.models.tiny.shape import llama_config
 from keyhole.models.tiny.tasks import make
@@ -107,36 +106,8 @@ def test_without_matplotlib_there_is_no_picture_and_all_else(
 
 
 @pytest.mark.usefixtures("_no_work")
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("missing/demo.png", "there is no folder"),
-        ("notes.txt", "must end in .png, .svg, .pdf"),
-        ("demo", "must end in .png, .svg, .pdf"),
-        ("folder.png", "cannot be written"),
-        ("theirs.png", "is there and no picture; it stays as it is"),
-    ],
-)
-def test_the_output_is_checked_before_the_work(
-    run: Run, tmp_path: Path, name: str, says: str
-) -> None:
+def test_the_output_is_checked_before_the_work(run: Run, tmp_path: Path) -> None:
     """A folder that is not there was found out after 27 s."""
-    (tmp_path / "folder.png").mkdir()
-    (tmp_path / "theirs.png").write_text("a letter")
-    ran = run("demo", "--output", str(tmp_path / name))
+    ran = run("demo", "--output", str(tmp_path / "missing/demo.png"))
     assert (ran.status, ran.out) == (2, "")
-    assert says in ran.err
-    assert (tmp_path / "theirs.png").read_text() == "a letter"
-
-
-@pytest.mark.usefixtures("_no_work")
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(drawing.tempfile, "TemporaryFile", refuse)
-    ran = run("demo", "--output", str(tmp_path / "demo.png"))
-    assert ran.status == 2
-    assert "cannot be written: [Errno 13] Permission denied" in ran.err
+    assert "there is no folder" in ran.err

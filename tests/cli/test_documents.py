@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +263,25 @@ def test_a_name_with_a_slash_is_all_below_it(documents: Documented, tmp_path: Pa
         assert f"did you mean '{right}'?" in ran.err
     assert documents("remove", "all/deep/").status == 0
     assert names(documents) == ["all/a", "all/b", "other"]
+
+
+def test_looking_at_documents_loads_no_torch(stored: Documented, tmp_path: Path) -> None:
+    """`list` and `remove` took 5 s to import what they did not use."""
+    place = str(tmp_path / "store")
+    code = (
+        "import sys\n"
+        "from keyhole.cli import main\n"
+        f"assert main(['documents', 'list', '--store', {place!r}]) == 0\n"
+        f"assert main(['documents', 'remove', 'faq', '--store', {place!r}]) == 0\n"
+        "assert not {'torch._C', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "removed: faq"
+    assert names(stored) == ["a", "handbook"]

@@ -42,9 +42,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_cells_are_shown_and_stored(path: str, run: Run, tmp_path: Path) -> None:
     output = tmp_path / "eval.jsonl"
-    policies = ("--policies", "quest:full_layers=0,1,full,streaming_llm", "--budgets", "32,1/8")
+    policies = ("--policies", "Quest:full_layers=0,1,full,streaming_llm", "--budgets", "32,1/8")
     setups = ("--setup", "prompt,question", "--output", str(output))
-    ran = run("eval", path, *PASSKEY, *policies, *setups)
+    ran = run("eval", "--model", path, *PASSKEY, *policies, *setups)
     assert ran.status == 0, ran.err
     common, _, heads, _, *rows = ran.out.splitlines()[:14]
     assert common == "llama-0: length 448 tokens, samples 2"
@@ -85,24 +85,24 @@ def test_a_killed_run_goes_on_where_it_was(
 
     command = forced(text, output, "--policies", "quest,streaming_llm,delta", "--budgets", "16")
     monkeypatch.setattr(Perplexity, "measure", interrupted)
-    assert run("eval", path, *command).status == 130
+    assert run("eval", "--model", path, *command).status == 130
     assert [line["policy"] for line in lines(output)] == ["full", "quest"]
     with output.open("a") as file:
         file.write('{"benchmark": "eval", "task": "perpl')
     monkeypatch.setattr(
         Perplexity, "measure", lambda *given: done.append(given[2].name) or measure(*given)
     )
-    ran = run("eval", path, *command)
+    ran = run("eval", "--model", path, *command)
     assert ran.status == 0, ran.err
     assert done == ["full", "quest", "streaming_llm", "delta"]
     assert "2 cells measured, 2 there already" in ran.out
     stored = lines(output)
     assert [line["policy"] for line in stored] == ["full", "quest", "streaming_llm", "delta"]
     # Fewer samples are there as well, more are not; nor is anything of another text.
-    assert "0 cells measured, 4 there" in run("eval", path, *command, "--limit", "2").out
-    assert "4 cells measured, 0 there" in run("eval", path, *command, "--limit", "4").out
+    assert "0 cells measured, 4 there" in run("eval", "--model", path, *command, "--limit", "2").out
+    assert "4 cells measured, 0 there" in run("eval", "--model", path, *command, "--limit", "4").out
     Path(text).write_text("another text, " * 40)
-    assert "4 cells measured, 0 there" in run("eval", path, *command).out
+    assert "4 cells measured, 0 there" in run("eval", "--model", path, *command).out
 
 
 def test_a_policy_that_this_model_cannot_have_is_told_and_the_others_run(
@@ -110,7 +110,7 @@ def test_a_policy_that_this_model_cannot_have_is_told_and_the_others_run(
 ) -> None:
     output = tmp_path / "eval.jsonl"
     policies = ("--policies", "spe_context,delta,streaming_llm", "--budgets", "8", "--json")
-    ran = run("eval", path, *forced(text, output, *policies))
+    ran = run("eval", "--model", path, *forced(text, output, *policies))
     assert ran.status == 1
     found = json.loads(ran.out)
     assert [line["policy"] for line in found["lines"]] == ["full", "streaming_llm"]
@@ -118,7 +118,7 @@ def test_a_policy_that_this_model_cannot_have_is_told_and_the_others_run(
     assert {one["method"] for one in found["refused"]} == {"spe_context", "delta"}
     assert "token_budget 8 must be at least one page of 16" in found["refused"][1]["error"]
     assert found["stored"] == 0
-    ran = run("eval", path, *forced(text, output, *policies[:-1]))
+    ran = run("eval", "--model", path, *forced(text, output, *policies[:-1]))
     assert ran.status == 1
     rows = [row.split()[:4] for row in ran.out.splitlines()[4:8]]
     assert [row[1] for row in rows] == ["full", "streaming_llm", "spe_context", "delta"]
@@ -129,7 +129,9 @@ def test_a_policy_that_this_model_cannot_have_is_told_and_the_others_run(
 def test_text_is_forced(path: str, run: Run, text: str, tmp_path: Path) -> None:
     output = tmp_path / "eval.jsonl"
     setups = ("--setup", "question,prompt", "--policies", "sliding_window", "--budgets", "12")
-    ran = run("eval", path, *forced(text, output, *setups, tasks="perplexity,attention_recall"))
+    ran = run(
+        "eval", "--model", path, *forced(text, output, *setups, tasks="perplexity,attention_recall")
+    )
     assert ran.status == 0, ran.err
     assert ran.out.count("ppl ") == 2
     full, window, all_of_it, part = lines(output)  # without a question the setups are one
@@ -148,9 +150,9 @@ def test_the_page_gets_the_lines_of_this_command(
     page = SimpleNamespace(write_report=lambda *given: written.extend(given))
     monkeypatch.setitem(sys.modules, "keyhole.evaluate.report_page", page)
     output, html = tmp_path / "eval.jsonl", tmp_path / "page.html"
-    assert run("eval", path, *forced(text, output, "--policies", "quest")).status == 0
+    assert run("eval", "--model", path, *forced(text, output, "--policies", "quest")).status == 0
     command = forced(text, output, "--policies", "sliding_window", "--html", str(html))
-    assert run("eval", path, *command).status == 0
+    assert run("eval", "--model", path, *command).status == 0
     full, _, window = lines(output)
     assert written == [[full, window], html]
 
@@ -190,7 +192,7 @@ def test_a_page_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     output = tmp_path / "eval.jsonl"
     given = ("--output", str(output), "--html", str(tmp_path / "page.html"))
-    ran = run("eval", path, *PASSKEY, *given)
+    ran = run("eval", "--model", path, *PASSKEY, *given)
     assert ran.status == 2
     assert 'a picture needs matplotlib: pip install "keyhole[plot]"' in ran.err
     assert not output.exists()
@@ -232,7 +234,7 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
         (("--tasks", "passkey:dept=1"), "unknown setting of task passkey 'dept'; did you mean 'd"),
         (("--tasks", "passkey:depth=deep"), "passkey:depth 'deep' must be a number"),
         (("--tasks", "passkey:depth=2"), "depth 2.0 must be"),
-        (("--tasks", "passkey:depth"), "'passkey:depth' must be a name or name:setting=value"),
+        (("--tasks", "passkey:depth"), "'passkey:depth' must be a name, or a name with"),
         (("--tasks", "perplexity"), "task perplexity needs a text of your own: --text FILE"),
         (("--policies", "qest"), "unknown policy 'qest'; did you mean 'quest'?"),
         (("--policies", "quest:budget=1"), "unknown setting of policy quest 'budget'"),
@@ -252,13 +254,13 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
         (("--setup", ","), "setup () must be one of ('prompt', 'question'), or both"),
         (("--setup", "promt"), "unknown setup 'promt'; did you mean 'prompt'?"),
         (("--html", "no/page.html"), "--html 'no/page.html': there is no folder 'no'"),
-        (("--output", "/proc"), "'/proc' cannot be read"),
+        (("--output", "/proc"), "--output '/proc' is a folder; name a file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
     path: str, run: Run, arguments: tuple[str, ...], error: str
 ) -> None:
-    ran = run("eval", path, *PASSKEY, *arguments)
+    ran = run("eval", "--model", path, *PASSKEY, *arguments)
     assert ran.status == 2
     assert error in ran.err
     assert len(ran.err.splitlines()) == 1
@@ -341,7 +343,7 @@ def test_controls_without_scipy_are_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     output = tmp_path / "eval.jsonl"
-    ran = run("eval", path, *PASSKEY, "--controls", "--output", str(output))
+    ran = run("eval", "--model", path, *PASSKEY, "--controls", "--output", str(output))
     assert ran.status == 2
     assert "exact tests need SciPy: pip install keyhole[eval]" in ran.err
     assert not output.exists()

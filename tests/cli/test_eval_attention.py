@@ -51,7 +51,7 @@ def test_files_are_read_and_every_policy_is_measured(path: str, run: Run, tmp_pa
         (tmp_path / name).write_text(text)
     files = f"{tmp_path / 'one'},{tmp_path / 'two'}"
     output = tmp_path / "lines.jsonl"
-    command = ("eval", path, *SMALL, "--device", "cpu", "--output", str(output))
+    command = ("eval", "--model", path, *SMALL, "--device", "cpu", "--output", str(output))
     # InfLLM needs a page of first tokens, one of the newest and a block of one.
     ran = run(*command, "--text", files, "--budgets", "48")
     assert ran.status == 1  # this model has no retrieval head
@@ -76,6 +76,6 @@ def test_files_are_read_and_every_policy_is_measured(path: str, run: Run, tmp_pa
 def test_what_cannot_be_is_refused_in_a_line(
     path: str, run: Run, tmp_path: Path, wrong: tuple[str, str], said: str
 ) -> None:
-    ran = run("eval", path, *SMALL, "--output", str(tmp_path / "lines"), *wrong)
+    ran = run("eval", "--model", path, *SMALL, "--output", str(tmp_path / "lines"), *wrong)
     assert ran.status == 2
     assert said in ran.err

@@ -69,7 +69,7 @@ def test_a_model_that_answers_nothing_gets_no_recommendation(
 ) -> None:
     """From the gate to the page, with nothing left out; and nothing is measured twice."""
     monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_2")
-    command = ("eval", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
+    command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     ran = run(*command)
     assert ran.status == 0, ran.err
     assert re.match(r"verify: \d+ checks passed\nllama-0, tasks: 5 cells, 0 stored", ran.out)
@@ -151,7 +151,7 @@ def test_an_interrupted_run_goes_on_under_the_same_command(
 
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
     monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_1")
-    command = ("eval", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
+    command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     monkeypatch.setattr(Answered, "measure", interrupted)
     ran = run(*command)
     assert ran.status == 130
@@ -175,7 +175,7 @@ def test_a_model_that_fails_the_gate_is_not_evaluated(
     reader: str, run: Run, tmp_path: Path, checked: list[float]
 ) -> None:
     checked[0] = 0.5
-    ran = run("eval", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
+    ran = run("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     assert ran.status == 1
     assert ran.err.startswith("not evaluated: llama-0 does not give the logits of transformers")
     assert ran.out == ""
@@ -187,7 +187,16 @@ def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(
     reader: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
-    command = ("eval", reader, *LITTLE, "--lengths", "3000", "--dry-run", *outputs(tmp_path))
+    command = (
+        "eval",
+        "--model",
+        reader,
+        *LITTLE,
+        "--lengths",
+        "3000",
+        "--dry-run",
+        *outputs(tmp_path),
+    )
     ran = run(*command)
     assert ran.status == 0, ran.err
     assert ran.out.startswith("llama-0, tasks: 5 cells, 0 stored, the rest at most ")
@@ -211,7 +220,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(
 def test_what_is_wrong_is_said_before_anything_runs(
     reader: str, run: Run, arguments: tuple[str, ...], error: str
 ) -> None:
-    ran = run("eval", reader, *LITTLE, *arguments)
+    ran = run("eval", "--model", reader, *LITTLE, *arguments)
     assert ran.status == 2
     assert error in ran.err
     assert len(ran.err.splitlines()) == 1

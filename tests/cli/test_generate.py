@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
+import pytest
+from tqdm import tqdm
+
 from keyhole import LLM, Delta, Result, SamplingParams, Stats
+from keyhole.cli import streaming
 from tests.cli.conftest import Run
 
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again and again."
@@ -39,8 +44,8 @@ def test_a_prompt_comes_from_an_argument_a_file_or_a_pipe(
 
 
 def test_json_is_one_object_with_python_names(path: str, run: Run) -> None:
-    layers = ("--full-layers", "0", "--delta-layers", "1", "--token-budget", "32")
-    ran = run("generate", PROMPT, "--model", path, *OPTIONS, "--policy", "delta", *layers, "--json")
+    policy = ("--policy", "delta:full_layers=0,delta_layers=1,token_budget=32")
+    ran = run("generate", PROMPT, "--model", path, *OPTIONS, *policy, "--json")
     assert ran.status == 0
     assert ran.err == ""
     found = json.loads(ran.out)
@@ -51,6 +56,30 @@ def test_json_is_one_object_with_python_names(path: str, run: Run) -> None:
     assert found["policy"]["recent_pages"] == 1
     assert found["stats"]["generated_tokens"] == len(found["token_ids"]) == 8
     assert 0 < found["stats"]["attended_fraction"] < 1
+
+
+def test_a_long_prompt_shows_how_far_it_is(
+    path: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prefill was silent."""
+    seen: list[tuple[str, int]] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *, total: int, **options: object) -> None:
+            seen.append(("total", total))
+            assert options["disable"] is None  # only on a terminal
+            super().__init__(total=total, disable=False, file=io.StringIO())
+
+        def update(self, n: float | None = 1) -> None:
+            seen.append(("computed", int(n or 0)))
+            super().update(n)
+
+    monkeypatch.setattr(streaming, "tqdm", Bar)
+    ran = run("generate", PROMPT, "--model", path, *OPTIONS, "--prefill-chunk", "16")
+    assert ran.status == 0
+    (_, total), *steps = seen
+    assert total > 16 * 3
+    assert [number for _, number in steps] == [16] * (total // 16)
 
 
 def test_an_empty_prompt_is_refused(path: str, run: Run) -> None:

@@ -37,7 +37,7 @@ def llama(tmp_path: Path) -> str:
 def test_a_table_shows_each_length(llama: str, run: Run, tmp_path: Path) -> None:
     plot = tmp_path / "plan.png"
     options = ("--requests", "4", "--token-budget", "2048", "--lengths", "4096,16384,65536,999999")
-    ran = run("plan", llama, "--total-memory", "24GiB", *options, "--plot", str(plot))
+    ran = run("plan", "--model", llama, "--total-memory", "24GiB", *options, "--plot", str(plot))
     assert ran.status == 0, ran.err
     lines = ran.out.splitlines()
     assert lines[0] == "llama-8b in 24.0 GiB: 4 requests, budget 2,048"
@@ -62,7 +62,7 @@ def test_json_has_thresholds_terms_and_rows(llama: str, run: Run) -> None:
         "4096,99999999999",
         "--json",
     )
-    ran = run("plan", llama, "--total-memory", "24GiB", *options)
+    ran = run("plan", "--model", llama, "--total-memory", "24GiB", *options)
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
     assert len(found["thresholds"]) == 33
@@ -81,7 +81,7 @@ def test_json_has_thresholds_terms_and_rows(llama: str, run: Run) -> None:
 
 def test_the_papers_preset_is_the_papers_model(llama: str, run: Run) -> None:
     options = ("--requests", "4", "--token-budget", "2048", "--preset", "paper", "--json")
-    ran = run("plan", llama, "--total-memory", "24GiB", *options)
+    ran = run("plan", "--model", llama, "--total-memory", "24GiB", *options)
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
     paper = MemoryModel.paper(
@@ -111,7 +111,7 @@ def test_the_bundled_model_is_planned_up_to_its_longest_text(run: Run) -> None:
 def test_layers_with_a_window_stay_above(run: Run, tmp_path: Path) -> None:
     fields = json.loads(make_config("gemma2").to_json_string())
     model = folder(tmp_path / "gemma", fields)
-    ran = run("plan", model, "--total-memory", "64MiB", "--json", "--lengths", "512")
+    ran = run("plan", "--model", model, "--total-memory", "64MiB", "--json", "--lengths", "512")
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
     assert found["order"] == [3, 1]
@@ -121,7 +121,7 @@ def test_layers_with_a_window_stay_above(run: Run, tmp_path: Path) -> None:
 def test_one_length_can_be_drawn(llama: str, run: Run, tmp_path: Path) -> None:
     plot = tmp_path / "plan.png"
     options = ("--lengths", "5000", "--plot", str(plot))
-    assert run("plan", llama, "--total-memory", "24GiB", *options).status == 0
+    assert run("plan", "--model", llama, "--total-memory", "24GiB", *options).status == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -141,13 +141,13 @@ MISTAKES = [
     ),
     ("--total-memory 8GiB", "the weights need 15316.5 MiB, with what a step needs"),
     ("--total-memory 8GiB", "memory is 8192.0 MiB: raise memory, or use a smaller dtype or model"),
-    ("--total-memory 24GiB --plot nowhere/plan.png", "cannot write the picture 'nowhere/plan.png'"),
+    ("--total-memory 24GiB --plot nowhere/plan.png", "there is no folder 'nowhere'"),
 ]
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES)
 def test_a_mistake_is_one_line(line: str, message: str, llama: str, run: Run) -> None:
-    ran = run("plan", llama, *line.split())
+    ran = run("plan", "--model", llama, *line.split())
     assert ran.status == 2
     assert ran.out == ""
     assert message in ran.err
@@ -156,11 +156,11 @@ def test_a_mistake_is_one_line(line: str, message: str, llama: str, run: Run) ->
 
 
 def test_unknown_models_and_latents_are_refused(run: Run, tmp_path: Path) -> None:
-    ran = run("plan", "nowhere", "--total-memory", "8GiB")
+    ran = run("plan", "--model", "nowhere", "--total-memory", "8GiB")
     assert "unknown model 'nowhere': it is no folder" in ran.err
     fields = json.loads(make_config("deepseek_v3").to_json_string())
     model = folder(tmp_path / "deepseek", fields)
-    ran = run("plan", model, "--total-memory", "8GiB", "--preset", "paper")
+    ran = run("plan", "--model", model, "--total-memory", "8GiB", "--preset", "paper")
     assert ran.status == 2
     assert "'deepseek' keeps latents; use --preset measured" in ran.err
 
@@ -169,7 +169,7 @@ def test_neither_torch_nor_transformers_is_loaded(llama: str) -> None:
     code = (
         "import sys\n"
         "from keyhole.cli import main\n"
-        f"assert main(['plan', {llama!r}, '--total-memory', '24GiB']) == 0\n"
+        f"assert main(['plan', '--model', {llama!r}, '--total-memory', '24GiB']) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     root = Path(__file__).parents[2]

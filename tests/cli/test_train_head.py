@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.cli.train_head import _Interrupt
+from keyhole.cli.interrupt import Interrupt
 from keyhole.retrieval.distill import Distiller
 from tests.cli.conftest import Run
 
@@ -27,13 +27,13 @@ def data(tmp_path: Path) -> str:
 
 def test_a_head_is_trained_and_used(path: str, data: str, run: Run, tmp_path: Path) -> None:
     folder = str(tmp_path / "head")
-    ran = run("train-head", path, "--data", data, "--output", folder, *OPTIONS)
+    ran = run("train-head", "--model", path, "--data", data, "--output", folder, *OPTIONS)
     assert ran.status == 0, ran.err
     assert "600 tokens in 3 steps" in ran.out
     assert f"written: {folder}" in ran.out
-    policy = ("--policy", "spe_context", "--head", folder, "--token-budget", "8")
+    policy = ("--policy", f"spe_context:head={folder},token_budget=8")
     assert run("generate", "x" * 40, "--model", path, *policy, "--max-tokens", "2").status == 0
-    again = run("train-head", path, "--data", data, "--output", folder, *OPTIONS)
+    again = run("train-head", "--model", path, "--data", data, "--output", folder, *OPTIONS)
     assert again.status == 2
     assert "holds a finished head" in again.err
 
@@ -48,7 +48,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
         return step(self)
 
-    command = ("train-head", path, "--data", data, "--output", str(tmp_path / "head"))
+    command = ("train-head", "--model", path, "--data", data, "--output", str(tmp_path / "head"))
     command += ("--objective", "eagle", "--inputs", "tokens")
     monkeypatch.setattr(Distiller, "train_step", interrupted)
     ran = run(*command, *OPTIONS)
@@ -66,8 +66,17 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
 def test_a_head_goes_on_from_another(path: str, data: str, run: Run, tmp_path: Path) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     options = ("--data", data, *OPTIONS)
-    assert run("train-head", path, "--output", first, *options).status == 0
-    command = ("train-head", path, "--objective", "selection", "--output", second, *options)
+    assert run("train-head", "--model", path, "--output", first, *options).status == 0
+    command = (
+        "train-head",
+        "--model",
+        path,
+        "--objective",
+        "selection",
+        "--output",
+        second,
+        *options,
+    )
     refused = run(*command)
     assert refused.status == 2
     assert "--objective selection requires --start" in refused.err
@@ -80,8 +89,8 @@ def test_other_data_are_refused(
     path: str, data: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run went on with any data, without a word."""
-    monkeypatch.setattr(_Interrupt, "seen", True)
-    command = ("train-head", path, "--output", str(tmp_path / "head"), *OPTIONS)
+    monkeypatch.setattr(Interrupt, "seen", True)
+    command = ("train-head", "--model", path, "--output", str(tmp_path / "head"), *OPTIONS)
     assert run(*command, "--data", data).status == 130
     other = tmp_path / "other.txt"
     other.write_text("Another text of some length. " * 20)
@@ -92,7 +101,7 @@ def test_other_data_are_refused(
 
 
 def test_a_model_needs_data(path: str, run: Run) -> None:
-    ran = run("train-head", path)
+    ran = run("train-head", "--model", path)
     assert ran.status == 2
     assert "give --data FILE with texts for this model" in ran.err
 

@@ -33,7 +33,7 @@ WRONG = dataclasses.replace(
 
 def test_all_exact_is_exit_status_0(path: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "verify", lambda model: [CHECK])
-    ran = run("verify", path, "--device", "cpu")
+    ran = run("verify", "--model", path, "--device", "cpu")
     assert ran.status == 0
     about, _, _, row, end = ran.out.splitlines()
     who = kernels.backend(torch.device("cpu"))
@@ -47,7 +47,7 @@ def test_all_exact_is_exit_status_0(path: str, run: Run, monkeypatch: pytest.Mon
 def test_recorded_steps_are_named(path: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [CHECK, dataclasses.replace(CHECK, replayed=3)]
     monkeypatch.setattr(verify, "verify", lambda model: found)
-    ran = run("verify", path, "--device", "cpu")
+    ran = run("verify", "--model", path, "--device", "cpu")
     assert ran.out.splitlines()[0].endswith(", decode steps repeated as CUDA graphs")
 
 
@@ -55,11 +55,11 @@ def test_one_difference_is_exit_status_1(
     path: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "verify", lambda model: [CHECK, WRONG])
-    ran = run("verify", path, "--device", "cpu")
+    ran = run("verify", "--model", path, "--device", "cpu")
     assert ran.status == 1
     assert "DIFFERS" in ran.out
     assert ran.out.endswith("1 of 2 checks failed\n")
-    ran = run("verify", path, "--device", "cpu", "--json")
+    ran = run("verify", "--model", path, "--device", "cpu", "--json")
     assert ran.status == 1
     found = json.loads(ran.out)
     assert not found["passed"]
@@ -74,15 +74,15 @@ def test_the_recall_of_a_head_is_told(
     path = make_model("llama", tmp_path, tokenizer=True, max_position_embeddings=600)
     network = load(path, "cpu").network
     RetrievalHead.random(network).save_pretrained(Path(path) / HEAD_FOLDER)
-    assert "give --data FILE to see" in run("verify", path, "--device", "cpu").out
+    assert "give --data FILE to see" in run("verify", "--model", path, "--device", "cpu").out
     data = tmp_path / "text.txt"
     data.write_text("attention is all you read, and keys are many. " * 40)
-    ran = run("verify", path, "--device", "cpu", "--data", str(data))
+    ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
     assert ran.status == 0
     heads, _, row = ran.out.splitlines()[-3:]
     assert heads.split() == "tokens budget 64 budget 256".split()
     assert re.fullmatch(r" *512 +\d+\.\d% \(\d+\.\d%\) +\d+\.\d% \(\d+\.\d%\)", row)
-    ran = run("verify", path, "--device", "cpu", "--data", str(data), "--json")
+    ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data), "--json")
     found = json.loads(ran.out)["head_recall"]
     assert {(c["chooser"], c["length"], c["budget"]) for c in found} >= {
         ("head", 512, 64),
@@ -90,6 +90,6 @@ def test_the_recall_of_a_head_is_told(
     }
     assert all(0 <= c["recall"] <= 1 for c in found)
     data.write_text("short")
-    ran = run("verify", path, "--device", "cpu", "--data", str(data))
+    ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
     assert ran.status == 2
     assert "no text of 64 tokens" in ran.err

@@ -44,7 +44,7 @@ def model(folder: Path) -> Model:
 
 def stated(capsys: pytest.CaptureFixture[str], folder: Path, *options: object) -> dict[str, Any]:
     """What the command prints."""
-    assert main(["plan", str(folder), "--json", *map(str, options)]) == 0
+    assert main(["plan", "--model", str(folder), "--json", *map(str, options)]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -222,7 +222,7 @@ def test_a_head_beside_the_model_counts(
 def test_a_policy_that_reads_everything_has_no_plan(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["plan", str(folder), "--memory", "8MiB", "--policy"]
+    arguments = ["plan", "--model", str(folder), "--memory", "8MiB", "--policy"]
     assert main([*arguments, "full"]) == 2
     assert main([*arguments, "qest"]) == 2
     errors = capsys.readouterr().err

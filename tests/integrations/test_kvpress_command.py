@@ -93,7 +93,7 @@ CELLS = "--tasks passkey:depth=0.25 --lengths 256 --limit 1 --setup prompt,quest
 
 def test_the_command_adds_a_line_for_every_cell(tmp_path: Path) -> None:
     output = tmp_path / "lines.jsonl"
-    asked = "--presses snapkv:window_size=16:kernel_size=3,knorm --budgets 64,17".split()
+    asked = "--presses snapkv:window_size=16,kernel_size=3,knorm --budgets 64,17".split()
     done = subprocess.run(
         [sys.executable, "-m", "keyhole.integrations.kvpress", *asked, *CELLS, "--output", output],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -152,7 +152,7 @@ def test_what_is_there_is_not_measured_again(
     ("arguments", "message"),
     [
         ("--presses snapvk", "unknown press 'snapvk'; did you mean 'snapkv'?"),
-        ("--presses snapkv:window_size", "'snapkv:window_size' must be a name or name:setting="),
+        ("--presses snapkv:window_size", "'snapkv:window_size' must be a name, or a name with"),
         ("--presses snapkv:window_size=x", "'snapkv:window_size=x' must be numbers, true or false"),
         ("--presses tova --tasks passkey,perplexity", "task perplexity forces a text; kvpress's"),
         ("--budgets 65,12", "budget 12 must be a whole number of tokens, at least 65 for snapkv"),

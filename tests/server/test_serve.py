@@ -48,7 +48,11 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[
 
 
 def test_a_signal_lets_what_runs_finish(path: str) -> None:
-    with process(path, "--policy", "streaming_llm", "--memory", "8MiB") as (server, address, lines):
+    with process("--model", path, "--policy", "streaming_llm", "--memory", "8MiB") as (
+        server,
+        address,
+        lines,
+    ):
         body: dict[str, Any] = {
             "prompt": "x",
             "max_tokens": 600,
@@ -67,8 +71,8 @@ def test_a_signal_lets_what_runs_finish(path: str) -> None:
 
 
 def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with process(path) as (server, address, _):
-        assert main(["serve", path, "--port", address.rpartition(":")[2]]) == 2
+    with process("--model", path) as (server, address, _):
+        assert main(["serve", "--model", path, "--port", address.rpartition(":")[2]]) == 2
         assert "cannot listen on 127.0.0.1:" in capsys.readouterr().err
         server.send_signal(signal.SIGINT)
     assert server.returncode == 0

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors"},
     {"config", "drawing"},
+    {"method_specs"},
     {"settings_file"},
     {"kernels", "planner", "registry"},
     {"cache"},

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
+from keyhole import method_specs
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.evaluate import specs, task_specs
+from keyhole.evaluate import task_specs
 from keyhole.evaluate.eval_settings import SETUPS
 from keyhole.evaluate.line_file import LineFile
-from keyhole.evaluate.specs import Spec
 from keyhole.integrations.kvpress.evaluation import Cell, Evaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
+from keyhole.method_specs import Spec
 from keyhole.models.loading import load
 
 
@@ -82,7 +83,7 @@ def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     """All combinations; ConfigError for what cannot be understood."""
     made = [
         make_press(spec.name, budget, _settings(spec), arguments.interval)
-        for spec in specs.parse(arguments.presses)
+        for spec in method_specs.parse(arguments.presses)
         for budget in _numbers(arguments.budgets, "--budgets")
     ]
     bundled = Path(arguments.model).resolve() == Path(keyhole.tiny()).resolve()

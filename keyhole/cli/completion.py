@@ -1,0 +1,38 @@
+"""Prints a script that lets a shell complete commands, flags and the names of methods.
+
+bash: keyhole completion bash > ~/.local/share/bash-completion/completions/keyhole
+zsh:  keyhole completion zsh > ~/.zfunc/_keyhole, with ~/.zfunc in $fpath
+fish: keyhole completion fish > ~/.config/fish/completions/keyhole.fish
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from keyhole import cli
+from keyhole.cli.parser import Parser
+from keyhole.errors import UnknownNameError
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole completion`."""
+    parser.add_argument("shell", metavar="SHELL", help=", ".join(SHELLS))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the script."""
+    import shtab
+
+    if arguments.shell not in SHELLS:
+        raise UnknownNameError("shell", arguments.shell, SHELLS)
+    print(shtab.complete(_filled(cli.build_parser()), arguments.shell))
+    return 0
+
+
+def _filled(parser: Parser) -> Parser:
+    """The parser with the arguments of all commands; help texts in their final form."""
+    for command in parser.commands().values():
+        _filled(command)
+    return parser

@@ -1,0 +1,105 @@
+"""Values for flags from a TOML file, which flags come before."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from keyhole.cli import build_parser, config_file
+from tests.cli.conftest import Run
+
+TEXT = """
+model = "mine"
+
+[generate]
+policy = "delta:token_budget=512"
+max-tokens = 100
+stop = ["a", "b"]
+stop_token_ids = [1, 2]
+ignore_eos = true
+prefix_cache = false
+
+[documents.ask]
+documents = ["x", "y"]
+
+[bench]
+contexts = [32, 64]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keyhole.toml"
+    path.write_text(TEXT)
+    return path
+
+
+def parsed(file: Path, *given: str) -> Namespace:
+    line = [*given, "--config", str(file)]
+    return build_parser(config_file.read(line)).parse_args(line)
+
+
+def test_values_are_as_if_they_were_given(file: Path) -> None:
+    found = vars(parsed(file, "generate", "x"))
+    given = (
+        "--model mine --policy delta:token_budget=512 --max-tokens 100 --stop a --stop b "
+        "--stop-token-ids 1,2 --ignore-eos --no-prefix-cache"
+    ).split()
+    wanted = vars(build_parser().parse_args(["generate", "x", *given]))
+    for name in set(wanted) - {"config", "parser"}:
+        assert found[name] == wanted[name], name
+    assert parsed(file, "documents", "ask", "x").documents == ["x", "y"]
+    assert parsed(file, "bench", "decode").contexts == "32,64"
+    assert parsed(file, "verify").model == "mine"
+
+
+def test_flags_come_before_the_file(file: Path) -> None:
+    found = parsed(file, "generate", "x", "--model", "other", "--max-tokens", "7")
+    assert (found.model, found.max_tokens) == ("other", "7")
+
+
+def test_the_environment_names_a_file_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYHOLE_CONFIG", str(file))
+    assert build_parser(config_file.read(["chat"])).parse_args(["chat"]).model == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("= 1", "keyhole.toml' cannot be read"),
+        ("max_tokens = 1", "max_tokens must be in the table of a command, such as [generate]"),
+        ("generate = 1", "generate must be in the table of a command"),
+        ("[generate]\nmax_token = 1", "'max_token'; did you mean 'max_tokens'?"),
+        (
+            "[generate]\nprompt = 'x'",
+            "unknown flag of keyhole generate in the config file",
+        ),
+        ("[generate]\nignore_eos = 'yes'", "ignore_eos 'yes' in the config file must be true or"),
+        ("[generate]\nmax_tokens = 'many'", "--max-tokens 'many' must be a whole number"),
+        ("[generate]\npolicy = 'detla'", "did you mean 'delta'?"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(text: str, says: str, run: Run, file: Path) -> None:
+    file.write_text(text)
+    ran = run("generate", "x", "--config", str(file))
+    assert ran.status == 2
+    assert says in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_missing_file_is_said(run: Run) -> None:
+    assert "--config 'no.toml' cannot be read" in run("chat", "--config", "no.toml").err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_knows_commands_and_flags(shell: str, run: Run) -> None:
+    ran = run("completion", shell)
+    assert ran.status == 0
+    for word in ("generate", "documents", "total-memory"):
+        assert word in ran.out
+
+
+def test_an_unknown_shell_is_refused(run: Run) -> None:
+    assert "unknown shell 'csh'" in run("completion", "csh").err

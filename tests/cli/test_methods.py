@@ -1,0 +1,56 @@
+"""`keyhole methods` and `keyhole info`: what there is, from the methods themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import keyhole
+from keyhole.policy import policies
+from keyhole.reuse import reuses
+from tests.cli.conftest import Run
+
+METHODS = {**policies(), **reuses()}
+
+
+def test_every_method_has_its_line(run: Run) -> None:
+    ran = run("methods")
+    assert ran.status == 0
+    first = [line.split()[0] for line in ran.out.splitlines() if line and not line.startswith(" ")]
+    assert set(METHODS) <= set(first)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_tells_its_cost_its_use_and_its_settings(name: str, run: Run) -> None:
+    ran = run("methods", name)
+    assert ran.status == 0
+    assert "Cost per " in ran.out
+    assert "When to use it: " in ran.out
+    for field in dataclasses.fields(METHODS[name]):
+        assert f"\n  {field.name} (" in ran.out
+
+
+def test_json_has_the_same(run: Run) -> None:
+    found = json.loads(run("methods", "Tidal-Decode", "--json").out)["methods"]
+    assert [(one["name"], one["kind"]) for one in found] == [("tidal_decode", "policy")]
+    names = [one["name"] for one in found[0]["settings"]]
+    assert names == [field.name for field in dataclasses.fields(METHODS["tidal_decode"])]
+    assert len(json.loads(run("methods", "--json").out)["methods"]) == len(METHODS)
+
+
+def test_an_example_of_settings_can_be_typed(run: Run) -> None:
+    ran = run("methods", "delta")
+    example = next(line for line in ran.out.splitlines() if line.startswith("Settings, as in"))
+    assert example.endswith("--policy delta:token_budget=1024")
+
+
+def test_info_says_versions_devices_and_folders(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    found = json.loads(run("info", "--json").out)
+    assert found["versions"]["keyhole"] == keyhole.__version__
+    assert set(found["devices"]) == set(found["kernels"])
+    assert found["folders"]["documents"] == "/nowhere/keyhole/documents"
+    ran = run("info")
+    assert f"keyhole          {keyhole.__version__}" in ran.out
