@@ -1,7 +1,7 @@
 """Keyhole: long contexts with Hugging Face models, reading only the keys and values that matter.
 
     from keyhole import LLM, Delta
-    llm = LLM(keyhole.tiny(), policy=Delta(token_budget=256))
+    llm = LLM("tiny", policy=Delta(token_budget=256))
     print(llm.generate("...").text)
 
 Names are loaded on first use: `import keyhole` imports neither torch nor transformers.
@@ -145,7 +145,7 @@ __all__ = [
 
 
 def tiny() -> str:
-    """Folder of the bundled model: a small Llama that really uses its long context, offline."""
+    """Folder of the bundled model, for other programs; Keyhole knows it as "tiny"."""
     return str(Path(__file__).parent / "models" / "tiny" / "keyhole-tiny")
 
 

@@ -19,6 +19,7 @@ from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.evaluate import specs
 from keyhole.evaluate.eval_settings import EvalSettings
 from keyhole.evaluate.line_file import LineFile
+from keyhole.models.bundled import is_tiny
 from keyhole.policy import make_policy, policies
 from keyhole.settings_file import is_settings_file
 
@@ -144,7 +145,7 @@ def require_statistics() -> None:
 
 def is_bundled(model: str | None) -> bool:
     """Whether this is the model that comes with Keyhole."""
-    return model is None or Path(model).resolve() == Path(keyhole.tiny()).resolve()
+    return model is None or is_tiny(model)
 
 
 def _closing(outcome: Outcome, output: str) -> str:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keyhole
 from keyhole.cli import show
 from keyhole.config import (
     EngineConfig,
@@ -19,6 +18,7 @@ from keyhole.config import (
     kind_of,
     read_setting,
 )
+from keyhole.models.bundled import TINY
 from keyhole.policy import make_policy, policies
 from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse, reuses
@@ -46,7 +46,7 @@ _METAVARS = {
 
 def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
     """MODEL or --model, --device and --dtype."""
-    text = "folder or hub id; without it the bundled model"
+    text = "folder, hub id, or tiny, the bundled demonstration model; default: tiny"
     if positional:
         parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
     else:
@@ -135,7 +135,8 @@ def load_model(arguments: argparse.Namespace) -> Model:
     quiet()
     from keyhole.models.loading import load
 
-    return load(arguments.model or keyhole.tiny(), arguments.device, arguments.dtype)
+    name = TINY if arguments.model is None else arguments.model
+    return load(name, arguments.device, arguments.dtype)
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:

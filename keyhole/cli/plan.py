@@ -15,10 +15,10 @@ import textwrap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import keyhole
 from keyhole.cli import flags, show
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.models.bundled import TINY
 
 if TYPE_CHECKING:
     from keyhole.cache.footprint import ModelSize
@@ -66,7 +66,7 @@ class PlanSettings:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole plan`."""
-    help_text = "folder or hub id; without it the bundled model"
+    help_text = "folder, hub id, or tiny, the bundled demonstration model; default: tiny"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
     parser.add_argument("--plot", metavar="FILE", help="write a picture of the layers on each tier")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     from keyhole.models import checkpoint
     from keyhole.planner import Plan
 
-    shape = checkpoint.read(arguments.model or keyhole.tiny(), settings.dtype)
+    name = TINY if arguments.model is None else arguments.model
+    shape = checkpoint.read(name, settings.dtype)
     model = memory_model(shape, settings)
     if settings.memory is not None:
         plan = Plan.for_cache(model, settings.memory)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from tqdm import tqdm
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.asking import assemble
@@ -20,7 +22,7 @@ from keyhole.engine.documents import Documents
 from keyhole.engine.sequence import Sequence, Stats
 from keyhole.engine.text import Prompt, encode_text, given_ids
 from keyhole.errors import ConfigError, RequestError
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import Model, adopt, load
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse
@@ -58,17 +60,21 @@ class Piece:
 class LLM:
     """A language model that reads, at each step, only what its policy selects.
 
-    model: a folder, a hub id, or a model from `keyhole.models.loading.load` to share its weights.
+    model: a folder, a hub id, "tiny" (the bundled demonstration model), a loaded model of
+    transformers, which stays as it is, or a model from `keyhole.models.loading.load`; loaded ones
+    share their weights. tokenizer: instead of the model's own, an object or where there is one; a
+    model of transformers has none of its own.
     policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", the path of a
     settings file such as `keyhole eval --suite paper` writes, or None (dense).
     device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
-    "bfloat16", "float16". memory: the most that the KV cache may take, bytes or "2GiB"; None: most
-    of what is free. total_memory: instead of it, the most that all may take: weights, KV cache and
-    what a step computes with, as `keyhole plan` counts them. offload: a folder that layers move to,
-    one by one, when texts grow beyond the memory, and come back from when there is room again;
-    results do not change. documents: where documents are stored, a folder or any URL that fsspec
-    knows; None: in the user's cache folder. documents_limit: the most that they may take there,
-    bytes or "20GiB". The others as in `EngineConfig`.
+    "bfloat16", "float16"; torch's own objects do for both. memory: the most that the KV cache may
+    take, bytes or "2GiB"; None: most of what is free. total_memory: instead of it, the most that
+    all may take: weights, KV cache and what a step computes with, as `keyhole plan` counts them.
+    offload: a folder that layers move to, one by one, when texts grow beyond the memory, and come
+    back from when there is room again; results do not change. documents: where documents are
+    stored, a folder or any URL that fsspec knows; None: in the user's cache folder.
+    documents_limit: the most that they may take there, bytes or "20GiB". The others as in
+    `EngineConfig`.
 
     Safe from threads: calls take turns step by step, and requests of all threads run in one batch.
     `AsyncLLM` is for asyncio.
@@ -78,11 +84,12 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Model,
+        model: str | Path | PreTrainedModel | Model,
         policy: Policy | str | Path | None = None,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
+        tokenizer: Any = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
         memory: int | str | None = None,
         total_memory: int | str | None = None,
         offload: str | Path | None = None,
@@ -107,7 +114,7 @@ class LLM:
             max_length=max_length,
         )
         chosen = make_policy(policy)
-        loaded = model if isinstance(model, Model) else load(model, device, dtype)
+        loaded = _loaded(model, tokenizer, device, dtype)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
         self._store = documents, _bytes(documents_limit, "documents_limit")
@@ -353,6 +360,21 @@ class LLM:
         if self.tokenizer is not None and not text.strip():
             raise RequestError("the prompt is empty; give at least one word")
         return encode_text(self.tokenizer, text, special=special)
+
+
+def _loaded(
+    model: str | Path | PreTrainedModel | Model,
+    tokenizer: Any,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+) -> Model:
+    if isinstance(model, PreTrainedModel):
+        return adopt(model, tokenizer, device, dtype)
+    if not isinstance(model, Model):
+        return load(model, device, dtype, tokenizer)
+    if tokenizer is not None:
+        raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
+    return model
 
 
 def _bytes(value: int | str | None, name: str) -> int | None:
