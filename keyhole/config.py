@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from keyhole.errors import ConfigError, UnknownNameError
@@ -98,8 +99,8 @@ def require(good: bool, name: str, value: object, right: str) -> None:
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether `value` is a whole number of at least `least` (a bool is not)."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whether `value` is a whole number of at least `least`, numpy's too (a bool is not)."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def require_layers(name: str, value: object, right: str = "layer numbers such as (0, 1)") -> None:
@@ -109,8 +110,8 @@ def require_layers(name: str, value: object, right: str = "layer numbers such as
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number (a bool is not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether `value` is a finite number, numpy's too (a bool is not)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.evaluate import specs
 from keyhole.evaluate.eval_settings import EvalSettings
 from keyhole.evaluate.line_file import LineFile
-from keyhole.models.bundled import is_tiny
 from keyhole.policy import make_policy, policies
 from keyhole.settings_file import is_settings_file
 
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.controls:  # before hours of work
         require_statistics()
     methods, file = methods_of(settings), LineFile(arguments.output)
-    bundled = is_bundled(arguments.model)
+    bundled = flags.is_bundled(arguments.model)
     tasks = task_specs.parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
         task_specs.answered(tasks, "needs a text of your own: --text FILE")
@@ -141,11 +140,6 @@ def require_statistics() -> None:
     from keyhole.evaluate import paired
 
     paired.require_scipy()
-
-
-def is_bundled(model: str | None) -> bool:
-    """Whether this is the model that comes with Keyhole."""
-    return model is None or is_tiny(model)
 
 
 def _closing(outcome: Outcome, output: str) -> str:

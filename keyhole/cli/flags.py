@@ -18,7 +18,7 @@ from keyhole.config import (
     kind_of,
     read_setting,
 )
-from keyhole.models.bundled import TINY
+from keyhole.models.bundled import TINY, is_tiny
 from keyhole.policy import make_policy, policies
 from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse, reuses
@@ -137,6 +137,11 @@ def load_model(arguments: argparse.Namespace) -> Model:
 
     name = TINY if arguments.model is None else arguments.model
     return load(name, arguments.device, arguments.dtype)
+
+
+def is_bundled(model: str | None) -> bool:
+    """Whether a command's MODEL is the one that comes with Keyhole, which is its default."""
+    return model is None or is_tiny(model)
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:

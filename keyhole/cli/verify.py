@@ -80,7 +80,7 @@ def _head(model: Model, arguments: argparse.Namespace) -> tuple[RetrievalHead, l
     from keyhole.models.tiny.head_texts import HeadTexts
     from keyhole.retrieval import corpus
 
-    if model.head is None or (arguments.data is None and arguments.model is not None):
+    if model.head is None or (arguments.data is None and not flags.is_bundled(arguments.model)):
         return None
     if arguments.data is None:
         return check_head(model, HeadTexts())

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from keyhole.config import SamplingParams
-from keyhole.engine.llm import LLM, Piece, Result, piece_of
+from keyhole.engine.llm import LLM, Params, Piece, Result, params_for, piece_of
 from keyhole.engine.sequence import Sequence
-from keyhole.engine.text import Prompt
+from keyhole.engine.text import Prompt, Prompts, one_or_several
 from keyhole.reuse.base import Reuse
 
 #: Makes the request, in the thread that runs steps; documents are open until the stack is closed.
@@ -63,27 +63,31 @@ class AsyncLLM:
         self._new: list[_Request] = []
         self._thread: threading.Thread | None = None
 
+    @overload  # a text is also an iterable of texts
+    async def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Mapping[str, Any], params: Params = None
+    ) -> Result: ...
     @overload
-    async def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Result: ...
+    async def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
     @overload
-    async def generate(
-        self, prompts: list[Prompt], params: SamplingParams | None = None
-    ) -> list[Result]: ...
-    async def generate(
-        self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None
-    ) -> Result | list[Result]:
+    async def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
+    async def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
         """As `LLM.generate`: one Result for one prompt, a list of Results for a list.
 
         If one of a list fails, or the task is cancelled, the others are freed.
         """
-        if not isinstance(prompts, list):
-            return await _last(self.stream(prompts, params))
-        tasks = [asyncio.ensure_future(_last(self.stream(one, params))) for one in prompts]
+        alone, wanted = one_or_several(prompts)
+        each = params_for(params, len(wanted))
+        tasks = [
+            asyncio.ensure_future(_last(self.stream(*one)))
+            for one in zip(wanted, each, strict=True)
+        ]
         try:
-            return await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        return results[0] if alone else results
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None

@@ -20,7 +20,7 @@ from keyhole.engine.context import Reused
 from keyhole.engine.core import Engine
 from keyhole.engine.documents import Documents
 from keyhole.engine.sequence import Sequence, Stats
-from keyhole.engine.text import Prompt, encode_text, given_ids
+from keyhole.engine.text import Prompt, Prompts, encode_text, given_ids, one_or_several
 from keyhole.errors import ConfigError, RequestError
 from keyhole.models.loading import Model, adopt, load
 from keyhole.policy import make_policy
@@ -28,6 +28,9 @@ from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.settings_file import require_depth
+
+#: How to choose tokens: for all prompts, or for each.
+Params = SamplingParams | Several[SamplingParams] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,21 +132,22 @@ class LLM:
         """The model's tokenizer, None if it has none."""
         return self.engine.model.tokenizer
 
+    @overload  # a text is also an iterable of texts
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Mapping[str, Any], params: Params = None
+    ) -> Result: ...
     @overload
-    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Result: ...
+    def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
     @overload
-    def generate(
-        self, prompts: list[Prompt], params: SamplingParams | None = None
-    ) -> list[Result]: ...
-    def generate(
-        self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None
-    ) -> Result | list[Result]:
+    def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
+    def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
         """One Result for one prompt, a list of Results for a list of prompts.
 
-        All prompts are checked before the first one runs. An interrupt frees all of them.
+        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}; a list may mix them.
+        params: for all prompts, or a list with one for each. All prompts are checked before the
+        first one runs. An interrupt frees all of them.
         """
-        alone = isinstance(prompts, str | Mapping)
-        wanted: list[Any] = [prompts] if alone else list(prompts)
+        alone, wanted = one_or_several(prompts)
         results = self._run(wanted, params)
         return results[0] if alone else results
 
@@ -287,13 +291,13 @@ class LLM:
             )
             return self.engine.add(asked.tokens, _params(params), context=asked.context)
 
-    def _run(self, prompts: list[Prompt], params: SamplingParams | None) -> list[Result]:
-        params = _params(params)
+    def _run(self, prompts: list[Prompt], params: Params) -> list[Result]:
+        each = params_for(params, len(prompts))
         with self.engine.lock:
             tokens = [self._tokens(prompt) for prompt in prompts]
-            for one in tokens:
-                self.engine.check(one, params)
-            sequences = [self.engine.add(one, params) for one in tokens]
+            for one, settings in zip(tokens, each, strict=True):
+                self.engine.check(one, settings)
+            sequences = [self.engine.add(*one) for one in zip(tokens, each, strict=True)]
         return self._finish(sequences)
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
@@ -381,7 +385,21 @@ def _bytes(value: int | str | None, name: str) -> int | None:
     return None if value is None else parse_bytes(value, name)
 
 
-def _params(params: SamplingParams | None) -> SamplingParams:
+def params_for(params: Params, count: int) -> list[SamplingParams]:
+    """The settings of each of `count` prompts. ConfigError for a list of another length."""
+    if params is None or isinstance(params, SamplingParams):
+        return [_params(params)] * count
+    if not isinstance(params, Several):
+        return [_params(params)]
+    if len(params) != count:
+        raise ConfigError(
+            f"params is a list of {len(params)}, and there are {count} prompts; give one for all, "
+            "or one for each"
+        )
+    return [_params(one) for one in params]
+
+
+def _params(params: object) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):

@@ -15,6 +15,7 @@ from keyhole.policy import policies
 from keyhole.policy.base import Policy
 from keyhole.reuse import reuses
 from keyhole.reuse.base import Reuse
+from tests.cli.conftest import Run
 
 
 def parse(line: str) -> argparse.Namespace:
@@ -130,3 +131,13 @@ def test_every_setting_of_every_reuse_method_has_a_flag() -> None:
         known = vars(asked("", policy=policy))
         for cls in reuses().values():
             assert {field.name for field in dataclasses.fields(cls)} <= set(known)
+
+
+def test_the_bundled_model_is_known_by_its_name_and_no_other_way(run: Run) -> None:
+    """`--model ""`, from an unset variable, ran it; `calibrate tiny` asked for texts of ours."""
+    assert "names no model" in run("generate", "x", "--model", "").err
+    assert "names no model" in run("calibrate", "").err
+    assert "names no model" in run("eval", "").err
+    assert flags.is_bundled("tiny")
+    assert flags.is_bundled(None)
+    assert not flags.is_bundled("nowhere")
