@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from keyhole.config import SamplingParams
     from keyhole.engine.async_llm import AsyncLLM
     from keyhole.engine.context import Reused
-    from keyhole.engine.llm import LLM, Piece, Result
+    from keyhole.engine.llm import LLM
+    from keyhole.engine.result import Piece, Result
     from keyhole.engine.sequence import Stats
     from keyhole.errors import (
         CapacityError,
@@ -59,8 +60,8 @@ __version__ = "0.1.0"
 _PLACES = {
     "LLM": "keyhole.engine.llm",
     "AsyncLLM": "keyhole.engine.async_llm",
-    "Result": "keyhole.engine.llm",
-    "Piece": "keyhole.engine.llm",
+    "Result": "keyhole.engine.result",
+    "Piece": "keyhole.engine.result",
     "Stats": "keyhole.engine.sequence",
     "Reused": "keyhole.engine.context",
     "sparse": "keyhole.hf.sparse",

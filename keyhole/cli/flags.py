@@ -14,6 +14,7 @@ from keyhole.config import (
     EngineConfig,
     SamplingParams,
     help_of,
+    is_flag,
     is_size,
     kind_of,
     read_setting,
@@ -61,7 +62,7 @@ def add_settings(
     """A flag for every field of a settings class, or for some."""
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(cls):
-        if not only or field.name in only:
+        if is_flag(field) and (not only or field.name in only):
             _add_field(group, field)
 
 

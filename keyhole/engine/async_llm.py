@@ -13,6 +13,7 @@ request within a step.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from keyhole.config import SamplingParams
-from keyhole.engine.llm import LLM, Params, Piece, Result, params_for, piece_of
+from keyhole.engine.llm import LLM, Params, params_for
+from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.text import Prompt, Prompts, one_or_several
 from keyhole.reuse.base import Reuse
@@ -79,8 +81,7 @@ class AsyncLLM:
         alone, wanted = one_or_several(prompts)
         each = params_for(params, len(wanted))
         tasks = [
-            asyncio.ensure_future(_last(self.stream(*one)))
-            for one in zip(wanted, each, strict=True)
+            asyncio.ensure_future(self._completions(*one)) for one in zip(wanted, each, strict=True)
         ]
         try:
             results = await asyncio.gather(*tasks)
@@ -165,6 +166,24 @@ class AsyncLLM:
                 chat=chat,
             )
         )
+
+    async def _completions(self, prompt: Prompt, params: SamplingParams) -> Result:
+        """All completions of a prompt; those after the first share its computation."""
+        made: list[Sequence] = []
+
+        def submit(one: SamplingParams, _: ExitStack) -> Sequence:
+            made.append(self.llm.submit(prompt, one, after=made[0] if made else None))
+            return made[-1]
+
+        tasks = [
+            asyncio.ensure_future(_last(self._pieces(functools.partial(submit, one))))
+            for one in params.each()
+        ]
+        try:
+            return Result.of_all(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _pieces(self, submit: _Submit) -> AsyncGenerator[Piece, None]:
         request = _Request(submit, asyncio.get_running_loop(), asyncio.Queue())

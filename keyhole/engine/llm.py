@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,10 +15,10 @@ from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.asking import assemble
-from keyhole.engine.context import Reused
 from keyhole.engine.core import Engine
 from keyhole.engine.documents import Documents
-from keyhole.engine.sequence import Sequence, Stats
+from keyhole.engine.result import Piece, Result, piece_of, result_of
+from keyhole.engine.sequence import Sequence
 from keyhole.engine.text import Prompt, Prompts, encode_text, given_ids, one_or_several
 from keyhole.errors import ConfigError, RequestError
 from keyhole.models.loading import Model, adopt, load
@@ -31,33 +30,6 @@ from keyhole.settings_file import require_depth
 
 #: How to choose tokens: for all prompts, or for each.
 Params = SamplingParams | Several[SamplingParams] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a request gave.
-
-    finish_reason: "stop" (end token, stop text or id), "length" or "abort".
-    logprobs: per generated token a dict token id -> log-probability, if asked for.
-    reused: what an answer took from stored documents (`LLM.ask`).
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: Stats
-    prompt_token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
-    reused: Reused | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one step of a stream gave; the last piece carries the whole result."""
-
-    text: str
-    token_ids: list[int]
-    result: Result | None = None
 
 
 class LLM:
@@ -167,8 +139,15 @@ class LLM:
         reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
         instead of computing them again exactly. A dense policy always keeps it.
         """
-        sequence = self.submit_chat(messages, params, reuse_generated=reuse_generated)
-        return self._finish([sequence])[0]
+        sequences: list[Sequence] = []
+        with self.engine.lock:
+            tokens = self._chat_tokens(messages)
+            for one in _params(params).each():
+                after = sequences[0] if sequences else None
+                sequences.append(
+                    self.engine.add(tokens, one, reuse_approximate=reuse_generated, after=after)
+                )
+        return Result.of_all(self._finish(sequences))
 
     def stream_chat(
         self,
@@ -246,10 +225,19 @@ class LLM:
             )
             yield from self._stream(sequence)
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
-        """Takes a request and does not run it, for callers that run `engine.step` themselves."""
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        after: Sequence | None = None,
+    ) -> Sequence:
+        """Takes a request and does not run it, for callers that run `engine.step` themselves.
+
+        after: a request with the same prompt, whose computation this one waits for and shares.
+        """
         with self.engine.lock:
-            return self.engine.add(self._tokens(prompt), _params(params))
+            return self.engine.add(self._tokens(prompt), _single(params), after=after)
 
     def submit_chat(
         self,
@@ -261,7 +249,7 @@ class LLM:
         """`submit` for `chat`."""
         with self.engine.lock:
             tokens = self._chat_tokens(messages)
-            return self.engine.add(tokens, _params(params), reuse_approximate=reuse_generated)
+            return self.engine.add(tokens, _single(params), reuse_approximate=reuse_generated)
 
     def submit_ask(
         self,
@@ -289,7 +277,7 @@ class LLM:
                 separator=separator,
                 chat=chat,
             )
-            return self.engine.add(asked.tokens, _params(params), context=asked.context)
+            return self.engine.add(asked.tokens, _single(params), context=asked.context)
 
     def _run(self, prompts: list[Prompt], params: Params) -> list[Result]:
         each = params_for(params, len(prompts))
@@ -297,8 +285,15 @@ class LLM:
             tokens = [self._tokens(prompt) for prompt in prompts]
             for one, settings in zip(tokens, each, strict=True):
                 self.engine.check(one, settings)
-            sequences = [self.engine.add(*one) for one in zip(tokens, each, strict=True)]
-        return self._finish(sequences)
+            groups = []
+            for one, settings in zip(tokens, each, strict=True):
+                group: list[Sequence] = []
+                for single in settings.each():
+                    after = group[0] if group else None
+                    group.append(self.engine.add(one, single, after=after))
+                groups.append(group)
+        results = iter(self._finish([sequence for group in groups for sequence in group]))
+        return [Result.of_all([next(results) for _ in group]) for group in groups]
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
         left = set(sequences)
@@ -399,37 +394,17 @@ def params_for(params: Params, count: int) -> list[SamplingParams]:
     return [_params(one) for one in params]
 
 
+def _single(params: SamplingParams | None) -> SamplingParams:
+    """The settings of a request that gives one completion."""
+    given = _params(params)
+    if given.n != 1:
+        raise RequestError(f"n {given.n} goes with generate and chat; streams and ask give one")
+    return given
+
+
 def _params(params: object) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params must be a SamplingParams, not {type(params).__name__}")
     return params
-
-
-def piece_of(sequence: Sequence, given: int) -> Piece | None:
-    """What came of a stream behind its first `given` tokens; None: nothing yet.
-
-    Raises what ended the request if that was an error.
-    """
-    done, tokens = sequence.is_finished, sequence.generated[given:]
-    if not (done or tokens):
-        return None
-    text = sequence.detokenizer.take(final=done)
-    return Piece(text=text, token_ids=tokens, result=result_of(sequence) if done else None)
-
-
-def result_of(sequence: Sequence) -> Result:
-    """The result of a finished sequence; raises its error if it has one."""
-    if sequence.error is not None:
-        raise sequence.error
-    assert sequence.finish_reason is not None
-    return Result(
-        text=sequence.detokenizer.text,
-        token_ids=sequence.generated,
-        finish_reason=sequence.finish_reason,
-        stats=sequence.stats(),
-        prompt_token_ids=list(sequence.prompt),
-        logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
-        reused=sequence.reused,
-    )

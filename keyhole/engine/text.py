@@ -72,6 +72,14 @@ def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     return [int(token) for token in tokenizer(text, add_special_tokens=special).input_ids]
 
 
+def word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
+    """Token ids of words as they stand in a text: at its beginning, and after a space."""
+    if tokenizer is None:
+        return []
+    forms = [form for word in words for form in (word, f" {word.lstrip()}")]
+    return [ids for form in forms if (ids := encode_text(tokenizer, form, special=False))]
+
+
 def _named(given: object) -> str:
     """None, or the type of what was given."""
     return "None" if given is None else type(given).__name__

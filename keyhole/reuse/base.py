@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole.cache.layout import Geometry
+from keyhole.config import settle_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,9 @@ class Reuse:
     exact: ClassVar[bool] = False
     #: True if every layer has all tokens of all documents afterwards.
     keeps_all: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        settle_types(self)
 
     @property
     def turns(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 import keyhole
 from keyhole.bench import report
-from keyhole.engine.llm import Result
+from keyhole.engine.result import Result
 from keyhole.models import families
 
 ROOT = Path(__file__).parents[2]

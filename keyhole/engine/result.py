@@ -1,0 +1,76 @@
+"""What a request gives: a whole result, or pieces of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+
+from keyhole.engine.context import Reused
+from keyhole.engine.sequence import Sequence, Stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a request gave.
+
+    finish_reason: "stop" (end token, stop text or id), "length" or "abort".
+    logprobs: per generated token a dict token id -> log-probability, if asked for.
+    reused: what an answer took from stored documents (`LLM.ask`). others: the other completions of
+    the prompt, where `SamplingParams.n` asks for several.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+    prompt_token_ids: list[int]
+    logprobs: list[dict[int, float]] | None = None
+    reused: Reused | None = None
+    others: tuple[Result, ...] = ()
+
+    @property
+    def completions(self) -> tuple[Result, ...]:
+        """All `n` completions of the prompt, this one first."""
+        return self, *self.others
+
+    @classmethod
+    def of_all(cls, completions: Several[Result]) -> Result:
+        """The first of several completions of a prompt, with the others."""
+        return replace(completions[0], others=tuple(completions[1:]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one step of a stream gave; the last piece carries the whole result."""
+
+    text: str
+    token_ids: list[int]
+    result: Result | None = None
+
+
+def piece_of(sequence: Sequence, given: int) -> Piece | None:
+    """What came of a stream behind its first `given` tokens; None: nothing yet.
+
+    Raises what ended the request if that was an error.
+    """
+    done, tokens = sequence.is_finished, sequence.generated[given:]
+    if not (done or tokens):
+        return None
+    text = sequence.detokenizer.take(final=done)
+    return Piece(text=text, token_ids=tokens, result=result_of(sequence) if done else None)
+
+
+def result_of(sequence: Sequence) -> Result:
+    """The result of a finished sequence; raises its error if it has one."""
+    if sequence.error is not None:
+        raise sequence.error
+    assert sequence.finish_reason is not None
+    return Result(
+        text=sequence.detokenizer.text,
+        token_ids=sequence.generated,
+        finish_reason=sequence.finish_reason,
+        stats=sequence.stats(),
+        prompt_token_ids=list(sequence.prompt),
+        logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+        reused=sequence.reused,
+    )
