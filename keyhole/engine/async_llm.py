@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from keyhole.config import SamplingParams
+from keyhole.engine.chat_prompt import Message, Tool
 from keyhole.engine.llm import LLM, Params, params_for
 from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
@@ -98,25 +99,41 @@ class AsyncLLM:
 
     async def chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Result:
         """As `LLM.chat`."""
-        pieces = self.stream_chat(messages, params, reuse_generated=reuse_generated)
+        pieces = self.stream_chat(
+            messages,
+            params,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            reuse_generated=reuse_generated,
+        )
         return await _last(pieces)
 
     def stream_chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_chat`, for `async for`."""
         return self._pieces(
-            lambda _: self.llm.submit_chat(messages, params, reuse_generated=reuse_generated)
+            lambda _: self.llm.submit_chat(
+                messages,
+                params,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                reuse_generated=reuse_generated,
+            )
         )
 
     async def ask(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.asking import assemble
+from keyhole.engine.chat_prompt import Message, Tool, chat_text
 from keyhole.engine.core import Engine
 from keyhole.engine.documents import Documents
 from keyhole.engine.result import Piece, Result, piece_of, result_of
@@ -129,19 +130,24 @@ class LLM:
 
     def chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Result:
         """The next message of a conversation, by the model's chat template.
 
+        messages: "role" and "content" each, which is text or a list of parts of text. tools: what
+        the model may call, for the template. chat_template_kwargs: what else it knows, such as
+        {"enable_thinking": False}; what it does not know is refused.
         reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
         instead of computing them again exactly. A dense policy always keeps it.
         """
         sequences: list[Sequence] = []
         with self.engine.lock:
-            tokens = self._chat_tokens(messages)
+            tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
             for one in _params(params).each():
                 after = sequences[0] if sequences else None
                 sequences.append(
@@ -151,13 +157,23 @@ class LLM:
 
     def stream_chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Iterator[Piece]:
         """`chat`, as it comes."""
-        return self._stream(self.submit_chat(messages, params, reuse_generated=reuse_generated))
+        return self._stream(
+            self.submit_chat(
+                messages,
+                params,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                reuse_generated=reuse_generated,
+            )
+        )
 
     @functools.cached_property
     def documents(self) -> Documents:
@@ -241,14 +257,16 @@ class LLM:
 
     def submit_chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Sequence:
         """`submit` for `chat`."""
         with self.engine.lock:
-            tokens = self._chat_tokens(messages)
+            tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
             return self.engine.add(tokens, _single(params), reuse_approximate=reuse_generated)
 
     def submit_ask(
@@ -341,19 +359,13 @@ class LLM:
         assert isinstance(prompt, str)
         return self._encode(prompt, special=True)
 
-    def _chat_tokens(self, messages: Several[Mapping[str, str]]) -> list[int]:
-        if not messages:
-            raise RequestError("the conversation is empty; give at least one message")
-        for message in messages:
-            if not isinstance(message, Mapping) or {"role", "content"} - set(message):
-                raise RequestError(f"a message needs 'role' and 'content', not {message!r}")
-        tokenizer = self.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise RequestError("this model has no chat template; use generate with a prompt")
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return self._encode(text, special=False)
+    def _chat_tokens(
+        self,
+        messages: Several[Message],
+        tools: Several[Tool] | None,
+        settings: Mapping[str, Any] | None,
+    ) -> list[int]:
+        return self._encode(chat_text(self.tokenizer, messages, tools, settings), special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is not None and not text.strip():
