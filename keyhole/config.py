@@ -25,6 +25,16 @@ def setting(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def short_repr(settings: Any) -> str:
+    """A settings object as one would write it: only what differs from the defaults."""
+    shown = [
+        f"{field.name}={getattr(settings, field.name)!r}"
+        for field in dataclasses.fields(settings)
+        if field.repr and getattr(settings, field.name) != field.default
+    ]
+    return f"{type(settings).__name__}({', '.join(shown)})"
+
+
 def is_flag(field: dataclasses.Field[Any]) -> bool:
     """Whether a command has a flag for a setting: it streams one completion, and takes no dict."""
     return field.name != "n" and not kind_of(field).startswith("Mapping")
@@ -205,6 +215,8 @@ class SamplingParams:
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    __repr__ = short_repr
 
     @property
     def changes_scores(self) -> bool:

@@ -49,9 +49,7 @@ def chat_text(
         )
     except (TemplateError, TypeError, ValueError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RequestError(
-            f"this model's chat template refuses it: {line}"
-        ) from error
+        raise RequestError(f"this model's chat template refuses it: {line}") from error
     return str(text)
 
 

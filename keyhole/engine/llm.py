@@ -95,6 +95,14 @@ class LLM:
         self.engine = Engine(loaded, chosen, config)
         self._store = documents, _bytes(documents_limit, "documents_limit")
 
+    def __repr__(self) -> str:
+        model, cache = self.engine.model, self.engine.cache
+        number, tokens = str(model.dtype).removeprefix("torch."), cache.max_pages * cache.page_size
+        return (
+            f"LLM({model.name!r}, {self.policy!r}: {number} on {model.device}, KV cache for "
+            f"{tokens:,} tokens)"
+        )
+
     @property
     def policy(self) -> Policy:
         """The policy in use, every "auto" settled."""

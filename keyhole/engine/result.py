@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from keyhole.engine.context import Reused
 from keyhole.engine.sequence import Sequence, Stats
 
+#: Characters of a text that a notebook shows of a result.
+_SHOWN = 200
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -28,6 +31,13 @@ class Result:
     reused: Reused | None = None
     others: tuple[Result, ...] = ()
 
+    def __repr__(self) -> str:
+        more = f", {len(self.others)} others" if self.others else ""
+        return (
+            f"Result({_shortened(self.text)!r}: {len(self.token_ids)} tokens after "
+            f"{len(self.prompt_token_ids)}, {self.finish_reason!r}{more})"
+        )
+
     @property
     def completions(self) -> tuple[Result, ...]:
         """All `n` completions of the prompt, this one first."""
@@ -46,6 +56,10 @@ class Piece:
     text: str
     token_ids: list[int]
     result: Result | None = None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 def piece_of(sequence: Sequence, given: int) -> Piece | None:

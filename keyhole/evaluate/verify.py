@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.core import Engine

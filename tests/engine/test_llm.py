@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from keyhole import (
     PromptTooLongError,
     Quest,
     RequestError,
+    SamKV,
     SamplingParams,
     UnknownNameError,
 )
@@ -310,3 +312,21 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         llm.generate({"prompt_token_ids": [5]}, SamplingParams(stop=("x",)))
     assert len(llm.generate({"prompt_token_ids": [5]}, GREEDY).token_ids) == 20
+
+
+def test_a_notebook_shows_one_line(checkpoint: Path) -> None:
+    """A policy showed every setting, a result its hundreds of ids."""
+    llm = LLM(checkpoint, Quest(token_budget=64), device="cpu", memory="1MiB", page_size=8)
+    tokens = llm.engine.cache.max_pages * 8
+    assert repr(llm) == (
+        f"LLM('llama-0', Quest(token_budget=64): float32 on cpu, KV cache for {tokens:,} tokens)"
+    )
+    assert repr(Quest()) == "Quest()"
+    assert eval(repr(Delta(token_budget=64, full_layers=(0,)))) == Delta(
+        token_budget=64, full_layers=(0,)
+    )
+    assert repr(SamKV(update="fusion")) == "SamKV(update='fusion')"
+    assert repr(GREEDY) == "SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)"
+    result = llm.generate("hello", SamplingParams(n=3, max_tokens=5, temperature=0))
+    assert repr(result) == f"Result({result.text!r}: 5 tokens after 6, 'length', 2 others)"
+    assert len(repr(dataclasses.replace(result, text="a" * 10**4))) < 260
