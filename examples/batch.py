@@ -1,10 +1,9 @@
 """Many requests at once: prompts of any length, and a start that they share is computed once."""
 
-import keyhole
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.models.tiny.tasks import make, shared
 
-llm = LLM(keyhole.tiny(), policy=Delta(token_budget=128), max_batch=4)
+llm = LLM("tiny", policy=Delta(token_budget=128), max_batch=4)
 
 ragged = [make("recall", length, seed=1).prompt for length in (128, 900, 300, 1500)]
 for result in llm.generate(ragged, SamplingParams(max_tokens=16)):

@@ -2,7 +2,6 @@
 
 import tempfile
 
-import keyhole
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.models.tiny.tasks import make
 
@@ -10,9 +9,9 @@ question = make("derive", 977, seed=0)
 params = SamplingParams(max_tokens=700, temperature=0.0)
 policy = Delta(token_budget=256)
 
-plenty = LLM(keyhole.tiny(), policy=policy, max_batch=1).generate(question.prompt, params)
+plenty = LLM("tiny", policy=policy, max_batch=1).generate(question.prompt, params)
 with tempfile.TemporaryDirectory() as folder:
-    llm = LLM(keyhole.tiny(), policy=policy, max_batch=1, memory="2MiB", offload=folder)
+    llm = LLM("tiny", policy=policy, max_batch=1, memory="2MiB", offload=folder)
     little = llm.generate(question.prompt, params)
 
 print("same answer:", little.token_ids == plenty.token_ids)

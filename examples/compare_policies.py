@@ -10,7 +10,7 @@ BUDGET = 128
 items = [make("multikey", 1024, seed) for seed in range(4)]
 params = SamplingParams(max_tokens=16)
 
-model = load(keyhole.tiny())  # loaded once; the engines share its weights
+model = load("tiny")  # loaded once; the engines share its weights
 print("policy           right   keys read")
 for name in keyhole.policies():
     settings = {} if name == "full" else {"token_budget": BUDGET}

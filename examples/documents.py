@@ -2,13 +2,12 @@
 
 import tempfile
 
-import keyhole
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.evaluate.document_tasks import make
 
 # Without documents=, they go to the user's cache folder and stay there.
 place = tempfile.TemporaryDirectory()
-llm = LLM(keyhole.tiny(), documents=place.name)
+llm = LLM("tiny", documents=place.name)
 
 # A fact that one of four documents states by pointing to another.
 item = make("needs_each_other", num_documents=4, words=512, where="ends", seed=0)

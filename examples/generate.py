@@ -1,10 +1,9 @@
 """Answer a question about a long text, reading a fraction of it at every step."""
 
-import keyhole
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.models.tiny.tasks import make
 
-llm = LLM(keyhole.tiny(), policy=Delta(token_budget=256))
+llm = LLM("tiny", policy=Delta(token_budget=256))
 
 # The bundled model knows 12 tasks; this one hides a fact in a text of 2048 words.
 item = make("recall", 2048, seed=0)

@@ -1,11 +1,10 @@
 """How a policy changes what the model thinks: log-probabilities beside those of full attention."""
 
-import keyhole
 from keyhole import LLM, Delta, SamplingParams, StreamingLLM
 from keyhole.models.loading import load
 from keyhole.models.tiny.tasks import make
 
-model = load(keyhole.tiny())
+model = load("tiny")
 prompt = make("recall", 1024, seed=2).prompt
 params = SamplingParams(max_tokens=5, logprobs=3)
 

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import torch
 
-import keyhole
 from keyhole import LLM, Policy, SamplingParams, kernels
 from keyhole.config import setting
 from keyhole.models.tiny.tasks import make
@@ -28,7 +27,7 @@ class OldestAndNewest(Policy):
         )
 
 
-llm = LLM(keyhole.tiny(), policy=OldestAndNewest(token_budget=256))
+llm = LLM("tiny", policy=OldestAndNewest(token_budget=256))
 item = make("recall", 1024, seed=3)
 result = llm.generate(item.prompt, SamplingParams(max_tokens=16))
 print("expected:", item.answer)

@@ -14,7 +14,7 @@ from keyhole.reuse import make_reuse
 
 place = tempfile.TemporaryDirectory()
 # A cached prefix would make a second method look faster.
-llm = LLM(keyhole.tiny(), documents=place.name, prefix_cache=False)
+llm = LLM("tiny", documents=place.name, prefix_cache=False)
 params = SamplingParams(max_tokens=16)
 for kind in ("one", "needs_each_other"):
     items = [make(kind, num_documents=4, words=512, where="ends", seed=n) for n in range(3)]

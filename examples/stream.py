@@ -1,10 +1,9 @@
 """Print a long derivation as it comes; leaving the loop early would free the request."""
 
-import keyhole
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.models.tiny.tasks import make
 
-llm = LLM(keyhole.tiny(), policy=Delta(token_budget=128))
+llm = LLM("tiny", policy=Delta(token_budget=128))
 item = make("derive", 512, seed=0)
 
 result = None

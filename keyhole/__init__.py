@@ -1,7 +1,7 @@
 """Keyhole: long contexts with Hugging Face models, reading only the keys and values that matter.
 
     from keyhole import LLM, Delta
-    llm = LLM(keyhole.tiny(), policy=Delta(token_budget=256))
+    llm = LLM("tiny", policy=Delta(token_budget=256))
     print(llm.generate("...").text)
 
 Names are loaded on first use: `import keyhole` imports neither torch nor transformers.
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from keyhole.config import SamplingParams
     from keyhole.engine.async_llm import AsyncLLM
     from keyhole.engine.context import Reused
-    from keyhole.engine.llm import LLM, Piece, Result
+    from keyhole.engine.llm import LLM
+    from keyhole.engine.result import Piece, Result
     from keyhole.engine.sequence import Stats
     from keyhole.errors import (
         CapacityError,
@@ -59,8 +60,8 @@ __version__ = "0.1.0"
 _PLACES = {
     "LLM": "keyhole.engine.llm",
     "AsyncLLM": "keyhole.engine.async_llm",
-    "Result": "keyhole.engine.llm",
-    "Piece": "keyhole.engine.llm",
+    "Result": "keyhole.engine.result",
+    "Piece": "keyhole.engine.result",
     "Stats": "keyhole.engine.sequence",
     "Reused": "keyhole.engine.context",
     "sparse": "keyhole.hf.sparse",
@@ -145,7 +146,7 @@ __all__ = [
 
 
 def tiny() -> str:
-    """Folder of the bundled model: a small Llama that really uses its long context, offline."""
+    """Folder of the bundled model, for other programs; Keyhole knows it as "tiny"."""
     return str(Path(__file__).parent / "models" / "tiny" / "keyhole-tiny")
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from keyhole.errors import ConfigError, UnknownNameError
@@ -22,6 +23,21 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def setting(default: Any, help: str) -> Any:
     """A dataclass field with its default and its one-line help."""
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+def short_repr(settings: Any) -> str:
+    """A settings object as one would write it: only what differs from the defaults."""
+    shown = [
+        f"{field.name}={getattr(settings, field.name)!r}"
+        for field in dataclasses.fields(settings)
+        if field.repr and getattr(settings, field.name) != field.default
+    ]
+    return f"{type(settings).__name__}({', '.join(shown)})"
+
+
+def is_flag(field: dataclasses.Field[Any]) -> bool:
+    """Whether a command has a flag for a setting: it streams one completion, and takes no dict."""
+    return field.name != "n" and not kind_of(field).startswith("Mapping")
 
 
 def help_of(field: dataclasses.Field[Any]) -> str:
@@ -80,8 +96,8 @@ _RIGHT = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 def parse_bytes(value: int | str, name: str = "memory") -> int:
     """Bytes from a number or from text like "2GiB" or "500 MB"; `name` as the user wrote it."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        size = int(value)
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2].upper() not in _UNITS:
@@ -99,8 +115,8 @@ def require(good: bool, name: str, value: object, right: str) -> None:
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether `value` is a whole number of at least `least` (a bool is not)."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whether `value` is a whole number of at least `least`, numpy's too (a bool is not)."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def require_layers(name: str, value: object, right: str = "layer numbers such as (0, 1)") -> None:
@@ -109,9 +125,46 @@ def require_layers(name: str, value: object, right: str = "layer numbers such as
     require(good, name, value, right)
 
 
+def require_layers_of(name: str, value: Sequence[int], num_layers: int) -> None:
+    """Raises ConfigError unless `value` is layers of a model of this depth.
+
+    0 and 1 do for any depth: they are the defaults of methods, and some models have one layer.
+    """
+    require_layers(name, value)
+    good = all(layer < max(2, num_layers) for layer in value)
+    require(good, name, value, f"layers from 0 to {num_layers - 1}, as the model has {num_layers}")
+
+
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number (a bool is not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether `value` is a finite number, numpy's too (a bool is not)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+#: Whether a value is of a type, by its name in an annotation; what it is called; how it is made.
+SCALARS: dict[str, tuple[Callable[[object], bool], str, Callable[[Any], Any]]] = {
+    "int": (lambda value: is_count(value, -(2**63)), "a whole number", int),
+    "float": (is_number, "a number", float),
+    "bool": (lambda value: isinstance(value, bool), "true or false", bool),
+    "str": (lambda value: isinstance(value, str), "a text", str),
+}
+
+
+def settle_types(settings: Any) -> None:
+    """Checks the types of a settings object's fields; numpy's numbers become Python's, in place.
+
+    Lists of numbers are turned too, and checked by who knows what they count. ConfigError names the
+    field, its value and the type that would be right.
+    """
+    for field in dataclasses.fields(settings):
+        value, kind = getattr(settings, field.name), kind_of(field)
+        if kind in SCALARS and not (value is None and str(field.type) != kind):
+            good, right, make = SCALARS[kind]
+            require(good(value), field.name, value, right)
+            if not isinstance(value, int | float) or type(value).__module__ != "builtins":
+                object.__setattr__(settings, field.name, make(value))
+        elif kind == "tuple[int, ...]" and isinstance(value, tuple | list):
+            plain = tuple(int(one) if is_count(one, -(2**63)) else one for one in value)
+            object.__setattr__(settings, field.name, plain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +175,7 @@ class SamplingParams:
     help. `temperature=0` is greedy decoding.
     """
 
+    n: int = setting(1, "completions of each prompt, whose computation they share")
     max_tokens: int = setting(256, "at most this many new tokens")
     temperature: float | None = setting(
         None, "0 is greedy; default: generation_config, else greedy"
@@ -138,6 +192,10 @@ class SamplingParams:
     repetition_penalty: float | None = setting(
         None, "divides scores of seen tokens; default: generation_config, else 1"
     )
+    presence_penalty: float = setting(0.0, "taken off the score of every generated token")
+    frequency_penalty: float = setting(0.0, "taken off it each time that it was generated")
+    logit_bias: Mapping[int, float] | None = setting(None, "added to scores, by token id")
+    bad_words: tuple[str, ...] = setting((), "texts that are never generated")
     seed: int | None = setting(None, "the same seed gives the same tokens, in any batch")
     stop: tuple[str, ...] = setting((), "end before any of these texts")
     stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
@@ -145,28 +203,47 @@ class SamplingParams:
     logprobs: int | None = setting(None, "give log-probabilities of the top k and the chosen token")
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        settle_types(self)
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             value = (value,) if isinstance(value, str) else value
             require(isinstance(value, tuple | list), name, value, "a list or tuple")
             object.__setattr__(self, name, tuple(value))
-        require(is_count(self.max_tokens), "max_tokens", self.max_tokens, "a whole number >= 1")
+        for name in ("n", "max_tokens"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         self._require_number("temperature", "at least 0", lambda x: x >= 0)
         self._require_number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._require_number("min_p", "from 0 to 1", lambda x: 0 <= x <= 1)
         self._require_number("repetition_penalty", "above 0", lambda x: x > 0)
-        for name in ("top_k", "logprobs"):
-            value = getattr(self, name)
-            require(value is None or is_count(value, 0), name, value, "a whole number >= 0")
-        require(self.seed is None or is_count(self.seed, 0), "seed", self.seed, "a number >= 0")
-        texts = all(isinstance(text, str) and text for text in self.stop)
-        require(texts, "stop", self.stop, "non-empty texts")
+        for name in ("top_k", "logprobs", "seed"):
+            self._require_number(name, "at least 0", lambda x: x >= 0)
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            good = all(isinstance(text, str) and text.strip(" ") for text in texts)
+            good |= name == "stop" and all(isinstance(text, str) and text for text in texts)
+            require(good, name, texts, "non-empty texts")
         ids = all(is_count(token, 0) for token in self.stop_token_ids)
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    __repr__ = short_repr
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores of tokens depend on which tokens these are, not on the model alone."""
+        penalties = self.presence_penalty or self.frequency_penalty
+        changed = self.repetition_penalty != 1.0 or penalties or self.logit_bias or self.bad_words
+        return bool(changed)
+
+    def each(self) -> list[SamplingParams]:
+        """The settings of each of `n` completions: seeds in a row, so that they differ."""
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        return [dataclasses.replace(self, n=1, seed=seed) for seed in seeds]
 
     def _require_number(self, name: str, right: str, good: Callable[[float], bool]) -> None:
         value = getattr(self, name)
-        require(value is None or (is_number(value) and good(value)), name, value, right)
+        require(value is None or good(value), name, value, right)
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """Every None replaced by the model's `generation_config` or the default."""
@@ -180,6 +257,19 @@ class SamplingParams:
         }
         missing = {name: value for name, value in defaulted.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **missing)
+
+
+def _bias(given: object) -> dict[int, float]:
+    """A logit_bias in plain numbers; JSON has its ids as texts, as OpenAI's interface does."""
+    right = "a dict of token ids and numbers such as {50256: -100}"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"logit_bias {given!r} must be {right}")
+    found = {}
+    for token, value in given.items():
+        token = int(token) if isinstance(token, str) and token.isdecimal() else token
+        require(is_count(token, 0) and is_number(value), "logit_bias", given, right)
+        found[int(token)] = float(value)
+    return found
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -205,6 +295,7 @@ class EngineConfig:
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
 
     def __post_init__(self) -> None:
+        settle_types(self)
         for name in ("max_batch", "page_size", "prefill_chunk"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
         for name in ("memory", "total_memory", "max_length"):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from keyhole.config import is_count, is_number, kind_of
+from keyhole.config import SCALARS, is_count, kind_of
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.method_specs import parse_one
 
@@ -119,10 +119,7 @@ def from_json(
 
 
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (lambda value: is_count(value, -(2**63)), "a whole number"),
-    "float": (is_number, "a number"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "str": (lambda value: isinstance(value, str), "a text"),
+    **{kind: (good, right) for kind, (good, right, _) in SCALARS.items()},
     "tuple[int, ...]": (
         lambda value: isinstance(value, list) and all(is_count(one, 0) for one in value),
         "a list of numbers such as [0, 1]",

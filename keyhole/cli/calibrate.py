@@ -240,7 +240,7 @@ def _costs(found: Measurement, others: Sequence[tuple[str, Calibration]]) -> str
 def _given(arguments: argparse.Namespace) -> list[Any] | None:
     """The texts of --data; None where the bundled model's are meant."""
     if arguments.data is None:
-        if arguments.model is not None:
+        if not flags.is_bundled(arguments.model):
             what = "documents" if arguments.stable_layers else "prompts"
             raise ConfigError(f"give --data FILE with {what} for this model")
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import keyhole
 from keyhole import drawing
 from keyhole.cli import flags, outputs, show
-from keyhole.cli.eval_tasks import is_bundled, methods_of
+from keyhole.cli.eval_tasks import methods_of
 from keyhole.cli.outputs import Output
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         return measure.header("attention", model.device, "", keyhole.__version__)
 
     grid = Grid(
-        windows=_windows(model, settings, is_bundled(arguments.model)),
+        windows=_windows(model, settings, flags.is_bundled(arguments.model)),
         lengths=settings.lengths,
         methods=methods,
         budgets=[Budget.parse(text) for text in settings.budgets],

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     def header() -> dict[str, Any]:
         return measure.header("eval", model.device, "", keyhole.__version__)
 
-    suite = _suite(model, given, file, header, eval_tasks.is_bundled(arguments.model))
+    suite = _suite(model, given, file, header, flags.is_bundled(arguments.model))
     told = sys.stderr if arguments.json else sys.stdout
     if arguments.dry_run:
         parts = suite.estimate()

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         Output("--html", arguments.html, outputs.PAGE),
     )
     file = LineFile(arguments.output)
-    bundled = is_bundled(arguments.model)
+    bundled = flags.is_bundled(arguments.model)
     tasks = task_specs.parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
         task_specs.answered(tasks, "needs a text of your own: --text FILE")
@@ -144,11 +144,6 @@ def require_statistics() -> None:
     from keyhole.evaluate import paired
 
     paired.require_scipy()
-
-
-def is_bundled(model: str | None) -> bool:
-    """Whether this is the model that comes with Keyhole."""
-    return model is None or Path(model).resolve() == Path(keyhole.tiny()).resolve()
 
 
 def _closing(outcome: Outcome, output: str) -> str:

@@ -9,16 +9,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keyhole
 from keyhole.cli import show
 from keyhole.config import (
     EngineConfig,
     SamplingParams,
     help_of,
+    is_flag,
     is_size,
     kind_of,
     read_setting,
 )
+from keyhole.models.bundled import TINY, is_tiny
 from keyhole.policy import make_policy, policies
 from keyhole.reuse import reuses
 from keyhole.settings_file import require_depth
@@ -38,7 +39,7 @@ _METAVARS = {
 
 def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
     """--model; --device and --dtype where the model is loaded."""
-    text = "folder or hub id; without it the bundled model"
+    text = "folder, hub id, or tiny, the bundled demonstration model; default: tiny"
     parser.add_argument("--model", metavar="MODEL", help=text)
     if not loads:
         return
@@ -52,7 +53,7 @@ def add_settings(
     """A flag for every field of a settings class, or for some."""
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(cls):
-        if not only or field.name in only:
+        if is_flag(field) and (not only or field.name in only):
             _add_field(group, field)
 
 
@@ -101,7 +102,13 @@ def load_model(arguments: argparse.Namespace) -> Model:
     from keyhole.models.loading import load
 
     measure.device(arguments.device)  # before the weights
-    return load(arguments.model or keyhole.tiny(), arguments.device, arguments.dtype)
+    name = TINY if arguments.model is None else arguments.model
+    return load(name, arguments.device, arguments.dtype)
+
+
+def is_bundled(model: str | None) -> bool:
+    """Whether a command's MODEL is the one that comes with Keyhole, which is its default."""
+    return model is None or is_tiny(model)
 
 
 def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:

@@ -15,12 +15,12 @@ import textwrap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import keyhole
 from keyhole import drawing
 from keyhole.cli import flags, outputs, show
 from keyhole.cli.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.models.bundled import TINY
 from keyhole.policy import make_policy
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     from keyhole.models import checkpoint
     from keyhole.planner import Plan
 
-    shape = checkpoint.read(arguments.model or keyhole.tiny(), settings.dtype)
+    name = TINY if arguments.model is None else arguments.model
+    shape = checkpoint.read(name, settings.dtype)
     model = memory_model(shape, settings)
     if settings.memory is not None:
         plan = Plan.for_cache(model, settings.memory)

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = _folder(arguments)
     outputs.check_folder("--output", folder)
     recipe = Recipe(**given)
-    if arguments.data is None and arguments.model is not None:
+    if arguments.data is None and not flags.is_bundled(arguments.model):
         raise ConfigError("give --data FILE with texts for this model")
     model = flags.load_model(arguments)
     from keyhole.retrieval import training

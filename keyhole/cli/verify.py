@@ -10,6 +10,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from keyhole.cli import flags, show
+from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
     from keyhole.evaluate.head_recall import Cell
@@ -23,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole verify`."""
     flags.add_model(parser)
     parser.add_argument(
+        "--length",
+        metavar="N",
+        help="also check a prompt of this many tokens: beyond a sliding window, or where RoPE is "
+        "scaled; eager attention needs memory for its square",
+    )
+    parser.add_argument(
         "--data",
         metavar="FILE",
         help="texts for the retrieval head's recall, as `keyhole train-head` takes them; without "
@@ -33,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a line per check."""
+    length = _length(arguments.length)
     model = flags.load_model(arguments)
     from keyhole import kernels
     from keyhole.evaluate.verify import verify
 
-    checks = verify(model)
+    checks = verify(model, length=length)
     passed = all(check.passed for check in checks)
     about = {
         "model": model.name,
@@ -74,13 +82,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
+def _length(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"--length {text!r} must be a whole number of tokens")
+    return int(text)
+
+
 def _head(model: Model, arguments: argparse.Namespace) -> tuple[RetrievalHead, list[Cell]] | None:
     """The head and its recall; None without a head, or without texts for it."""
     from keyhole.evaluate.head_check import check_head
     from keyhole.models.tiny.head_texts import HeadTexts
     from keyhole.retrieval import corpus
 
-    if model.head is None or (arguments.data is None and arguments.model is not None):
+    if model.head is None or (arguments.data is None and not flags.is_bundled(arguments.model)):
         return None
     if arguments.data is None:
         return check_head(model, HeadTexts())

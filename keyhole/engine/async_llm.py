@@ -13,18 +13,21 @@ request within a step.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from keyhole.config import SamplingParams
-from keyhole.engine.llm import LLM, Piece, Result, piece_of
+from keyhole.engine.chat_prompt import Message, Tool
+from keyhole.engine.llm import LLM, Params, params_for
+from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
-from keyhole.engine.text import Prompt
+from keyhole.engine.text import Prompt, Prompts, one_or_several
 from keyhole.reuse.base import Reuse
 
 #: Makes the request, in the thread that runs steps; documents are open until the stack is closed.
@@ -63,27 +66,30 @@ class AsyncLLM:
         self._new: list[_Request] = []
         self._thread: threading.Thread | None = None
 
+    @overload  # a text is also an iterable of texts
+    async def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Mapping[str, Any], params: Params = None
+    ) -> Result: ...
     @overload
-    async def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Result: ...
+    async def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
     @overload
-    async def generate(
-        self, prompts: list[Prompt], params: SamplingParams | None = None
-    ) -> list[Result]: ...
-    async def generate(
-        self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None
-    ) -> Result | list[Result]:
+    async def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
+    async def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
         """As `LLM.generate`: one Result for one prompt, a list of Results for a list.
 
         If one of a list fails, or the task is cancelled, the others are freed.
         """
-        if not isinstance(prompts, list):
-            return await _last(self.stream(prompts, params))
-        tasks = [asyncio.ensure_future(_last(self.stream(one, params))) for one in prompts]
+        alone, wanted = one_or_several(prompts)
+        each = params_for(params, len(wanted))
+        tasks = [
+            asyncio.ensure_future(self._completions(*one)) for one in zip(wanted, each, strict=True)
+        ]
         try:
-            return await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        return results[0] if alone else results
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -93,25 +99,41 @@ class AsyncLLM:
 
     async def chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Result:
         """As `LLM.chat`."""
-        pieces = self.stream_chat(messages, params, reuse_generated=reuse_generated)
+        pieces = self.stream_chat(
+            messages,
+            params,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            reuse_generated=reuse_generated,
+        )
         return await _last(pieces)
 
     def stream_chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_chat`, for `async for`."""
         return self._pieces(
-            lambda _: self.llm.submit_chat(messages, params, reuse_generated=reuse_generated)
+            lambda _: self.llm.submit_chat(
+                messages,
+                params,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                reuse_generated=reuse_generated,
+            )
         )
 
     async def ask(
@@ -161,6 +183,24 @@ class AsyncLLM:
                 chat=chat,
             )
         )
+
+    async def _completions(self, prompt: Prompt, params: SamplingParams) -> Result:
+        """All completions of a prompt; those after the first share its computation."""
+        made: list[Sequence] = []
+
+        def submit(one: SamplingParams, _: ExitStack) -> Sequence:
+            made.append(self.llm.submit(prompt, one, after=made[0] if made else None))
+            return made[-1]
+
+        tasks = [
+            asyncio.ensure_future(_last(self._pieces(functools.partial(submit, one))))
+            for one in params.each()
+        ]
+        try:
+            return Result.of_all(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _pieces(self, submit: _Submit) -> AsyncGenerator[Piece, None]:
         request = _Request(submit, asyncio.get_running_loop(), asyncio.Queue())

@@ -29,6 +29,7 @@ from keyhole.engine.runner import Runner
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Plan, Scheduler
 from keyhole.engine.sequence import Counters, Sequence
+from keyhole.engine.text import word_ids
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -146,13 +147,15 @@ class Engine:
         keep_logits: bool = False,
         reuse_approximate: bool = False,
         context: Context | None = None,
+        after: Sequence | None = None,
     ) -> Sequence:
         """Takes a request; raises RequestError or CapacityError if it can never be served.
 
         given: tokens after the prompt that are decoded under the policy instead of sampled ones.
         keep_logits: keep the logits after the prompt and after each later token, given ones too,
         float32 on the CPU. reuse_approximate: known pages of a sparse decode may serve as prompt.
-        context: the stored documents that the prompt begins with.
+        context: the stored documents that the prompt begins with. after: a request with the same
+        prompt, whose computation this one waits for and shares.
         """
         params = params.resolve(self.model.defaults)
         sequence = Sequence(
@@ -163,6 +166,8 @@ class Engine:
             keep_logits=keep_logits,
             reuse_approximate=reuse_approximate,
             context=context,
+            bad_ids=word_ids(self.model.tokenizer, params.bad_words),
+            after=after,
         )
         if context is not None:
             self.preparation.check(context)
@@ -205,11 +210,19 @@ class Engine:
         if wrong:
             right = f"0 to {self.model.vocab_size - 1}"
             raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
-        if params.stop and self.model.tokenizer is None:
-            raise RequestError("stop texts need a tokenizer, and this model has none")
+        if (params.stop or params.bad_words) and self.model.tokenizer is None:
+            raise RequestError("stop texts and bad words need a tokenizer; this model has none")
+        wrong = [t for t in params.logit_bias or () if t >= self.model.vocab_size]
+        if wrong:
+            right = f"0 to {self.model.vocab_size - 1}"
+            raise RequestError(
+                f"logit_bias: token id {wrong[0]} is not one of this model's, {right}"
+            )
         if (params.logprobs or 0) > self.model.vocab_size:
-            right = f"at most {self.model.vocab_size}, the size of the model's vocabulary"
-            raise RequestError(f"logprobs {params.logprobs} must be {right}")
+            raise RequestError(
+                f"logprobs {params.logprobs} must be at most {self.model.vocab_size}, the tokens "
+                "of this model"
+            )
         if len(tokens) >= self.max_length:
             reason = self.model.length_reason
             if self.max_length < self.model.max_length:

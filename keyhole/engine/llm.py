@@ -6,73 +6,51 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from tqdm import tqdm
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.asking import assemble
-from keyhole.engine.context import Reused
+from keyhole.engine.chat_prompt import Message, Tool, chat_text
 from keyhole.engine.core import Engine
 from keyhole.engine.documents import Documents
-from keyhole.engine.sequence import Sequence, Stats
-from keyhole.engine.text import Prompt, encode_text, given_ids
+from keyhole.engine.result import Piece, Result, piece_of, result_of
+from keyhole.engine.sequence import Sequence
+from keyhole.engine.text import Prompt, Prompts, encode_text, given_ids, one_or_several
 from keyhole.errors import ConfigError, RequestError
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import Model, adopt, load
 from keyhole.policy import make_policy
 from keyhole.policy.base import Policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.settings_file import require_depth
 
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a request gave.
-
-    finish_reason: "stop" (end token, stop text or id), "length" or "abort".
-    logprobs: per generated token a dict token id -> log-probability, if asked for.
-    reused: what an answer took from stored documents (`LLM.ask`).
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: Stats
-    prompt_token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
-    reused: Reused | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one step of a stream gave; the last piece carries the whole result.
-
-    logprobs: of these tokens, as in `Result`.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
-    result: Result | None = None
+#: How to choose tokens: for all prompts, or for each.
+Params = SamplingParams | Several[SamplingParams] | None
 
 
 class LLM:
     """A language model that reads, at each step, only what its policy selects.
 
-    model: a folder, a hub id, or a model from `keyhole.models.loading.load` to share its weights.
+    model: a folder, a hub id, "tiny" (the bundled demonstration model), a loaded model of
+    transformers, which stays as it is, or a model from `keyhole.models.loading.load`; loaded ones
+    share their weights. tokenizer: instead of the model's own, an object or where there is one; a
+    model of transformers has none of its own.
     policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", the path of a
     settings file such as `keyhole eval --suite paper` writes, or None (dense).
     device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
-    "bfloat16", "float16". memory: the most that the KV cache may take, bytes or "2GiB"; None: most
-    of what is free. total_memory: instead of it, the most that all may take: weights, KV cache and
-    what a step computes with, as `keyhole plan` counts them. offload: a folder that layers move to,
-    one by one, when texts grow beyond the memory, and come back from when there is room again;
-    results do not change. documents: where documents are stored, a folder or any URL that fsspec
-    knows; None: in the user's cache folder. documents_limit: the most that they may take there,
-    bytes or "20GiB". The others as in `EngineConfig`.
+    "bfloat16", "float16"; torch's own objects do for both. memory: the most that the KV cache may
+    take, bytes or "2GiB"; None: most of what is free. total_memory: instead of it, the most that
+    all may take: weights, KV cache and what a step computes with, as `keyhole plan` counts them.
+    offload: a folder that layers move to, one by one, when texts grow beyond the memory, and come
+    back from when there is room again; results do not change. documents: where documents are
+    stored, a folder or any URL that fsspec knows; None: in the user's cache folder.
+    documents_limit: the most that they may take there, bytes or "20GiB". The others as in
+    `EngineConfig`.
 
     Safe from threads: calls take turns step by step, and requests of all threads run in one batch.
     `AsyncLLM` is for asyncio.
@@ -82,11 +60,12 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Model,
+        model: str | Path | PreTrainedModel | Model,
         policy: Policy | str | Path | None = None,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
+        tokenizer: Any = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
         memory: int | str | None = None,
         total_memory: int | str | None = None,
         offload: str | Path | None = None,
@@ -111,10 +90,18 @@ class LLM:
             max_length=max_length,
         )
         chosen = make_policy(policy)
-        loaded = model if isinstance(model, Model) else load(model, device, dtype)
+        loaded = _loaded(model, tokenizer, device, dtype)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
         self._store = documents, _bytes(documents_limit, "documents_limit")
+
+    def __repr__(self) -> str:
+        model, cache = self.engine.model, self.engine.cache
+        number, tokens = str(model.dtype).removeprefix("torch."), cache.max_pages * cache.page_size
+        return (
+            f"LLM({model.name!r}, {self.policy!r}: {number} on {model.device}, KV cache for "
+            f"{tokens:,} tokens)"
+        )
 
     @property
     def policy(self) -> Policy:
@@ -126,21 +113,22 @@ class LLM:
         """The model's tokenizer, None if it has none."""
         return self.engine.model.tokenizer
 
+    @overload  # a text is also an iterable of texts
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Mapping[str, Any], params: Params = None
+    ) -> Result: ...
     @overload
-    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Result: ...
+    def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
     @overload
-    def generate(
-        self, prompts: list[Prompt], params: SamplingParams | None = None
-    ) -> list[Result]: ...
-    def generate(
-        self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None
-    ) -> Result | list[Result]:
+    def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
+    def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
         """One Result for one prompt, a list of Results for a list of prompts.
 
-        All prompts are checked before the first one runs. An interrupt frees all of them.
+        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}; a list may mix them.
+        params: for all prompts, or a list with one for each. All prompts are checked before the
+        first one runs. An interrupt frees all of them.
         """
-        alone = isinstance(prompts, str | Mapping)
-        wanted: list[Any] = [prompts] if alone else list(prompts)
+        alone, wanted = one_or_several(prompts)
         results = self._run(wanted, params)
         return results[0] if alone else results
 
@@ -150,28 +138,50 @@ class LLM:
 
     def chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Result:
         """The next message of a conversation, by the model's chat template.
 
+        messages: "role" and "content" each, which is text or a list of parts of text. tools: what
+        the model may call, for the template. chat_template_kwargs: what else it knows, such as
+        {"enable_thinking": False}; what it does not know is refused.
         reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
         instead of computing them again exactly. A dense policy always keeps it.
         """
-        sequence = self.submit_chat(messages, params, reuse_generated=reuse_generated)
-        return self._finish([sequence])[0]
+        sequences: list[Sequence] = []
+        with self.engine.lock:
+            tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
+            for one in _params(params).each():
+                after = sequences[0] if sequences else None
+                sequences.append(
+                    self.engine.add(tokens, one, reuse_approximate=reuse_generated, after=after)
+                )
+        return Result.of_all(self._finish(sequences))
 
     def stream_chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Iterator[Piece]:
         """`chat`, as it comes."""
-        return self._stream(self.submit_chat(messages, params, reuse_generated=reuse_generated))
+        return self._stream(
+            self.submit_chat(
+                messages,
+                params,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                reuse_generated=reuse_generated,
+            )
+        )
 
     @functools.cached_property
     def documents(self) -> Documents:
@@ -239,22 +249,33 @@ class LLM:
             )
             yield from self._stream(sequence)
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
-        """Takes a request and does not run it, for callers that run `engine.step` themselves."""
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        after: Sequence | None = None,
+    ) -> Sequence:
+        """Takes a request and does not run it, for callers that run `engine.step` themselves.
+
+        after: a request with the same prompt, whose computation this one waits for and shares.
+        """
         with self.engine.lock:
-            return self.engine.add(self._tokens(prompt), _params(params))
+            return self.engine.add(self._tokens(prompt), _single(params), after=after)
 
     def submit_chat(
         self,
-        messages: Several[Mapping[str, str]],
+        messages: Several[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
     ) -> Sequence:
         """`submit` for `chat`."""
         with self.engine.lock:
-            tokens = self._chat_tokens(messages)
-            return self.engine.add(tokens, _params(params), reuse_approximate=reuse_generated)
+            tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
+            return self.engine.add(tokens, _single(params), reuse_approximate=reuse_generated)
 
     def submit_ask(
         self,
@@ -282,16 +303,23 @@ class LLM:
                 separator=separator,
                 chat=chat,
             )
-            return self.engine.add(asked.tokens, _params(params), context=asked.context)
+            return self.engine.add(asked.tokens, _single(params), context=asked.context)
 
-    def _run(self, prompts: list[Prompt], params: SamplingParams | None) -> list[Result]:
-        params = _params(params)
+    def _run(self, prompts: list[Prompt], params: Params) -> list[Result]:
+        each = params_for(params, len(prompts))
         with self.engine.lock:
             tokens = [self._tokens(prompt) for prompt in prompts]
-            for one in tokens:
-                self.engine.check(one, params)
-            sequences = [self.engine.add(one, params) for one in tokens]
-        return self._finish(sequences)
+            for one, settings in zip(tokens, each, strict=True):
+                self.engine.check(one, settings)
+            groups = []
+            for one, settings in zip(tokens, each, strict=True):
+                group: list[Sequence] = []
+                for single in settings.each():
+                    after = group[0] if group else None
+                    group.append(self.engine.add(one, single, after=after))
+                groups.append(group)
+        results = iter(self._finish([sequence for group in groups for sequence in group]))
+        return [Result.of_all([next(results) for _ in group]) for group in groups]
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
         left = set(sequences)
@@ -339,19 +367,13 @@ class LLM:
         assert isinstance(prompt, str)
         return self._encode(prompt, special=True)
 
-    def _chat_tokens(self, messages: Several[Mapping[str, str]]) -> list[int]:
-        if not messages:
-            raise RequestError("the conversation is empty; give at least one message")
-        for message in messages:
-            if not isinstance(message, Mapping) or {"role", "content"} - set(message):
-                raise RequestError(f"a message needs 'role' and 'content', not {message!r}")
-        tokenizer = self.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise RequestError("this model has no chat template; use generate with a prompt")
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return self._encode(text, special=False)
+    def _chat_tokens(
+        self,
+        messages: Several[Message],
+        tools: Several[Tool] | None,
+        settings: Mapping[str, Any] | None,
+    ) -> list[int]:
+        return self._encode(chat_text(self.tokenizer, messages, tools, settings), special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is not None and not text.strip():
@@ -359,46 +381,50 @@ class LLM:
         return encode_text(self.tokenizer, text, special=special)
 
 
+def _loaded(
+    model: str | Path | PreTrainedModel | Model,
+    tokenizer: Any,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+) -> Model:
+    if isinstance(model, PreTrainedModel):
+        return adopt(model, tokenizer, device, dtype)
+    if not isinstance(model, Model):
+        return load(model, device, dtype, tokenizer)
+    if tokenizer is not None:
+        raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
+    return model
+
+
 def _bytes(value: int | str | None, name: str) -> int | None:
     return None if value is None else parse_bytes(value, name)
 
 
-def _params(params: SamplingParams | None) -> SamplingParams:
+def params_for(params: Params, count: int) -> list[SamplingParams]:
+    """The settings of each of `count` prompts. ConfigError for a list of another length."""
+    if params is None or isinstance(params, SamplingParams):
+        return [_params(params)] * count
+    if not isinstance(params, Several):
+        return [_params(params)]
+    if len(params) != count:
+        raise ConfigError(
+            f"params is a list of {len(params)}, and there are {count} prompts; give one for all, "
+            "or one for each"
+        )
+    return [_params(one) for one in params]
+
+
+def _single(params: SamplingParams | None) -> SamplingParams:
+    """The settings of a request that gives one completion."""
+    given = _params(params)
+    if given.n != 1:
+        raise RequestError(f"n {given.n} goes with generate and chat; streams and ask give one")
+    return given
+
+
+def _params(params: object) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params must be a SamplingParams, not {type(params).__name__}")
     return params
-
-
-def piece_of(sequence: Sequence, given: int) -> Piece | None:
-    """What came of a stream behind its first `given` tokens; None: nothing yet.
-
-    Raises what ended the request if that was an error.
-    """
-    done, tokens = sequence.is_finished, sequence.generated[given:]
-    if not (done or tokens):
-        return None
-    wanted = sequence.params.logprobs is not None
-    return Piece(
-        text=sequence.detokenizer.take(final=done),
-        token_ids=tokens,
-        logprobs=sequence.logprobs[given : given + len(tokens)] if wanted else None,
-        result=result_of(sequence) if done else None,
-    )
-
-
-def result_of(sequence: Sequence) -> Result:
-    """The result of a finished sequence; raises its error if it has one."""
-    if sequence.error is not None:
-        raise sequence.error
-    assert sequence.finish_reason is not None
-    return Result(
-        text=sequence.detokenizer.text,
-        token_ids=sequence.generated,
-        finish_reason=sequence.finish_reason,
-        stats=sequence.stats(),
-        prompt_token_ids=list(sequence.prompt),
-        logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
-        reused=sequence.reused,
-    )

@@ -1,26 +1,35 @@
 """Chooses the next token of many sequences at once, each with its own settings.
 
-The order is transformers' own: repetition penalty, temperature, top-k, top-p, min-p. A sequence
-draws one number per token from its own generator, so its tokens do not depend on its neighbours.
+The order is that of vLLM and transformers: logit bias, repetition penalty, presence and frequency
+penalty, bad words; then temperature, top-k, top-p, min-p. A sequence draws one number per token
+from its own generator, so its tokens do not depend on its neighbours. Nothing waits for a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from keyhole.engine.sequence import Sequence
 
+#: Tokens of a row, and what is added to their scores.
+_Change = tuple[int, Several[int], Several[float]]
+
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """The next token of each sequence, int64 [B]; logits [B, vocabulary] of any float dtype."""
-    if all(s.params.temperature == 0 and s.params.repetition_penalty == 1.0 for s in sequences):
-        return logits.argmax(-1)
-    logits = _penalise(logits.float(), sequences)
-    tokens = logits.argmax(-1)
+    changed = [(i, s) for i, s in enumerate(sequences) if s.changes_scores]
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature]
+    if not changed and not drawing:
+        return logits.argmax(-1)
+    logits = _change(logits.float(), changed) if changed else logits.float()
+    tokens = logits.argmax(-1)
     if drawing:
-        rows = torch.tensor(drawing, device=logits.device)
+        rows = _send(drawing, logits)
         tokens[rows] = _draw(logits[rows], [sequences[i] for i in drawing])
     return tokens
 
@@ -36,17 +45,63 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor
     return torch.cat([ids, chosen], 1), torch.cat([values, logprobs.gather(1, chosen)], 1)
 
 
-def _penalise(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Divides positive and multiplies negative logits of tokens that a sequence has seen."""
-    if all(s.params.repetition_penalty == 1.0 for s in sequences):
+def _change(logits: Tensor, rows: list[tuple[int, Sequence]]) -> Tensor:
+    """Scores after bias, penalties and bad words; a new tensor."""
+    biases = [(i, s.params.logit_bias or {}) for i, s in rows]
+    logits = _add(logits, [(i, [*bias], [*bias.values()]) for i, bias in biases if bias])
+    logits = _penalise(logits, rows)
+    logits = _add(logits, (_repeated(i, s) for i, s in rows))
+    return _add(logits, (_banned(i, s) for i, s in rows))
+
+
+def _add(logits: Tensor, changes: Iterable[_Change]) -> Tensor:
+    """Scores with amounts added to tokens, which may stand there twice."""
+    rows: list[int] = []
+    ids: list[int] = []
+    amounts: list[float] = []
+    for row, tokens, added in changes:
+        rows += [row] * len(tokens)
+        ids += tokens
+        amounts += added
+    if not ids:
         return logits
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
-    for row, sequence in zip(seen, sequences, strict=True):
-        if sequence.params.repetition_penalty != 1.0:
-            row[torch.tensor(sequence.tokens)] = True
-    penalty = _column(sequences, "repetition_penalty", logits)
-    changed = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen.to(logits.device), changed, logits)
+    places = (_send(rows, logits), _send(ids, logits))
+    return logits.index_put(places, _send(amounts, logits, logits.dtype), accumulate=True)
+
+
+def _penalise(logits: Tensor, rows: list[tuple[int, Sequence]]) -> Tensor:
+    """Divides positive and multiplies negative logits of tokens that a sequence has seen."""
+    seen = [
+        (i, np.unique(s.tokens), s.params.repetition_penalty)
+        for i, s in rows
+        if s.params.repetition_penalty != 1.0
+    ]
+    if not seen:
+        return logits
+    place = np.concatenate([np.full(len(ids), i) for i, ids, _ in seen])
+    amount = np.concatenate([np.full(len(ids), penalty) for _, ids, penalty in seen])
+    places = (_send(place, logits), _send(np.concatenate([ids for _, ids, _ in seen]), logits))
+    found, penalty = logits[places], _send(amount, logits, logits.dtype)
+    return logits.index_put(places, torch.where(found > 0, found / penalty, found * penalty))
+
+
+def _repeated(row: int, sequence: Sequence) -> _Change:
+    """What OpenAI's presence and frequency penalty take off tokens that were generated."""
+    params = sequence.params
+    if not (params.presence_penalty or params.frequency_penalty):
+        return row, [], []
+    ids, counts = np.unique(np.array(sequence.generated, dtype=np.int64), return_counts=True)
+    amounts = -params.presence_penalty - params.frequency_penalty * counts
+    return row, ids.tolist(), amounts.tolist()
+
+
+def _banned(row: int, sequence: Sequence) -> _Change:
+    """The tokens that would complete a bad word."""
+    tokens, last = sequence.tokens, set()
+    for *before, end in sequence.bad_ids:
+        if not before or tokens[-len(before) :] == before:
+            last.add(end)
+    return row, [*last], [float("-inf")] * len(last)
 
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -60,11 +115,18 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     weights = weights.masked_fill(before >= _column(sequences, "top_p", logits), 0.0)
     least = weights[:, :1] * _column(sequences, "min_p", logits)
     total = weights.masked_fill(weights < least, 0.0).cumsum(-1)
-    number = torch.tensor([s.random.random() for s in sequences], dtype=total.dtype)
-    place = torch.searchsorted(total, number[:, None].to(total.device) * total[:, -1:], right=True)
+    number = _send([s.random.random() for s in sequences], total, total.dtype)
+    place = torch.searchsorted(total, number[:, None] * total[:, -1:], right=True)
     return order.gather(1, place.clamp(max=total.shape[-1] - 1))[:, 0]
 
 
 def _column(sequences: list[Sequence], name: str, like: Tensor) -> Tensor:
-    values = [getattr(s.params, name) for s in sequences]
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return _send([getattr(s.params, name) for s in sequences], like, like.dtype)[:, None]
+
+
+def _send(values: object, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers on the device of a tensor; the host does not wait until they are there."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if like.device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(like.device, non_blocking=True)

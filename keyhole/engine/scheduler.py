@@ -84,20 +84,23 @@ class Scheduler:
             count = 1 if sequence.is_decoding else min(budget, _left(sequence))
             if count and self._reserve_or_preempt(sequence, count, plan):
                 budget -= self._enter(sequence, count, plan)
-        while budget and self.waiting and self._slots and not plan.preempted:
-            sequence = self.waiting[0]
+        while budget and self._slots and not plan.preempted:
+            first = self._next()
+            if first is None:
+                break
+            sequence = first
             try:
                 admitted = self._admit(sequence)
             except KeyholeError as error:
                 if sequence.context is None:
                     raise
                 # Its documents cannot be used (damaged, too large); the others go on.
-                self.waiting.popleft()
+                self.waiting.remove(sequence)
                 sequence.error, sequence.finish_reason = error, "error"
                 continue
             if not admitted:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             count = 1 if sequence.is_decoding else min(budget, _left(sequence))
             budget -= self._enter(sequence, count, plan)
         return plan
@@ -140,6 +143,12 @@ class Scheduler:
         if HOLE in pages:  # what comes after an evicted page is of no use to others
             pages = pages[: pages.index(HOLE)]
         self._prefix.insert(computed, pages, exact)
+
+    def _next(self) -> Sequence | None:
+        """The first waiting sequence, of those whose prompt no other one computes for them."""
+        if self._prefix is None:  # nothing to wait for
+            return self.waiting[0] if self.waiting else None
+        return next((one for one in self.waiting if not one.is_blocked), None)
 
     def _enter(self, sequence: Sequence, count: int, plan: Plan) -> int:
         """Puts a sequence into the plan; returns the prompt tokens that it takes."""

@@ -94,6 +94,8 @@ class Sequence:
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
     has of them and of what stands between; None: everything. reused: what they cost.
+    bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
+    computed, which is the same. changes_scores: as its params say.
     """
 
     prompt: list[int]
@@ -103,6 +105,8 @@ class Sequence:
     keep_logits: bool = False
     reuse_approximate: bool = False
     context: Context | None = None
+    bad_ids: Tokens[Tokens[int]] = ()
+    after: Sequence | None = None
 
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
@@ -127,10 +131,12 @@ class Sequence:
     first_token: float | None = None
     step_ms: list[float] = field(default_factory=list)
     random: random.Random = field(init=False)
+    changes_scores: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.given]
         self.random = random.Random(self.params.seed)
+        self.changes_scores = self.params.changes_scores
 
     @property
     def generated(self) -> list[int]:
@@ -141,6 +147,17 @@ class Sequence:
     def is_ready(self) -> bool:
         """Whether all known tokens are computed, so that the next one can be chosen."""
         return self.num_computed == len(self.tokens)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the prompt that it shares is still to be computed by another one."""
+        first = self.after
+        return first is not None and not first.is_finished and not first.is_prompt_computed
+
+    @property
+    def is_prompt_computed(self) -> bool:
+        """Whether all tokens of the prompt have keys and values."""
+        return self.num_computed >= len(self.prompt)
 
     def wants_logits(self, end: int) -> bool:
         """Whether the logits after the first `end` tokens are needed, to choose or to keep."""

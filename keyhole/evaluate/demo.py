@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.llm import LLM, Result
+from keyhole.engine.llm import LLM
+from keyhole.engine.result import Result
 from keyhole.engine.sequence import Stats
 from keyhole.evaluate.eval_controls import controls
 from keyhole.evaluate.trace import Trace, Traced

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig
 from keyhole.engine.core import Engine

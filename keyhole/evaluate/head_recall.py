@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig
 from keyhole.models.loading import Model

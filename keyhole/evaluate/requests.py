@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.config import SamplingParams
 from keyhole.engine.core import Engine

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.cache.document_defaults import BLOCK_SIZE
 from keyhole.config import is_count, require

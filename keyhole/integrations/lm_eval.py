@@ -34,7 +34,7 @@ from typing import Any
 import jinja2
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from keyhole.config import EngineConfig, SamplingParams, is_count, require

@@ -17,6 +17,7 @@ from typing import Any
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ModelError, UnknownNameError
 from keyhole.models import config_file, families, parameters
+from keyhole.models.locate import locate
 
 #: Bytes of a number, by the names that `--dtype` takes.
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -66,14 +67,14 @@ class Checkpoint:
 
 
 def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
-    """What a folder, or a hub id in the cache or on the hub, says of its model.
+    """What "tiny", a folder, or a hub id in the cache or on the hub, says of its model.
 
     dtype: "auto" is what the config says. ModelError as `keyhole.models.loading.load` raises it.
     """
     if dtype != "auto" and dtype not in ITEMSIZES:
         raise UnknownNameError("dtype", dtype, ["auto", *ITEMSIZES])
-    name = str(name)
-    path = config_file.find(name)
+    place = locate(name)
+    name, path = place.name, place.config
     try:
         stored = json.loads(path.read_text())
         if not isinstance(stored, dict):

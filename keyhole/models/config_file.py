@@ -6,13 +6,8 @@ compares what comes of it with transformers.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-from huggingface_hub import hf_hub_download
-
-from keyhole.errors import ModelError, UnknownNameError
 
 _GEMMA = {
     "num_key_value_heads": 4,
@@ -107,33 +102,3 @@ def _rope(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     if family == "phi3" and found.get("rope_type") in ("su", "yarn"):
         found["rope_type"] = "longrope"
     return found
-
-
-def find(name: str) -> Path:
-    """The `config.json` of a folder or hub id."""
-    folder = Path(name)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"folder {name!r} holds no model: it has no config.json")
-        return folder / "config.json"
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # the hub's client, the network and the disk each have their own
-        raise unknown_model(name) from error
-
-
-def unknown_model(name: str) -> ModelError:
-    """The error for a name that is neither a folder nor known to the hub; names the nearest."""
-    near = _nearest_folder(Path(name))
-    return ModelError(
-        f"unknown model {name!r}: it is no folder{near} and no model of that name could be loaded "
-        "from the hub or its local cache"
-    )
-
-
-def _nearest_folder(folder: Path) -> str:
-    if not folder.parent.is_dir():
-        return ""
-    known = [path.name for path in folder.parent.iterdir() if (path / "config.json").is_file()]
-    message = str(UnknownNameError("folder", folder.name, known))
-    return " (" + message.partition("; ")[2].partition(" (")[0] + ")" if "; " in message else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from keyhole.cache.layout import LayerLayout
+from keyhole.config import is_count
 from keyhole.errors import ModelError
 
 #: `model_type` of the families whose exactness is tested.
@@ -29,19 +30,43 @@ SUPPORTED = (
 _CHANGING_ROPE = ("longrope", "dynamic")
 
 
+#: Sizes that a config may name; those of a family are at least 1.
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
 def check(config: Any, name: str) -> None:
-    """ModelError unless the family is supported and its layers are of kinds that we know."""
+    """ModelError unless the family is supported, its sizes and kinds of layers make sense."""
     if config.model_type not in SUPPORTED:
         raise ModelError(
             f"model {name!r} is of the family {config.model_type!r}, which is not supported; "
             f"supported are {', '.join(SUPPORTED)}"
         )
+    _check_sizes(config, name)
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
     }
     if kinds:
         raise ModelError(f"model {name!r} has layers of unsupported kinds: {sorted(kinds)}")
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    """ModelError for a size that no model has, such as -1 layers."""
+    for size in _SIZES:
+        value = getattr(config, size, None)
+        if value is not None and not is_count(value):
+            raise ModelError(
+                f"the config of {name!r} says {size} {value!r}; it must be a whole number >= 1"
+            )
 
 
 def layouts(config: Any) -> tuple[LayerLayout, ...]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_peft_available
 
 from keyhole.cache.layout import Geometry
 from keyhole.errors import (
@@ -22,13 +31,21 @@ from keyhole.errors import (
 from keyhole.models import families, linear, norms, rotary
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
-from keyhole.models.config_file import unknown_model
+from keyhole.models.bundled import TINY, is_tiny, named
+from keyhole.models.locate import Place, ignored_adapter, locate, other_format
 from keyhole.reuse.stability import STABILITY_FILE
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
 CALIBRATION_FILE = "keyhole-delta.json"
 #: A folder of `keyhole train-head` with this name there is used by SpeContext.
 HEAD_FOLDER = "keyhole-head"
+
+_DTYPES: dict[Any, Any] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass
@@ -118,13 +135,23 @@ def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any
         batch.hidden[layer] = hidden[0]
 
 
-def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
-    """Loads a checkpoint from a folder or by its hub id.
+def load(
+    name: str | Path,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    tokenizer: Any = None,
+) -> Model:
+    """Loads a checkpoint: "tiny" (the bundled model), a folder, or a hub id.
 
+    tokenizer: instead of the checkpoint's own, an object or where there is one.
     ModelError for a model that cannot be found, is damaged or is of an unsupported family.
     """
-    place, number, name = _device(device), _dtype(dtype), str(name)
-    config = _read(AutoConfig, name)
+    place, number = _device(device), _dtype(dtype)
+    found = locate(name)
+    name, cached = found.name, found.unreachable is not None
+    if found.has_adapter and not is_peft_available():
+        raise ignored_adapter(name)
+    config = _config(found)
     families.check(config, name)
     try:
         network, report = AutoModelForCausalLM.from_pretrained(
@@ -134,9 +161,13 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
             attn_implementation=NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with their names
+            local_files_only=cached,
         )
     except Exception as error:  # transformers, safetensors and the file system each have their own
-        raise ModelError(f"the weights of {name!r} cannot be loaded: {_line(error)}") from error
+        why = found.unreachable or other_format(Path(name)) or ""
+        raise ModelError(
+            f"the weights of {name!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
+        ) from error
     missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
@@ -153,6 +184,47 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
             f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
+    if is_tiny(name):
+        _say_it_is_a_demonstration()
+    words = _tokenizer(name, cached) if tokenizer is None else tokenizer
+    return _model(name, network, place, words)
+
+
+def adopt(
+    network: PreTrainedModel,
+    tokenizer: Any = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+) -> Model:
+    """A model of transformers that is loaded already; weights are shared, and it stays as it is.
+
+    tokenizer: an object or where there is one; None: the model takes token ids only.
+    ConfigError for a device or dtype that is not its own, ModelError for a model that cannot run.
+    """
+    name = str(network.name_or_path) or type(network).__name__
+    families.check(network.config, name)
+    places = {parameter.device for parameter in network.parameters()}
+    if len(places) != 1 or not places <= {_device(place) for place in places}:
+        where = ", ".join(sorted(map(str, places)))
+        raise ConfigError(f"a model must be on one device, cpu or cuda; {name!r} is on {where}")
+    place = places.pop()
+    if device != "auto" and _device(device) != place:
+        raise ConfigError(f"device {str(device)!r}: the model is on {str(place)!r}; move it first")
+    if dtype != "auto" and _dtype(dtype) != network.dtype:
+        raise ConfigError(f"dtype {str(dtype)!r}: the model is in {network.dtype}; cast it first")
+    # Modules are copied, as attention and linear layers become ours; what they hold is not.
+    held = [*network.parameters(), *network.buffers()]
+    copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held}).eval()
+    copied.set_attn_implementation(NAME)
+    return _model(name, copied, place, tokenizer)
+
+
+def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Model:
+    """A network with our attention, ready to run, and what its files say."""
+    if isinstance(tokenizer, str | Path):
+        tokenizer = _tokenizer(named(tokenizer), False)
+    config = network.config
+    _check_ids(name, tokenizer, int(config.vocab_size))
     speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)
@@ -160,7 +232,7 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
     return Model(
         name=folder.name if folder.is_dir() else name,
         network=network,
-        tokenizer=_tokenizer(name, int(config.vocab_size)),
+        tokenizer=tokenizer,
         device=place,
         dtype=network.dtype,
         max_length=max_length,
@@ -173,38 +245,49 @@ def load(name: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
     )
 
 
+@functools.cache  # once
+def _say_it_is_a_demonstration() -> None:
+    logging.getLogger("keyhole").warning(
+        "%r is a demonstration model: it reads the little language of its tasks, not English", TINY
+    )
+
+
 def speed_up(network: Any, device: torch.device) -> None:
     """Lets layers of a network be computed by the fastest there is on a device, in place."""
     for part in (linear, norms, rotary):
         part.speed_up(network, device)
 
 
-def _read(reader: Any, name: str) -> Any:
-    folder = Path(name)
+def _config(found: Place) -> Any:
     try:
-        return reader.from_pretrained(name)
+        return AutoConfig.from_pretrained(
+            found.name, local_files_only=found.unreachable is not None
+        )
     except Exception as error:  # any library on the way may fail in its own manner
-        if folder.is_dir() and not (folder / "config.json").is_file():
-            raise ModelError(f"folder {name!r} holds no model: it has no config.json") from error
-        if folder.is_dir():
-            raise ModelError(f"the config of {name!r} cannot be read: {_line(error)}") from error
-        raise unknown_model(name) from error
+        raise ModelError(f"the config of {found.name!r} cannot be read: {_line(error)}") from error
 
 
-def _tokenizer(name: str, vocab_size: int) -> Any:
+def _tokenizer(name: str, cached: bool) -> Any:
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, local_files_only=cached)
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_line(error)}") from error
+
+
+def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
+    """ModelError for what is no tokenizer, and for one whose ids the model does not know."""
+    if tokenizer is None:
+        return
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ModelError(f"a tokenizer of transformers is wanted, not {type(tokenizer).__name__}")
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         raise ModelError(
             f"the tokenizer of {name!r} gives ids up to {largest}, the model knows {vocab_size}: "
             "they do not belong together"
         )
-    return tokenizer
 
 
 def _eos(network: Any, config: Any) -> frozenset[int]:
@@ -214,24 +297,26 @@ def _eos(network: Any, config: Any) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
-def _device(device: str) -> torch.device:
+def _device(device: str | torch.device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"unknown device {device!r}: write auto, cpu, cuda or cuda:0") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} is not there; write device='cpu' or 'auto'")
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(device)!r} is not supported: write auto, cpu or cuda")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {str(device)!r} is not there; write device='cpu' or 'auto'")
     return place
 
 
-def _dtype(dtype: str) -> Any:
-    known = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
-    known["float16"] = torch.float16
-    if dtype not in known:
-        raise UnknownNameError("dtype", str(dtype), known)
-    return known[dtype]
+def _dtype(dtype: str | torch.dtype) -> Any:
+    if dtype in _DTYPES.values():
+        return dtype
+    if dtype not in _DTYPES:
+        raise UnknownNameError("dtype", str(dtype).removeprefix("torch."), _DTYPES)
+    return _DTYPES[dtype]
 
 
 def _line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.config import settle_types, short_repr
 from keyhole.kernels import LowRank, ScoreRequest, Selection
 
 if TYPE_CHECKING:
@@ -120,6 +121,14 @@ class Policy:
     #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
     #: that scores attends to everything and is not asked to select.
     selects_by_own_scores: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # else @dataclass makes a longer one
+            cls.__repr__ = short_repr  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        settle_types(self)
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policy import adaptive, always_read, choosing_layers
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
@@ -119,7 +119,7 @@ class Delta(Policy):
             delta = (
                 default_delta_layers(geometry) if self.delta_layers is None else self.delta_layers
             )
-        require_layers("full_layers", full)
+        require_layers_of("full_layers", full, geometry.num_layers)
         return tuple(sorted(set(full))), choosing_layers.settled("delta_layers", delta, geometry)
 
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.policy.base import Policy, PromptQueries, Selection, Step
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class InfLLM(Policy):
         page, budget = geometry.page_size, self.token_budget
         right = f"at least one page of {page} tokens"
         require(is_count(budget, page), "token_budget", budget, right)
-        require_layers("full_layers", self.full_layers)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
         block = self.block_size
         if block is None:

@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policy import always_read, choosing_layers
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
@@ -94,7 +94,7 @@ class OmniKV(Policy):
         """Settles the filter layers, as given or scaled to the depth, and those after them."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         always_read.settled(self.sink_size, self.window_size, self.token_budget)
-        require_layers("full_layers", self.full_layers)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         layers = self.filter_layers
         layers = default_filter_layers(geometry) if layers is None else layers
         layers = choosing_layers.settled("filter_layers", layers, geometry)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Oracle(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the budget."""
-        require_layers("full_layers", self.full_layers)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         return self
 

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policy import always_read
 from keyhole.policy.base import Policy, Selection, Step
@@ -79,7 +79,7 @@ class Quest(Policy):
         size = geometry.page_size
         right = f"at least one page of {size} tokens"
         require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
-        require_layers("full_layers", self.full_layers)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         budget = self.token_budget // size * size
         always_read.settled(self.sink_size, self.window_size, budget, size)
         return self

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.policy.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class RandomTokens(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the newest token fits beside the sinks."""
-        require_layers("full_layers", self.full_layers)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
         require(is_count(self.seed, 0), "seed", self.seed, "a number from 0")
         least = self.sink_size + 1

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policy import adaptive
 from keyhole.policy.base import Policy, Selection, Step
@@ -66,7 +66,7 @@ class SpeContext(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that sinks, window and the tokens of a kept choice fit into the budget."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
-        require_layers("full_layers", self.full_layers)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
         window = self.window_size
         if window is None:

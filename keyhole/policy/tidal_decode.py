@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers, setting
+from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policy import always_read, choosing_layers
 from keyhole.policy.base import Policy, ScoreRequest, Selection, Step
@@ -86,7 +86,7 @@ class TidalDecode(Policy):
         """Settles the selection layers: as given, or scaled to the depth."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         always_read.settled(self.sink_size, self.window_size, self.token_budget)
-        require_layers("full_layers", self.full_layers)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         layers = self.selection_layers
         layers = default_selection_layers(geometry) if layers is None else layers
         layers = choosing_layers.settled("selection_layers", layers, geometry)

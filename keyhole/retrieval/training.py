@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.errors import ConfigError, NumericalError
 from keyhole.retrieval.corpus import Corpus

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry
+from keyhole.config import settle_types, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,14 @@ class Reuse:
     exact: ClassVar[bool] = False
     #: True if every layer has all tokens of all documents afterwards.
     keeps_all: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # else @dataclass makes a longer one
+            cls.__repr__ = short_repr  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        settle_types(self)
 
     @property
     def turns(self) -> bool:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keyhole.engine.llm import Piece, Result
+from keyhole.engine.result import Piece, Result
 from keyhole.engine.sequence import Stats
 
 #: Counters of an answer, by whether those of several completions are added or averaged.

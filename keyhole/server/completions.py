@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from keyhole.engine.llm import Piece, Result
+from keyhole.engine.result import Piece, Result
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.server.answers import Answer
@@ -37,7 +37,15 @@ async def chat(body: ChatBody, request: Request) -> Response:
     body.check_others()
     params = state.shares(body.n, body.chat_sampling(state.most_tokens))
     if body.documents is None:
-        streams = [state.llm.stream_chat(body.messages, one) for one in params]
+        streams = [
+            state.llm.stream_chat(
+                body.messages,
+                one,
+                tools=body.tools,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            for one in params
+        ]
     else:
         question, reuse = _question(body.messages), _reuse(body.reuse)
         names = body.documents

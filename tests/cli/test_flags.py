@@ -6,6 +6,7 @@ import argparse
 
 from keyhole.cli import flags
 from keyhole.config import EngineConfig, SamplingParams
+from tests.cli.conftest import Run
 
 
 def parse(line: str) -> argparse.Namespace:
@@ -28,3 +29,13 @@ def test_engine_settings_are_made_of_their_flags() -> None:
     given = flags.settings_of(parse("--memory 2MiB --no-prefix-cache --page-size 8"), EngineConfig)
     assert given == {"memory": 2 * 2**20, "prefix_cache": False, "page_size": 8}
     assert flags.settings_of(parse(""), EngineConfig) == {}
+
+
+def test_the_bundled_model_is_known_by_its_name_and_no_other_way(run: Run) -> None:
+    """`--model ""`, from an unset variable, ran it; `calibrate tiny` asked for texts of ours."""
+    assert "names no model" in run("generate", "x", "--model", "").err
+    assert "names no model" in run("calibrate", "--model", "").err
+    assert "names no model" in run("eval", "--model", "").err
+    assert flags.is_bundled("tiny")
+    assert flags.is_bundled(None)
+    assert not flags.is_bundled("nowhere")

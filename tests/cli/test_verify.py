@@ -32,7 +32,7 @@ WRONG = dataclasses.replace(
 
 
 def test_all_exact_is_exit_status_0(path: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "verify", lambda model: [CHECK])
+    monkeypatch.setattr(verify, "verify", lambda model, length: [CHECK])
     ran = run("verify", "--model", path, "--device", "cpu")
     assert ran.status == 0
     about, _, _, row, end = ran.out.splitlines()
@@ -44,9 +44,19 @@ def test_all_exact_is_exit_status_0(path: str, run: Run, monkeypatch: pytest.Mon
     assert end == "all checks passed"
 
 
+def test_a_length_is_handed_on(path: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int | None] = []
+    monkeypatch.setattr(verify, "verify", lambda model, length: found.append(length) or [CHECK])
+    run("verify", "--model", path, "--device", "cpu", "--length", "300")
+    assert found == [300]
+    ran = run("verify", "--model", path, "--length", "many")
+    assert ran.status == 2
+    assert "--length 'many' must be a whole number of tokens" in ran.err
+
+
 def test_recorded_steps_are_named(path: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [CHECK, dataclasses.replace(CHECK, replayed=3)]
-    monkeypatch.setattr(verify, "verify", lambda model: found)
+    monkeypatch.setattr(verify, "verify", lambda model, length: found)
     ran = run("verify", "--model", path, "--device", "cpu")
     assert ran.out.splitlines()[0].endswith(", decode steps repeated as CUDA graphs")
 
@@ -54,7 +64,7 @@ def test_recorded_steps_are_named(path: str, run: Run, monkeypatch: pytest.Monke
 def test_one_difference_is_exit_status_1(
     path: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "verify", lambda model: [CHECK, WRONG])
+    monkeypatch.setattr(verify, "verify", lambda model, length: [CHECK, WRONG])
     ran = run("verify", "--model", path, "--device", "cpu")
     assert ran.status == 1
     assert "DIFFERS" in ran.out
@@ -70,7 +80,7 @@ def test_one_difference_is_exit_status_1(
 def test_the_recall_of_a_head_is_told(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "verify", lambda model: [CHECK])
+    monkeypatch.setattr(verify, "verify", lambda model, length: [CHECK])
     path = make_model("llama", tmp_path, tokenizer=True, max_position_embeddings=600)
     network = load(path, "cpu").network
     RetrievalHead.random(network).save_pretrained(Path(path) / HEAD_FOLDER)

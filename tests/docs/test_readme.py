@@ -12,7 +12,7 @@ import pytest
 import keyhole
 from keyhole.bench import report
 from keyhole.cli import build_parser
-from keyhole.engine.llm import Result
+from keyhole.engine.result import Result
 from keyhole.models import families
 from tests.docs.markdown import anchors
 

@@ -97,7 +97,7 @@ def test_wrong_questions_and_documents(llm: LLM) -> None:
         llm.documents.add("empty", "")
     with pytest.raises(RequestError, match="token id 5000"):
         llm.documents.add("odd", {"prompt_token_ids": [5000]})
-    with pytest.raises(RequestError, match="text or a dict"):
+    with pytest.raises(RequestError, match="text, a list of token ids"):
         llm.documents.add("odd", 7)  # type: ignore[arg-type]
     with pytest.raises(PromptTooLongError, match="cut it"):
         llm.documents.add("long", "x" * 600)

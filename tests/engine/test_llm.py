@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from keyhole import (
@@ -15,6 +17,7 @@ from keyhole import (
     PromptTooLongError,
     Quest,
     RequestError,
+    SamKV,
     SamplingParams,
     UnknownNameError,
 )
@@ -38,6 +41,27 @@ def test_token_ids_stand_for_text(llm: LLM) -> None:
     assert (
         llm.generate({"prompt_token_ids": ids}, GREEDY).text == llm.generate("hello", GREEDY).text
     )
+
+
+def test_prompts_come_in_every_form_and_mixed(llm: LLM) -> None:
+    ids = llm.generate("hello", GREEDY).prompt_token_ids
+    wanted = llm.generate("hello", GREEDY).token_ids
+    assert llm.generate(ids, GREEDY).token_ids == wanted
+    assert llm.generate(np.array(ids).tolist(), GREEDY).token_ids == wanted
+    assert llm.generate([np.int64(token) for token in ids], GREEDY).token_ids == wanted
+    mixed = ["hello", ids, tuple(ids), {"prompt_token_ids": ids}]
+    assert [result.token_ids for result in llm.generate(mixed, GREEDY)] == [wanted] * 4
+    assert [result.token_ids for result in llm.generate(iter([ids, ids]), GREEDY)] == [wanted] * 2
+    assert [*llm.stream(ids, GREEDY)][-1].result.token_ids == wanted  # type: ignore[union-attr]
+
+
+def test_settings_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (2, 5)]
+    assert [len(one.token_ids) for one in llm.generate(["a", "b"], each)] == [2, 5]
+    with pytest.raises(ConfigError, match="params is a list of 2, and there are 3 prompts"):
+        llm.generate(["a", "b", "c"], each)
+    with pytest.raises(ConfigError, match="SamplingParams, not str"):
+        llm.generate(["a", "b"], [each[0], "greedy"])  # type: ignore[list-item]
 
 
 def test_more_prompts_than_places_all_run(checkpoint: Path) -> None:
@@ -207,13 +231,29 @@ def test_stats_of_a_sparse_run(checkpoint: Path) -> None:
         ({"prompt_token_ids": [5, 9999]}, "9999"),
         ({"prompt_token_ids": [-1]}, "-1"),
         ({"token_ids": [1]}, "prompt_token_ids"),
-        (7, "int"),
+        (7, "a prompt is text, a list of token ids, .* not int"),
+        (None, "a prompt is text, .* not None"),
+        (b"text", "not bytes"),
+        ([], "empty"),
+        ([5, "six"], "token id 'six' of a prompt must be a whole number"),
+        ({"prompt_token_ids": [2.5]}, "token id 2.5"),
+        ({"prompt_token_ids": "text"}, "token id 't'"),
+        ({"prompt_token_ids": None}, "not None"),
+        ("half \ud83d", r"half a character, '\\ud83d', at place 5"),
     ],
 )
 def test_a_bad_prompt_is_refused_by_name(llm: LLM, prompt: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(["fine", prompt])  # type: ignore[list-item]
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("prompts", [None, 7, b"text", "half \ud83d", [[5], None]])
+def test_what_is_no_prompt_is_one_line(llm: LLM, prompts: object) -> None:
+    """`generate(None)` and half a character ended in tracebacks of other libraries."""
+    with pytest.raises(RequestError) as found:
+        llm.generate(prompts)  # type: ignore[call-overload]
+    assert "\n" not in str(found.value)
 
 
 def test_a_prompt_longer_than_the_model_is_refused_with_the_numbers(llm: LLM) -> None:
@@ -272,3 +312,21 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         llm.generate({"prompt_token_ids": [5]}, SamplingParams(stop=("x",)))
     assert len(llm.generate({"prompt_token_ids": [5]}, GREEDY).token_ids) == 20
+
+
+def test_a_notebook_shows_one_line(checkpoint: Path) -> None:
+    """A policy showed every setting, a result its hundreds of ids."""
+    llm = LLM(checkpoint, Quest(token_budget=64), device="cpu", memory="1MiB", page_size=8)
+    tokens = llm.engine.cache.max_pages * 8
+    assert repr(llm) == (
+        f"LLM('llama-0', Quest(token_budget=64): float32 on cpu, KV cache for {tokens:,} tokens)"
+    )
+    assert repr(Quest()) == "Quest()"
+    assert eval(repr(Delta(token_budget=64, full_layers=(0,)))) == Delta(
+        token_budget=64, full_layers=(0,)
+    )
+    assert repr(SamKV(update="fusion")) == "SamKV(update='fusion')"
+    assert repr(GREEDY) == "SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)"
+    result = llm.generate("hello", SamplingParams(n=3, max_tokens=5, temperature=0))
+    assert repr(result) == f"Result({result.text!r}: 5 tokens after 6, 'length', 2 others)"
+    assert len(repr(dataclasses.replace(result, text="a" * 10**4))) < 260

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -15,10 +20,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from keyhole import LLM, ConfigError, SamplingParams
+from keyhole import LLM, AsyncLLM, ConfigError, Quest, RequestError, SamplingParams
+from keyhole.config import EngineConfig
 from keyhole.engine.detokenizer import Detokenizer
-from keyhole.engine.sampler import sample
+from keyhole.engine.sampler import _change, sample
 from keyhole.engine.sequence import Sequence
+from keyhole.policy import make_policy, policies
 
 VOCAB = 23
 DRAWS = 4000
@@ -57,6 +64,145 @@ def test_frequencies_are_those_of_the_filtered_distribution_of_transformers(sett
     assert (found[wanted == 0] == 0).all()
     # Four standard deviations of a binomial share.
     assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / DRAWS).sqrt() + 1e-9).all()
+
+
+def plain_scores(logits: torch.Tensor, one: Sequence) -> torch.Tensor:
+    """What the settings make of a row of scores, token by token."""
+    scores, params = logits.clone(), one.params
+    for token in range(len(scores)):
+        scores[token] += (params.logit_bias or {}).get(token, 0.0)
+        if token in one.tokens:
+            factor = params.repetition_penalty
+            scores[token] *= 1 / factor if scores[token] > 0 else factor
+        count = one.tokens[len(one.prompt) :].count(token)
+        scores[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        for *before, last in one.bad_ids:
+            if token == last and one.tokens[len(one.tokens) - len(before) :] == before:
+                scores[token] = float("-inf")
+    return scores
+
+
+CHANGES: list[dict] = [
+    {},
+    {"presence_penalty": 0.7},
+    {"frequency_penalty": -0.4},
+    {"logit_bias": {3: 5.0, 7: -100.0}},
+    {"repetition_penalty": 1.6, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"bad": [[4], [9, 5], [8, 8, 6]], "logit_bias": {4: 100.0, 5: 50.0}},
+    {"bad": [[8, 9, 11]], "frequency_penalty": 1.5, "logit_bias": {8: 1.0}},
+]
+
+
+def test_bias_penalties_and_bad_words_are_those_of_a_plain_computation() -> None:
+    logits = torch.randn(len(CHANGES), VOCAB, generator=torch.Generator().manual_seed(3)) * 3
+    rows = []
+    for change in CHANGES:
+        settings = {name: value for name, value in change.items() if name != "bad"}
+        rows.append(sequence(temperature=0, **settings))
+        rows[-1].bad_ids = change.get("bad", ())
+        rows[-1].tokens += [8, 9, 8, 8, 9]
+    before = logits.clone()
+    wanted = torch.stack(list(map(plain_scores, logits, rows)))
+    for i, row in enumerate(rows):
+        row.changes_scores |= bool(row.bad_ids)
+        assert row.changes_scores == (i > 0)
+    changing = list(enumerate(rows))
+    torch.testing.assert_close(_change(logits, changing), wanted)
+    assert sample(logits, rows).tolist() == wanted.argmax(-1).tolist()
+    assert torch.equal(logits, before)  # others look at them afterwards
+
+
+def test_bad_words_are_never_generated(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, device="cpu")
+    free = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)
+    text = llm.generate("hello", free).text
+    words = [text[4], text[9:11]]
+    kept = llm.generate("hello", dataclasses.replace(free, bad_words=words))
+    assert len(kept.token_ids) == 24
+    assert all(word not in kept.text for word in words)
+    with pytest.raises(RequestError, match="logit_bias: token id 300 is not one"):
+        llm.generate("hello", SamplingParams(logit_bias={300: 1.0}))
+    with pytest.raises(RequestError, match="logprobs 100000 must be at most 272"):
+        llm.generate("hello", SamplingParams(logprobs=100000))
+
+
+def test_completions_share_their_prompt_and_have_seeds_in_a_row(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, device="cpu", page_size=8, max_batch=3)
+    several = SamplingParams(n=4, max_tokens=9, temperature=1.0, seed=11, ignore_eos=True)
+    prompt = "a prompt of several pages, which is computed only once"
+    first, other = llm.generate([prompt, "another"], several)
+    ids = [one.token_ids for one in first.completions]
+    assert len(ids) == len(first.others) + 1 == 4
+    assert len({tuple(one) for one in ids}) == 4
+    full = len(first.prompt_token_ids) // 8 * 8
+    assert [one.stats.cached_prompt_tokens for one in first.completions] == [0, full, full, full]
+    for i, one in enumerate(first.completions):
+        single = dataclasses.replace(several, n=1, seed=11 + i)
+        assert llm.generate(prompt, single).token_ids == one.token_ids
+    assert len(other.completions) == 4
+    found = asyncio.run(AsyncLLM(LLM(checkpoint, device="cpu")).generate(prompt, several))
+    assert [one.token_ids for one in found.completions] == ids
+    chat = llm.chat([{"role": "user", "content": "hello"}], several)
+    assert len(chat.completions) == 4
+    with pytest.raises(RequestError, match="n 4 goes with generate and chat"):
+        llm.stream(prompt, several)
+    llm.engine.check_integrity()
+
+
+def test_completions_go_on_when_the_first_one_is_gone(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, device="cpu", page_size=8, max_batch=2)
+    first = llm.submit("a prompt", SamplingParams(max_tokens=5))
+    second = llm.submit("a prompt", SamplingParams(max_tokens=5, ignore_eos=True), after=first)
+    other = llm.submit("other", SamplingParams(max_tokens=5, ignore_eos=True))
+    llm.engine.step()
+    assert second.slot < 0 <= other.slot
+    llm.engine.abort(first)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert len(second.generated) == len(other.generated) == 5
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """`np.float32(0.5)` was refused as "must be at least 0"."""
+    params = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        top_k=np.int32(4),
+        stop_token_ids=(np.int64(7),),
+        logit_bias={np.int64(3): np.float64(1.5)},
+    )
+    assert params == SamplingParams(
+        max_tokens=3, temperature=0.5, top_k=4, stop_token_ids=(7,), logit_bias={3: 1.5}
+    )
+    assert json.loads(json.dumps(dataclasses.asdict(params))) is not None
+    policy = Quest(token_budget=np.int64(64), full_layers=(np.int64(0),))
+    assert json.dumps(dataclasses.asdict(policy)) == json.dumps(
+        dataclasses.asdict(Quest(token_budget=64, full_layers=(0,)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Quest(token_budget="64"), "token_budget '64' must be a whole number"),
+        (lambda: Quest(token_budget=True), "token_budget True must be a whole number"),
+        (lambda: SamplingParams(temperature="hot"), "temperature 'hot' must be a number"),
+        (lambda: SamplingParams(ignore_eos="no"), "ignore_eos 'no' must be true or false"),
+        (lambda: EngineConfig(prefix_cache="no"), "prefix_cache 'no' must be true or false"),
+        (lambda: EngineConfig(max_batch=2.5), r"max_batch 2\.5 must be a whole number"),
+    ],
+)
+def test_a_wrong_type_is_named_as_such(make: Callable[[], object], message: str) -> None:
+    """`token_budget '64'` "must be at least 1"; `prefix_cache="no"` was on."""
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", [n for n, c in policies().items() if hasattr(c, "full_layers")])
+def test_full_layers_beyond_the_depth_are_refused_at_start(name: str, checkpoint: Path) -> None:
+    policy = make_policy(name, {"full_layers": (0, 99)})
+    with pytest.raises(ConfigError, match=r"full_layers \(0, 99\) must be layers from 0 to 3"):
+        LLM(checkpoint, policy, device="cpu")
 
 
 def test_temperature_zero_is_the_most_likely_token_also_beside_others() -> None:
@@ -103,6 +249,15 @@ def test_generation_config_is_the_default_and_params_win() -> None:
         {"stop_token_ids": 5},
         {"stop_token_ids": (-1,)},
         {"logprobs": -1},
+        {"n": 0},
+        {"n": True},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": None},
+        {"logit_bias": [5]},
+        {"logit_bias": {-1: 2.0}},
+        {"logit_bias": {5: "much"}},
+        {"bad_words": ("",)},
+        {"bad_words": 5},
     ],
 )
 def test_a_bad_sampling_setting_is_refused_by_name(settings: dict) -> None:

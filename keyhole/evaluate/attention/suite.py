@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.engine.prompt_copies import PromptCopies
 from keyhole.errors import KeyholeError

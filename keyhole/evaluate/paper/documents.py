@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.llm import LLM, Result
+from keyhole.engine.llm import LLM
+from keyhole.engine.result import Result
 from keyhole.errors import KeyholeError
 from keyhole.evaluate.eval_run import as_stored, model_digest, require_length
 from keyhole.evaluate.line_file import QUESTIONS, Line, LineFile

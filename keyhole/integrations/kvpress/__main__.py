@@ -13,10 +13,8 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import keyhole
 from keyhole import method_specs
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.evaluate import task_specs
@@ -25,6 +23,7 @@ from keyhole.evaluate.line_file import LineFile
 from keyhole.integrations.kvpress.evaluation import Cell, Evaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
 from keyhole.method_specs import Spec
+from keyhole.models.bundled import TINY, is_tiny
 from keyhole.models.loading import load
 
 
@@ -34,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Tasks under kvpress's compressors, in the lines of `keyhole eval`.",
     )
     add = parser.add_argument
-    add("model", nargs="?", default=keyhole.tiny(), help="folder or hub id; without: the bundled")
+    add("model", nargs="?", default=TINY, help="folder, hub id, or tiny: the bundled model")
     add("--presses", default="snapkv,tova", metavar="NAMES", help=f"of {', '.join(presses())}")
     add("--budgets", default="128,256", metavar="TOKENS", help="kept of a prompt, per KV head")
     add("--interval", type=int, metavar="TOKENS", help="press again after so many generated tokens")
@@ -86,7 +85,7 @@ def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
         for spec in method_specs.parse(arguments.presses)
         for budget in _numbers(arguments.budgets, "--budgets")
     ]
-    bundled = Path(arguments.model).resolve() == Path(keyhole.tiny()).resolve()
+    bundled = is_tiny(arguments.model)
     parsed = task_specs.parse(arguments.tasks, bundled=bundled)
     tasks = task_specs.answered(parsed, "forces a text; kvpress's presses only answer")
     lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from keyhole.models.tiny.tasks import TASKS, Item, make, shared

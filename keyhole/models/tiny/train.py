@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from torch.multiprocessing.spawn import spawn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from keyhole.models.tiny import snapshot
 from keyhole.models.tiny.ranks import Ranks, joined

@@ -1,0 +1,74 @@
+"""What a conversation may be made of, and what is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from keyhole import LLM, AsyncLLM, RequestError, SamplingParams
+from keyhole.engine.chat_prompt import chat_text
+from tests.checkpoints import make_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' and not message.tool_call_id %}"
+    "{{ raise_exception('a tool message needs tool_call_id') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content or message.tool_calls[0].name }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+USER = {"role": "user", "content": "sum"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture
+def tokenizer() -> object:
+    made = make_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+def test_system_prompts_parts_of_text_and_tool_calls_reach_the_template(tokenizer: object) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
+        {"role": "tool", "content": "3", "tool_call_id": "a"},
+    ]
+    found = chat_text(tokenizer, messages, [TOOL], {"enable_thinking": True})
+    assert found == "<add>[system]be brief[user]one\ntwo[assistant]add[tool]3[assistant]<think>"
+    assert chat_text(tokenizer, [USER]) == "[user]sum[assistant]"
+
+
+def test_every_chat_takes_them(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "sum"}]}]
+    wanted = llm.chat([USER], GREEDY).prompt_token_ids
+    assert llm.chat(parts, GREEDY).prompt_token_ids == wanted
+    assert asyncio.run(AsyncLLM(llm).chat(parts, GREEDY)).prompt_token_ids == wanted
+    for settings in ({"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        name = next(iter(settings.get("chat_template_kwargs", settings)))
+        with pytest.raises(RequestError, match=f"chat template knows no '{name}'"):
+            llm.stream_chat([USER], GREEDY, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "is empty"),
+        (USER, "is dict, not a list"),
+        ("hello", "is str, not a list"),
+        (["hello"], "needs 'role' and 'content'"),
+        ([{"role": "user", "content": None}], "a list of parts of text, as content"),
+        ([{"role": "user", "content": [{"type": "image_url", "url": "x"}]}], "type 'image_url'"),
+        ([{"role": "user", "content": [7]}], "type 'int'"),
+        ([{"role": "tool", "content": "3"}], "chat template refuses it: a tool message needs"),
+    ],
+)
+def test_what_is_no_conversation_is_one_line(
+    tokenizer: object, messages: object, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as found:
+        chat_text(tokenizer, messages)  # type: ignore[arg-type]
+    assert "\n" not in str(found.value)
