@@ -40,3 +40,24 @@ def test_a_stored_share_stands_in_the_methods_section(line: dict[str, object]) -
     assert wanted in section or plain in section
     # TidalDecode's two lines at 128 are both 0 %; their bytes are left out.
     assert f"{size / 1024:,.0f} KiB" in section or right == 0
+
+
+REUSED = [
+    (line["group"].split(" at ")[0], line["results"])
+    for text in (ROOT / "benchmarks/results/reuse-differences.jsonl").read_text().splitlines()
+    if (line := json.loads(text))
+]
+
+
+@pytest.mark.parametrize(("name", "results"), REUSED, ids=[name for name, _ in REUSED])
+def test_a_share_that_a_variant_changes_stands_in_the_methods_section(
+    name: str, results: list[dict[str, list[int]]]
+) -> None:
+    page = (ROOT / "docs/methods.md").read_text()
+    section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    for one in results:
+        right, count = sum(one["right"]), len(one["right"])
+        if right != sum(results[0]["right"]) or one is results[0]:
+            low, high = (f"{100 * abs(end):.1f}" for end in wilson(right, count))
+            high = high.removesuffix(".0") if high == "100.0" else high
+            assert f"{percent(right / count)} % ({low} to {high})" in section, one
