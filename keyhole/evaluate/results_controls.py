@@ -30,13 +30,15 @@ TERMS = {
         "select in layer 1. Everywhere else 16 first tokens and the newest quarter of the budget "
         "are always read, and the budget counts every token. `sliding_window` has no first tokens "
         "by definition. `raas` evicts a page from all layers at once and cannot keep layers "
-        "dense, so it is not here.",
+        "dense, so it is not here. The head of `spe_context` was trained on this model, by "
+        "objectives of our own; no other method was trained.",
     ),
     "tuned": (
         "Tuned",
         "Every method with the settings that did best in the same number of trials on seeds that "
         "are not among these samples: two dense layers of its choice, and its own settings. The "
-        "controls have the dense layers that the method chose.",
+        "controls have the dense layers that the method chose. The head of `spe_context` was "
+        "trained on this model.",
     ),
     "published": (
         "As published",
