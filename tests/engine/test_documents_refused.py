@@ -92,7 +92,7 @@ def test_wrong_questions_and_documents(llm: LLM) -> None:
     with pytest.raises(RequestError, match="'faq' must be a list"):
         llm.ask("which?", "faq", params=FEW)
     with pytest.raises(UnknownNameError, match="sam_kv"):
-        llm.ask("which?", ["faq"], reuse="samkv", params=FEW)
+        llm.ask("which?", ["faq"], reuse="sam_k", params=FEW)
     with pytest.raises(ConfigError, match="at least one character"):
         llm.documents.add("empty", "")
     with pytest.raises(RequestError, match="token id 5000"):

@@ -164,7 +164,7 @@ def test_a_chat_uses_the_template_of_the_model(llm: LLM) -> None:
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user"}], ["hello"]])
 def test_a_bad_conversation_is_refused(llm: LLM, messages: list) -> None:
-    with pytest.raises(RequestError, match=r"conversation is empty|needs 'role' and 'content'"):
+    with pytest.raises(RequestError, match=r"conversation is empty|a message needs"):
         llm.chat(messages)
 
 

@@ -88,7 +88,7 @@ def test_sinks_and_window_may_fill_the_budget(name: str) -> None:
     ("name", "settings", "wanted"),
     [
         ("quest", {}, (0, 1)),
-        ("quest", {"full_layers": (3, 8)}, (3,)),
+        ("quest", {"full_layers": (7, 3)}, (3, 7)),
         ("delta", {"full_layers": (5,), "delta_layers": (2, 4)}, (0, 1, 2, 4, 5)),
         ("delta", {"full_layers": (), "delta_layers": ()}, tuple(range(8))),
         ("tidal_decode", {"full_layers": (), "selection_layers": (1, 3)}, (0, 1, 3)),

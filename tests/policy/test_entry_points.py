@@ -103,6 +103,6 @@ def test_a_broken_one_does_not_stand_in_the_way_of_others(install: Install) -> N
 def test_it_is_named_when_its_name_is_misspelt(install: Install) -> None:
     install("last_few = elsewhere_policies:LastFew")
     with pytest.raises(UnknownNameError, match="did you mean 'last_few'"):
-        make_policy("lastfew")
+        make_policy("last_fw")
     with pytest.raises(UnknownNameError, match="did you mean 'few'"):
         make_policy("last_few", {"fwe": 3})

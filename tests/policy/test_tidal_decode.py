@@ -86,7 +86,7 @@ def test_a_whole_model_reads_the_tokens_of_the_selection_layer_before(
 
 @pytest.mark.parametrize(
     ("full", "selecting", "budget"),
-    [((), (0, 3), 5), ((0, 1, 5), (2,), 1), ((0, 99), (4, 2), 16), ((), (7,), 4)],
+    [((), (0, 3), 5), ((0, 1, 5), (2,), 1), ((0, 6), (4, 2), 16), ((), (7,), 4)],
 )
 def test_any_layers_and_any_budget(
     tmp_path: Path, full: tuple[int, ...], selecting: tuple[int, ...], budget: int

@@ -48,8 +48,8 @@ def test_an_object_is_taken_as_it_is() -> None:
 
 
 def test_the_nearest_name_is_offered() -> None:
-    with pytest.raises(UnknownNameError, match="reuse method 'samkv'; did you mean 'sam_kv'"):
-        make_reuse("samkv")
+    with pytest.raises(UnknownNameError, match="reuse method 'sam_k'; did you mean 'sam_kv'"):
+        make_reuse("sam_k")
     with pytest.raises(UnknownNameError, match="did you mean 'update'"):
         make_reuse("sam_kv", {"updat": "fusion"})
 
