@@ -105,7 +105,7 @@ def run(model: Model, words: int, texts: int, budget: int, share: float) -> list
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One decode step of all texts: ms, bytes moved, layers below, tokens of the longest text."""
+    """A decode step of all texts: ms, bytes moved, offloaded layers, the longest text's tokens."""
 
     ms: float
     moved_bytes: int
@@ -135,7 +135,7 @@ def timed(llm: LLM, requests: list[Sequence]) -> Step | None:
 
 
 def summary(steps: dict[str, list[Step]]) -> list[dict[str, Any]]:
-    """For each quarter of the steps: lengths, layers below, bytes moved in a step, and times.
+    """For each quarter of the steps: lengths, offloaded layers, bytes moved in a step, and times.
 
     ratio: of the step times, adaptive by all below, median over pairs of steps that stand beside
     each other; low and high: its quartiles.

@@ -173,7 +173,7 @@ class PageCache:
     def pack(self) -> dict[int, int]:
         """Moves pages until those in use are the first ones. Not while a step runs.
 
-        Returns the new numbers of those that moved; whoever lists them has to take these.
+        Returns old number -> new number of the pages that moved; page tables must be renumbered.
         """
         used = [page for page, count in enumerate(self._refs) if count]
         moved = [page for page in used if page >= len(used)]

@@ -21,6 +21,7 @@ from keyhole.cli.eval_tasks import methods_of
 from keyhole.cli.outputs import Output
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
+from keyhole.evaluate import paired
 from keyhole.evaluate.attention.settings import TAKEN, AttentionSettings
 from keyhole.evaluate.line_file import LineFile
 from keyhole.policy import policies
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         Output("--output", arguments.output, outputs.LINES),
         Output("--html", arguments.html, outputs.PAGE),
     )
+    paired.require_scipy()  # of the intervals; before hours of work
     file = LineFile(arguments.output)
     page = None
     if arguments.html:  # before hours of work

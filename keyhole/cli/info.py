@@ -13,8 +13,14 @@ from keyhole.cache.document_defaults import default_place
 from keyhole.cli import show
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "tokenizers", "numpy")
-#: What is not there unless it is asked for, by the module that tells.
-_EXTRAS = {"plot": "matplotlib", "eval": "scipy", "lm-eval": "lm_eval", "kvpress": "kvpress"}
+#: Extras of the package, each with a module that only it installs.
+_EXTRAS = {
+    "plot": "matplotlib",
+    "eval": "scipy",
+    "serve": "fastapi",
+    "lm-eval": "lm_eval",
+    "kvpress": "kvpress",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ class Kind:
     """What a file holds.
 
     name: as errors say it. starts: the first bytes of such a file by the ending of its name; the
-    ending "" stands for every name.
+    ending "" is for every name.
     """
 
     name: str

@@ -82,7 +82,10 @@ class AsyncLLM:
         alone, wanted = one_or_several(prompts)
         each = params_for(params, len(wanted))
         tasks = [
-            asyncio.ensure_future(self._completions(*one)) for one in zip(wanted, each, strict=True)
+            asyncio.ensure_future(
+                self._completions(functools.partial(self.llm.submit, prompt), one)
+            )
+            for prompt, one in zip(wanted, each, strict=True)
         ]
         try:
             results = await asyncio.gather(*tasks)
@@ -107,14 +110,14 @@ class AsyncLLM:
         reuse_generated: bool = False,
     ) -> Result:
         """As `LLM.chat`."""
-        pieces = self.stream_chat(
+        submit = functools.partial(
+            self.llm.submit_chat,
             messages,
-            params,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             reuse_generated=reuse_generated,
         )
-        return await _last(pieces)
+        return await self._completions(submit, params_for(params, 1)[0])
 
     def stream_chat(
         self,
@@ -184,12 +187,14 @@ class AsyncLLM:
             )
         )
 
-    async def _completions(self, prompt: Prompt, params: SamplingParams) -> Result:
+    async def _completions(
+        self, submit_after: Callable[..., Sequence], params: SamplingParams
+    ) -> Result:
         """All completions of a prompt; those after the first share its computation."""
         made: list[Sequence] = []
 
         def submit(one: SamplingParams, _: ExitStack) -> Sequence:
-            made.append(self.llm.submit(prompt, one, after=made[0] if made else None))
+            made.append(submit_after(params=one, after=made[0] if made else None))
             return made[-1]
 
         tasks = [

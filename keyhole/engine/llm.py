@@ -271,11 +271,14 @@ class LLM:
         tools: Several[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
+        after: Sequence | None = None,
     ) -> Sequence:
         """`submit` for `chat`."""
         with self.engine.lock:
             tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
-            return self.engine.add(tokens, _single(params), reuse_approximate=reuse_generated)
+            return self.engine.add(
+                tokens, _single(params), reuse_approximate=reuse_generated, after=after
+            )
 
     def submit_ask(
         self,

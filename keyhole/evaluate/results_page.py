@@ -125,7 +125,7 @@ def _unequal(found: Sequence[Cell]) -> list[str]:
                 "`delta` has an eighth of the budget.",
                 "- `raas`: the prompt counts in its budget. Where that is longer than the budget, "
                 "one generated page is all it keeps, and budgets make no difference.",
-                "- `infllm`: stands for each block by the keys farthest from its mean; the paper "
+                "- `infllm`: a block was represented by the keys farthest from its mean; the paper "
                 "takes the tokens that queries nearby attend to most.",
                 "- `spe_context`: its head was trained on this model by objectives of our own, "
                 "its attention and then what a choice changes in its predictions. The paper's is "

@@ -41,7 +41,7 @@ is computed whole. They say what a difference does on this model, not which meth
 
 Beyond the paper, where a mean hides what is looked for: with score="extremes" step 4 compares the
 queries of all of the question's tokens with single keys of a block (`keyhole.reuse.extremes`), and
-`share` stands for P in step 3. With score="random" step 4 draws as many blocks without looking at
+`share` replaces P in step 3. With score="random" step 4 draws as many blocks without looking at
 them: the control that tells whether a choice finds anything.
 """
 

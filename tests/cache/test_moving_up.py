@@ -68,7 +68,7 @@ def test_a_layer_that_comes_up_is_the_same(tier: Tier) -> None:
 def test_what_a_layer_took_on_the_disk_is_free_again(tmp_path: Path) -> None:
     maps, files = Path("/proc/self/maps"), Path("/proc/self/fd")
     if not maps.exists():
-        pytest.skip("only Linux tells")
+        pytest.skip("open mappings and files are listed in /proc, which only Linux has")
 
     def used() -> int:
         gc.collect()

@@ -159,3 +159,16 @@ def test_documents_are_asked_as_by_the_llm(llm: LLM, tmp_path: Path) -> None:
 
     asyncio.run(main())
     at_rest(llm)
+
+
+def test_a_chat_gives_as_many_completions_as_asked_for(tmp_path: Path) -> None:
+    llm = LLM(make_model("llama", tmp_path, tokenizer=True, vocab_size=300), memory="8MiB")
+    messages = [{"role": "user", "content": "what?"}]
+    params = SamplingParams(n=3, max_tokens=6, temperature=1.0, seed=2, ignore_eos=True)
+    wanted = llm.chat(messages, params)
+    found = asyncio.run(AsyncLLM(llm).chat(messages, params))
+    assert [one.token_ids for one in found.completions] == [
+        one.token_ids for one in wanted.completions
+    ]
+    assert len(found.completions) == 3
+    at_rest(llm)

@@ -31,6 +31,7 @@ def test_mass_is_what_a_loop_adds_up(
             own = tokens[row, head * number // heads]
             kept = sum(float(w) for w, read in zip(weights[row, head], own, strict=True) if read)
             shares.append(kept / sum(map(float, weights[row, head])))
+        # Shares are at most 1 and summed in float32.
         assert found[row] == pytest.approx(sum(shares) / heads, abs=1e-6)
 
 

@@ -112,6 +112,7 @@ def test_layers_overlap_as_sets_do(kind: str) -> None:
                     shares = [len(x & y) / size for x, y in both]
                     wanted[row, a, b] += sum(shares) / len(shares) / steps
     found = sums.result()
+    # Results are rounded to four digits.
     assert np.asarray(found.between_layers) == pytest.approx(wanted.mean(0), abs=1e-4)
     assert found.newest == pytest.approx(newest.tolist(), abs=1e-4)
     assert found.chance == pytest.approx(chance, abs=1e-4)
@@ -130,6 +131,8 @@ def test_weights_without_sense_overlap_by_chance(kind: str) -> None:
         for layer in range(LAYERS):
             sums.take(seen(layer, at, drawn(at, generator)))
     found = sums.result()
+    # A fixed draw of 80 steps, whose means scatter by about a hundredth; of the steps that lie far
+    # apart there are few, and their mean scatters more.
     assert np.mean(found.by_distance) == pytest.approx(found.chance, abs=0.04)
     later = [share for row in found.by_steps for share in row if share is not None]
     assert len(later) == 2 * MOST_STEPS

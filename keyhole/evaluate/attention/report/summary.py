@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from keyhole.evaluate import paired
 from keyhole.evaluate.attention.cells import LOSS, METHOD, OVERLAP, RANDOM, TRAINED
 from keyhole.evaluate.line_file import Line
 
-_Z = statistics.NormalDist().inv_cdf(0.975)
 #: A policy that reads so much more than its control cannot be compared with it.
 _MORE = 1.02
 
@@ -162,27 +162,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if len(values) < 2:
         return Estimate(mean, None)
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, student(len(values) - 1) * error)
-
-
-def student(freedom: int) -> float:
-    """The 0.975 quantile of Student's t distribution.
-
-    Exact for 1 and 2 degrees of freedom, else the expansion by Abramowitz and Stegun, 26.7.5, which
-    is within 0.2 %.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * 0.475)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z = _Z
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
+    quantile = float(paired.require_scipy().t.ppf(0.975, len(values) - 1))
+    return Estimate(mean, quantile * error)
 
 
 def curve(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
