@@ -28,9 +28,9 @@ import keyhole
 from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.bench import measure
 from keyhole.engine.sequence import Sequence
-from keyhole.evaluate.line_file import LineFile
+from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model, load
-from keyhole.models.tiny.tasks import make
 
 NAMES = ("adaptive", "all below")
 _PAGE_SIZE = 16

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import results_page
+from benchmarks.results_page.controls import FILES
 from keyhole.bench import measure
-from keyhole.evaluate import results_page
-from keyhole.evaluate.results_controls import FILES
-from keyhole.policy import policies
+from keyhole.policies import available_policies
 
 SAMPLES = 100
 BUDGETS = "64,128,256"
@@ -42,7 +42,7 @@ TUNED_PLACES = {
 FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"): (512,)}
 #: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
 RECENT_PAGES = (1, 2, 4, 8, 16)
-_METHODS = ",".join(name for name, cls in policies().items() if not cls.dense)
+_METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
 
 
 @dataclass(frozen=True, kw_only=True)

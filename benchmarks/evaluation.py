@@ -30,19 +30,21 @@ from typing import Any
 import torch
 
 import keyhole
+from benchmarks import results_page
+from benchmarks.results_page import errors as results_errors
+from benchmarks.results_page import first_error
+from benchmarks.results_page.cells import ASKED, BUDGETS
 from keyhole.bench import measure
 from keyhole.config import EngineConfig
-from keyhole.engine.prompt_copies import PromptCopies
-from keyhole.evaluate import first_error, results_errors, results_page
-from keyhole.evaluate.eval_methods import FULL, Budget, Method
-from keyhole.evaluate.eval_run import Evaluation, Grid
-from keyhole.evaluate.line_file import Line, LineFile
-from keyhole.evaluate.results_cells import ASKED, BUDGETS
-from keyhole.evaluate.selection_map import selection_map
-from keyhole.evaluate.tasks import make_task
-from keyhole.evaluate.workload import Answered
+from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.eval.methods import FULL, Budget, Method
+from keyhole.eval.results.line_file import Line, LineFile
+from keyhole.eval.run import Evaluation, Grid
+from keyhole.eval.tasks import make_task
+from keyhole.eval.trace.selection_map import selection_map
+from keyhole.eval.workloads.workload import Answered
 from keyhole.models.loading import Model, load
-from keyhole.policy import policies
+from keyhole.policies import available_policies
 
 LENGTHS = (1024, 2048, 4096, 8192)
 RECALLS = (0.5, 0.7, 0.9, 0.95, 0.99)
@@ -97,28 +99,28 @@ PARTS = (
         about="all budgets, up to 2,048 tokens",
         tasks=ASKED,
         lengths=LENGTHS[:2],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
     Part(
         about="all budgets, 4,096 tokens",
         tasks=ASKED,
         lengths=LENGTHS[2:3],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
     Part(
         about="look-ups at all budgets, 8,192 tokens",
         tasks=_LOOK_UPS,
         lengths=LENGTHS[3:],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
     Part(
         about="derivations at all budgets, 8,192 tokens",
         tasks=[_DERIVE],
         lengths=LENGTHS[3:],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
 )
@@ -187,7 +189,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", type=int, default=numbers, choices=numbers)
     parser.add_argument("--tasks", nargs="+", default=ASKED, choices=ASKED)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
-    parser.add_argument("--policies", nargs="+", default=[*policies()], choices=[*policies()])
+    parser.add_argument(
+        "--policies", nargs="+", default=[*available_policies()], choices=[*available_policies()]
+    )
     parser.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: all")
     parser.add_argument("--samples", type=int, help=f"in a cell; default: {_SAMPLES}")
     parser.add_argument("--hours", type=float, help="stop after these, between two cells")
@@ -286,7 +290,7 @@ def readers_first(cells: Sequence[Cell], lines: Sequence[Line]) -> list[Cell]:
     for _, same in itertools.groupby(cells, lambda cell: (cell.task, cell.length)):
         group = list(same)
         lacking = [cell for cell in group if not _stored(cell, lines)]
-        reader = next((c for c in lacking if policies()[c.method.name].wants_head), None)
+        reader = next((c for c in lacking if available_policies()[c.method.name].wants_head), None)
         first = [] if reader is None else [reader]
         found += first + [cell for cell in group if cell is not reader]
     return found
@@ -384,7 +388,12 @@ def _wrong(lines: Iterable[Line]) -> Iterator[tuple[Line, list[int]]]:
     latest = {(at["task"], at["length"], at["method"], at["budget"]): at for at in lines}
     for (task, length, method, budget), line in latest.items():
         full = latest.get((task, length, FULL.label, None))
-        if method not in policies() or budget != length // 8 or length > _LONGEST or full is None:
+        if (
+            method not in available_policies()
+            or budget != length // 8
+            or length > _LONGEST
+            or full is None
+        ):
             continue
         both = zip(line["scores"], full["scores"], strict=False)
         if wrong := [seed for seed, scores in enumerate(both) if scores == (0, 1)]:

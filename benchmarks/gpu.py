@@ -3,7 +3,7 @@
     1  tests of kernels: those in Triton and those of torch equal their twins
     2  the decode benchmark on the device
     3  trains the bundled model there, goes on where it was left, and exports it
-    4  to 12: the papers' headline settings, in the order of `keyhole.bench.headlines`
+    4  to 12: the papers' headline settings, in the order of `benchmarks.paper.settings`
     13 tests of CUDA graphs, and of layers on the host
     14 tests of the engine: it equals transformers, and itself on the CPU
     15 all other tests marked `gpu`
@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from keyhole.bench.headlines import HEADLINES
+from benchmarks.paper.settings import HEADLINES
 
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / "runs/tiny-gpu"
@@ -108,14 +108,14 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
     # What the time limit allows.
     decode += ["--device", "cuda", "--repeat", "21", "--contexts", "2048,8192,32768"]
     decode += ["--output", str(results / "decode.jsonl")]
-    train = [*python, "keyhole.models.tiny.train", "--out", str(work)]
+    train = [*python, "recipes.tiny_model.train", "--out", str(work)]
     small_train = [*train, "--minutes", "0.05"]
     train += ["--device", "cuda"]
     train += ["--batch-scale", "8", "--workers", "8"]
     train += ["--minutes", f"{max(0.1, (limit_s - _AROUND_TRAINING_S) / 60):.2f}"]
     if pieces(STATE / "training.pt"):
         train.append("--resume")
-    export = [*python, "keyhole.models.tiny.export", "--run", str(work)]
+    export = [*python, "recipes.tiny_model.export", "--run", str(work)]
     export += ["--out", str(work / "checkpoint")]
     headlines = [*python, "benchmarks.headlines"]
     small_headlines = [*headlines, "--small", "--device", "cpu"]

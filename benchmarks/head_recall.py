@@ -21,12 +21,13 @@ from random import Random
 import torch
 
 import keyhole
+from benchmarks.results_page import head_table
 from keyhole.bench import measure
-from keyhole.evaluate import head_recall, head_table
-from keyhole.evaluate.head_recall import Text
+from keyhole.eval import head_recall
+from keyhole.eval.head_recall import Text
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.eval.tiny_language.vocabulary import BOS, EOS, WORD_IDS
 from keyhole.models.loading import load
-from keyhole.models.tiny.tasks import make
-from keyhole.models.tiny.vocabulary import BOS, EOS, WORD_IDS
 from keyhole.retrieval.head import RetrievalHead
 
 BUDGETS = (64, 128, 256, 512, 1024)

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.evaluate.document_tasks import DocumentItem, exact_match, make
-from keyhole.evaluate.paired import gain, wilson
+from keyhole.eval.results.paired import gain, wilson
+from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make
 from tests.reuse import oracle, plain, plain_methods, published
 
 _BLOCK, _SHAPE = 16, (2, 320)

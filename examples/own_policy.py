@@ -7,8 +7,8 @@ import torch
 
 from keyhole import LLM, Policy, SamplingParams, kernels
 from keyhole.config import setting
-from keyhole.models.tiny.tasks import make
-from keyhole.policy.base import Selection, Step
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.policies.base import Selection, Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keyhole.cache.footprint import data_bytes, layer_memory
+from keyhole.cache.kv_size import data_bytes, layer_memory
 from keyhole.cache.pages import PageCache
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import load
 from keyhole.planner import LayerMemory, MemoryModel, Plan
-from keyhole.policy.quest import Quest
+from keyhole.policies.quest import Quest
 from tests.checkpoints import KINDS, make_model
 
 GIB = 2**30
@@ -253,7 +253,7 @@ _RESIDENT = """
 import sys
 import torch
 from keyhole.bench import memory
-from keyhole.engine.llm import LLM
+from keyhole.llm import LLM
 from keyhole.config import SamplingParams
 
 cpu = torch.device("cpu")

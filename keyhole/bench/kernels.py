@@ -28,14 +28,14 @@ from keyhole.bench import (
     paths,
     summary_cases,
 )
-from keyhole.bench.bars import bars
-from keyhole.bench.captured import capture
 from keyhole.bench.cases import Case, System
+from keyhole.bench.cuda_graph_timer import capture
+from keyhole.bench.interleaved_timer import Turn, take_turns
 from keyhole.bench.layer import Layer
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.settings import PAGE_SIZE, KernelSettings, require_known
 from keyhole.bench.shapes import SHAPES
-from keyhole.bench.turns import Turn, take_turns
+from keyhole.bench.targets import bars
 from keyhole.errors import CapacityError
 from keyhole.kernels import cpu
 

@@ -11,17 +11,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from keyhole.bench.interleaved_timer import Turn, take_turns
 from keyhole.bench.launches import Launches, checked
 from keyhole.bench.model import Numbers
 from keyhole.bench.settings import PAGE_SIZE
-from keyhole.bench.turns import Turn, take_turns
-from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.offload.prefetch import Prefetcher, Traffic
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 # More than any text needs: all layers are moved by `Loading`, not when memory is full.

@@ -23,15 +23,15 @@ from keyhole.bench import agreement, measure, offload_large, trace
 from keyhole.bench.launches import Launches, together
 from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.repeats import Repeats, recording
+from keyhole.bench.selection_overlap import Repeats, recording
 from keyhole.bench.settings import PAGE_SIZE, OffloadSettings, require_known
-from keyhole.cache.prefetch import Traffic
+from keyhole.cache.offload.prefetch import Traffic
 from keyhole.config import require
-from keyhole.engine.lookahead import load_head
+from keyhole.engine.head_runner import load_head
+from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model
-from keyhole.models.tiny.tasks import make
-from keyhole.policy import make_policy, policies
-from keyhole.policy.base import Policy
+from keyhole.policies import available_policies, make_policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 # Attention over the same keys in another order, in float32.
@@ -47,7 +47,7 @@ def run(
     it has none.
     Gives the results of each budget to `report`.
     """
-    require_known("policy", settings.policies, policies())
+    require_known("policy", settings.policies, available_policies())
     for policy in map(make_policy, settings.policies):
         if policy.wants_head and head is None:
             head = load_head(policy, model)

@@ -1,8 +1,8 @@
 """The same ways of loading in a model of a real shape, with random weights and a filled cache.
 
 Random keys have no neighbours in meaning and a random head looks elsewhere at every step, so nearly
-nothing repeats: this is what loading costs at its worst, and what overlap can hide of that. For the
-paper's setting there is a head that chooses much the same again (`keyhole.bench.lowered.Steady`).
+nothing repeats: this is what loading costs at its worst, and what overlap can hide of that. The
+benchmarks of the papers' settings have a head that chooses much the same again.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keyhole.bench import agreement, memory, trace
+from keyhole.bench.baselines import Past, Peer
+from keyhole.bench.comparison import TOLERANCE, allowed
+from keyhole.bench.interleaved_timer import Turn
 from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
 from keyhole.bench.measure import Result
+from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.model import Numbers, Weights, make_weights, prompts
-from keyhole.bench.peers import Past, Peer
-from keyhole.bench.room import RESERVE_BYTES
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, OffloadSettings
-from keyhole.bench.sitting import TOLERANCE, allowed
-from keyhole.bench.turns import Turn
 from keyhole.config import require
-from keyhole.policy import make_policy
-from keyhole.policy.base import Policy
-from keyhole.policy.full import Full
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.policies.controls.full import Full
 from keyhole.retrieval.head import RetrievalHead
 
 # Tokens after the prompt whose logits are compared.

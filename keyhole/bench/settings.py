@@ -135,7 +135,7 @@ class DecodeSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings:
-    """Whole answers by the decode benchmark; `keyhole.bench.headlines` names such settings.
+    """Whole answers by the decode benchmark; `benchmarks.paper.settings` names such settings.
 
     prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
     bytes that offloaded layers may take, of the systems in LOWERED. points: how many
@@ -205,7 +205,7 @@ class OffloadSettings:
         good = counts and sorted(set(self.budgets)) == list(self.budgets)
         require(good, "budgets", self.budgets, "numbers of tokens, the least first")
         require(bool(self.policies), "policies", self.policies, "at least one")
-        # What the task itself asks for (keyhole.models.tiny.tasks).
+        # What the task itself asks for (keyhole.eval.tiny_language.tasks).
         require(is_count(self.words, 96), "words", self.words, "at least 96")
         require(is_count(self.items), "items", self.items, "a whole number >= 1")
         require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
@@ -218,7 +218,7 @@ class OffloadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSettings:
-    """Questions over stored documents of random tokens; `keyhole.bench.headlines` names such.
+    """Questions over stored documents of random tokens; `benchmarks.paper.settings` names such.
 
     documents: how many, of `tokens` tokens each; question: tokens after them. methods: of reuse,
     with their defaults, and transformers_sdpa. folder: where documents are stored; None: the

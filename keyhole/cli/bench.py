@@ -16,10 +16,10 @@ from typing import Any
 
 import keyhole
 from keyhole.bench.settings import DecodeSettings, KernelSettings, OffloadSettings, Settings
-from keyhole.cli import flags, outputs, show
-from keyhole.cli.outputs import Output
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.evaluate.line_file import LineFile
+from keyhole.eval.results.line_file import LineFile
 
 _SETTINGS: dict[str, type[Any]] = {
     "kernels": KernelSettings,

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from keyhole import drawing
-from keyhole.cli import flags, outputs, show
-from keyhole.cli.outputs import Output
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.models.bundled import TINY
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
-    from keyhole.cache.footprint import ModelSize
+    from keyhole.cache.kv_size import ModelSize
     from keyhole.cache.layout import Geometry
     from keyhole.models.checkpoint import Checkpoint
     from keyhole.planner import MemoryModel, Plan, Row
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = Plan(model=model, memory=settings.total_memory)
     lengths = settings.lengths or _lengths(shape.max_length)
     if arguments.plot:
-        from keyhole.evaluate.plan_chart import plan_chart
+        from keyhole.eval.charts.memory_plan import plan_chart
 
         plan_chart(plan, lengths, arguments.plot, title=_title(plan, shape))
     if arguments.json:
@@ -126,8 +126,8 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     """The terms of a preset for a model."""
     if settings.preset == "paper":
         return _paper(shape, settings)
-    from keyhole.cache.footprint import ModelSize
-    from keyhole.cache.footprint import memory_model as every_term
+    from keyhole.cache.kv_size import ModelSize
+    from keyhole.cache.kv_size import memory_model as every_term
 
     size = ModelSize(
         weight_bytes=shape.num_parameters * shape.itemsize,
@@ -150,9 +150,9 @@ def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
     """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
-    from keyhole.engine import memory
+    from keyhole.engine.memory import plan as memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
-    from keyhole.retrieval import stored
+    from keyhole.retrieval import head_file
     from keyhole.retrieval.checkpoint import Checkpoint as Folder
 
     calibration, head = shape.folder / CALIBRATION_FILE, None
@@ -164,7 +164,7 @@ def _under_policy(
     layers = memory.movable(geometry, policy)
     if policy.wants_head and (shape.folder / HEAD_FOLDER).is_dir():
         folder = Folder.open(shape.folder / HEAD_FOLDER)
-        head, _ = stored.read_config(folder)
+        head, _ = head_file.read_config(folder)
         numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
         size = replace(size, head_weight_bytes=numbers * shape.itemsize)
     return memory.memory_of(

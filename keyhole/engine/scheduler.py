@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from keyhole.cache.page_list import HOLE
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefix import PrefixIndex
+from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig
-from keyhole.engine.prompt_pages import HOLE
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 

@@ -18,9 +18,9 @@ from transformers import DynamicCache
 
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig
-from keyhole.engine.allocation import allocate
-from keyhole.engine.lookahead import Lookahead, load_head
-from keyhole.engine.runner import Runner
+from keyhole.engine.head_runner import Lookahead, load_head
+from keyhole.engine.memory.allocation import allocate
+from keyhole.engine.model_runner import Runner
 from keyhole.engine.scheduler import Plan
 from keyhole.engine.sequence import Counters, Sequence
 from keyhole.errors import PromptTooLongError, RequestError
@@ -31,8 +31,8 @@ from keyhole.hf.run import SparseRun
 from keyhole.models.attention import PassThrough
 from keyhole.models.batch import Batch
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
-from keyhole.policy.spe_context import choice_lists
+from keyhole.policies.base import Policy
+from keyhole.policies.spe_context import choice_lists
 
 
 @dataclass

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from keyhole.cache.page_list import HOLE
 from keyhole.cache.pages import PageCache
 from keyhole.config import SamplingParams
 from keyhole.engine.detokenizer import Detokenizer
-from keyhole.engine.prompt_pages import HOLE
-from keyhole.engine.runner import Runner
+from keyhole.engine.model_runner import Runner
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.hf.refused import unsupported

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.library import Library
 
 from keyhole.kernels import (
-    chosen,
     cpu,
     cpu_attention,
-    elastic,
-    gpu,
     low_rank,
     reference,
-    rotation,
-    trimming,
+    resident_buffer,
+    shift_rope,
+    top_p,
+    triton,
 )
-from keyhole.kernels.gpu import paged_flash
+from keyhole.kernels import sparse_prefill as chosen
 from keyhole.kernels.selection import ScoreRequest, Selection
+from keyhole.kernels.triton import paged_flash
 
 _library = Library("keyhole", "DEF")
 
@@ -42,10 +42,10 @@ _triton = True
 def backend(device: torch.device) -> str:
     """Who computes on a device, for people."""
     if device.type == "cuda":
-        who = "Triton" if gpu.usable() else "reference (PyTorch)"
-        dense = paged_flash.version() if gpu.usable() else None
+        who = "Triton" if triton.usable() else "reference (PyTorch)"
+        dense = paged_flash.version() if triton.usable() else None
         who += "" if dense is None else f", dense steps by {dense}"
-        return f"{who}, prompts by FlashAttention" if gpu.flash() else who
+        return f"{who}, prompts by FlashAttention" if triton.flash() else who
     if device.type != "cpu" or cpu.current() == cpu.REFERENCE:
         return "reference (PyTorch)"
     return f"C++ ({cpu.current()})"
@@ -100,14 +100,14 @@ def _trim(
 ) -> tuple[Tensor, Tensor]:
     # The twin knows padding by -1 and asks for no counts.
     whole, places = Selection(indices, indices, 1), {"least": least, "first": first, "last": last}
-    left = trimming.trim(whole, scores, valid, share, **places)
+    left = top_p.trim(whole, scores, valid, share, **places)
     return left.indices, left.counts
 
 
 def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     *buffered, indices, unit = operands
     # The twin knows padding by -1 and asks for no counts.
-    found, moved = elastic.exchange(*buffered, selection=Selection(indices, indices, unit))
+    found, moved = resident_buffer.exchange(*buffered, selection=Selection(indices, indices, unit))
     return found.indices, found.counts, moved
 
 
@@ -124,12 +124,14 @@ def _register(
         return (on_cpu if cpu.takes(*operands[:first]) else plain)(*operands)
 
     def chosen_on_gpu(*operands: Any) -> Any:
-        return (gpu.operation(name) if _triton and gpu.takes(name, *operands) else plain)(*operands)
+        return (triton.operation(name) if _triton and triton.takes(name, *operands) else plain)(
+            *operands
+        )
 
     _library.define(name + schema)
     _library.impl(name, plain, "CompositeExplicitAutograd")
     _library.impl(name, chosen, "CPU")
-    if gpu.has(name):
+    if triton.has(name):
         _library.impl(name, chosen_on_gpu, "CUDA")
 
 
@@ -224,8 +226,8 @@ _register(
 _register(
     "rotate",
     "(Tensor x, Tensor by, Tensor frequencies, bool last) -> Tensor",
-    rotation.rotate,
-    rotation.rotate,
+    shift_rope.rotate,
+    shift_rope.rotate,
 )
 _register(
     "exchange",

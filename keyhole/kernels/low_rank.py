@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.chosen import gather_tokens
-from keyhole.kernels.rotation import Rotation, rotate
+from keyhole.kernels.shift_rope import Rotation, rotate
+from keyhole.kernels.sparse_prefill import gather_tokens
 
 # Keys in float64 at a time: 64 MiB for keys of 1024 numbers.
 _ROWS = 8192

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from keyhole.kernels import (
     blocks,
-    chosen,
+    cached_selection,
     chunks,
     clusters,
     dispatch,
-    keeping,
     low_rank,
+    page_recency,
     per_query_head,
     prompt_weights,
     reference,
-    stamps,
     summaries,
 )
+from keyhole.kernels import sparse_prefill as chosen
 from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
 
 
@@ -234,7 +234,7 @@ form_clusters, cluster_scores = clusters.form_clusters, clusters.cluster_scores
 add_received, represent_blocks = blocks.add_received, blocks.represent_blocks
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
 between_ends = blocks.between_ends
-keep, kept, with_newer = keeping.keep, keeping.kept, keeping.with_newer
+keep, kept, with_newer = cached_selection.keep, cached_selection.kept, cached_selection.with_newer
 chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
 outlier_chunks = chunks.outlier_chunks
 attend_per_query_head = per_query_head.attend_per_query_head
@@ -243,4 +243,4 @@ cluster_scores_per_query_head = per_query_head.cluster_scores_per_query_head
 prompt_scores = prompt_weights.prompt_scores
 decompose = low_rank.decompose
 summary_scores, spread_scores = summaries.summary_scores, summaries.spread_scores
-renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
+renew_stamps, drop_oldest = page_recency.renew_stamps, page_recency.drop_oldest

@@ -17,9 +17,9 @@ from transformers import AttentionInterface
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
-from keyhole.models import mla, scattered
+from keyhole.models import mla, selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
-from keyhole.policy.base import PromptQueries, ScoreRequest, Selection, Step
+from keyhole.policies.base import PromptQueries, ScoreRequest, Selection, Step
 
 NAME = "keyhole"
 
@@ -81,7 +81,7 @@ def _paged(
     if batch.rewrite is None:
         kernels.append(keys, None if value is None else values, key, value, batch.slots)
     else:
-        scattered.write(batch, batch.rewrite, layer, (key, value))
+        selective_recompute.write(batch, batch.rewrite, layer, (key, value))
     if batch.touched is not None and batch.filled is not None and window is None:
         batch.policy.on_append(keys, cache.data[layer], batch.touched, batch.filled)
     if batch.observer is not None:
@@ -97,7 +97,9 @@ def _paged(
         parts.append(decode(batch, layer, query[rows], newest, window, options))
     for chunk in batch.chunks:
         if isinstance(chunk, ScatteredChunk):
-            part = scattered.attend(batch, chunk, layer, query[chunk.rows], window, options)
+            part = selective_recompute.attend(
+                batch, chunk, layer, query[chunk.rows], window, options
+            )
         else:
             place = (keys, values, chunk.pages, chunk.start)
             part = kernels.prefill(query[chunk.rows], *place, window=window, **options)

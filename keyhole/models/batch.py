@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefetch import Prefetcher
-from keyhole.policy.base import Policy, Selection, Step
+from keyhole.policies.base import Policy, Selection, Step
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.bundled import TINY, is_tiny, named
 from keyhole.models.locate import Place, ignored_adapter, locate, other_format
-from keyhole.reuse.stability import STABILITY_FILE
+from keyhole.reuse.blocks.stability import STABILITY_FILE
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
 CALIBRATION_FILE = "keyhole-delta.json"

@@ -41,8 +41,8 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.reuse.base import PlacedDocument, Plan, Reuse
 from keyhole.reuse.blocks import Blocks, gather
-from keyhole.reuse.choice import best, fitting
-from keyhole.reuse.scoring import key_scores
+from keyhole.reuse.blocks.scoring import key_scores
+from keyhole.reuse.blocks.selection import best, fitting
 
 if TYPE_CHECKING:
     from torch import Tensor

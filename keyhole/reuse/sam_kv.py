@@ -40,9 +40,9 @@ intervals, and the median relative error of the first answer token's logits agai
 is computed whole. They say what a difference does on this model, not which method is better.
 
 Beyond the paper, where a mean hides what is looked for: with score="extremes" step 4 compares the
-queries of all of the question's tokens with single keys of a block (`keyhole.reuse.extremes`), and
-`share` replaces P in step 3. With score="random" step 4 draws as many blocks without looking at
-them: the control that tells whether a choice finds anything.
+queries of all of the question's tokens with single keys of a block
+(`keyhole.reuse.blocks.extremes`), and `share` replaces P in step 3. With score="random" step 4
+draws as many blocks without looking at them: a control that tells whether choosing finds anything.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from keyhole.config import is_count, is_number, require, require_layers, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
 from keyhole.reuse.blocks import Blocks, gather
-from keyhole.reuse.choice import choose
-from keyhole.reuse.extremes import extreme_scores
+from keyhole.reuse.blocks.extremes import extreme_scores
+from keyhole.reuse.blocks.outliers import outliers
+from keyhole.reuse.blocks.scoring import key_scores, personal_queries, share
+from keyhole.reuse.blocks.selection import choose
+from keyhole.reuse.blocks.stability import Stability, last_layers
 from keyhole.reuse.fusion import fused
-from keyhole.reuse.outliers import outliers
-from keyhole.reuse.scoring import key_scores, personal_queries, share
-from keyhole.reuse.stability import Stability, last_layers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import decode, measure, memory, model, sitting
+from keyhole.bench import comparison, decode, measure, memory, model
 from keyhole.bench.agreement import DisagreementError
+from keyhole.bench.baselines import Past, Peer
+from keyhole.bench.keyhole_system import Ours, Pages, needed_bytes
+from keyhole.bench.memory_fit import Skipped, fitting
 from keyhole.bench.model import Weights
-from keyhole.bench.ours import Ours, Pages, needed_bytes
-from keyhole.bench.peers import Past, Peer
-from keyhole.bench.room import Skipped, fitting
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, UnknownNameError
@@ -121,11 +121,11 @@ def systems(small: Weights) -> tuple[Pages, list[Peer], list[list[int]], list[in
 def test_full_attention_and_the_peers_agree_over_the_same_cache(systems: Any) -> None:
     pages, peers, texts, given = systems
     pages.know(texts)
-    errors = sitting.compare(pages.ours[0], peers, texts, given, 1e-4)
+    errors = comparison.compare(pages.ours[0], peers, texts, given, 1e-4)
     assert list(errors) == list(THEIRS)
     assert max(errors.values()) < 1e-5
     again = [*peers[:2], peers[3]]  # a static cache keeps what was added
-    errors = sitting.compare(pages.ours[0], again, texts, given, 1e-4)
+    errors = comparison.compare(pages.ours[0], again, texts, given, 1e-4)
     assert list(errors) == [peer.name for peer in again]
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_page_is_refused(systems: Any) -> None:
     pages.cache.keys[1][3, 0, 3] *= -1
     pages.know(texts)
     with pytest.raises(DisagreementError, match="transformers_sdpa: relative error"):
-        sitting.compare(pages.ours[0], peers, texts, given, 1e-4)
+        comparison.compare(pages.ours[0], peers, texts, given, 1e-4)
 
 
 def test_nothing_is_prefilled_and_every_step_reads_all(systems: Any) -> None:
@@ -202,7 +202,7 @@ def test_who_does_not_fit_is_left_out_and_named(
 ) -> None:
     sizes = {"need_bytes": 3 << 30, "free_bytes": 2 << 30}
     skipped = Skipped(context=64, batch=1, system="transformers_static", **sizes)
-    monkeypatch.setattr(sitting, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
+    monkeypatch.setattr(comparison, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
     asked = settings(systems=("transformers_sdpa", "transformers_static", "full"))
     found = decode.run(asked, lambda *given: reported.append(given))
     assert [r["system"] for r in found["results"]] == ["transformers_sdpa", "full"]
@@ -230,7 +230,7 @@ def test_a_context_that_does_not_fit_is_skipped_and_the_others_go_on(
 def test_without_a_peer_nothing_is_compared_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, reported: list[Any]
 ) -> None:
-    monkeypatch.setattr(sitting, "fitting", lambda *_, **__: ([], []))
+    monkeypatch.setattr(comparison, "fitting", lambda *_, **__: ([], []))
     found = decode.run(settings(systems=("full",)), lambda *given: reported.append(given))
     assert [(r["system"], r["ratio_to_peer"]) for r in found["results"]] == [("full", None)]
     assert reported[0][1] == ["at 64 tokens no peer was there to compare logits with"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from keyhole.bench.headlines import HEADLINES
+from benchmarks.paper.settings import HEADLINES
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,10 +13,10 @@ from keyhole import kernels
 from keyhole.bench import kernels as benchmark
 from keyhole.bench import memory
 from keyhole.bench.agreement import DisagreementError, relative_error
-from keyhole.bench.bars import bars
 from keyhole.bench.cases import Case
 from keyhole.bench.layer import Layer
 from keyhole.bench.settings import OPS, PAGE_SIZE, KernelSettings
+from keyhole.bench.targets import bars
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
 from keyhole.kernels import cpu
 

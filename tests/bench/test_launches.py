@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.paper.page import section
 from keyhole.bench import launches, model
-from keyhole.bench.headline_page import section
+from keyhole.bench.baselines import Past, Peer
+from keyhole.bench.keyhole_system import Ours, Pages
 from keyhole.bench.launches import NotRecordedError, checked, said, together
 from keyhole.bench.loading import Loading, Text
-from keyhole.bench.ours import Ours, Pages
-from keyhole.bench.peers import Past, Peer
 from keyhole.bench.settings import DecodeSettings
-from keyhole.engine import core
-from keyhole.engine.recorded import Work
-from keyhole.policy.delta import Delta
+from keyhole.engine import engine as core
+from keyhole.engine.cuda_graphs.runner import Work
+from keyhole.policies.delta import Delta
 from tests.engine.run_again import RunAgain
 
 CONTEXT, STEPS = 64, 12

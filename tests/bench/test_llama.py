@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import decode, llama_file, llama_state, measure, model, sitting, worker
+from keyhole.bench import comparison, decode, llama_file, llama_state, measure, model, worker
 from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.llama import Llama, Need
 from keyhole.bench.llama_file import LlamaFile
@@ -125,7 +125,7 @@ def test_one_that_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyP
     def needed(*_: Any) -> Need:
         return Need(stays=1 << 60, passes=0)
 
-    monkeypatch.setattr(sitting, "needed_bytes", needed)
+    monkeypatch.setattr(comparison, "needed_bytes", needed)
     line = decode.run(settings(), lambda *_: None)
     assert [result["system"] for result in line["results"]] == ["full"]
     assert [entry["system"] for entry in line["skipped"]] == list(OUTSIDE)
@@ -190,10 +190,10 @@ def test_numbers_are_the_same_whenever_they_are_asked_for() -> None:
 def test_ratios_are_taken_within_a_sitting() -> None:
     """The machine may be slower in one of them."""
 
-    def measured(ms: float) -> sitting.Measured:
-        return sitting.Measured(step_ms=[ms, ms], peak_bytes=[1], cost={})
+    def measured(ms: float) -> comparison.Measured:
+        return comparison.Measured(step_ms=[ms, ms], peak_bytes=[1], cost={})
 
-    first = sitting.Sitting(
+    first = comparison.Sitting(
         measured={"full": measured(10), "llama_cpp": measured(20)}, errors={}, skipped=[]
     )
     second = replace(first, measured={"full": measured(30), "llama_cpp_flash": measured(60)})

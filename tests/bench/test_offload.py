@@ -11,15 +11,17 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench import measure, offload, offload_large, offload_page, report, trace
+from benchmarks import speed_pages
+from benchmarks.speed_pages import offload as offload_page
+from keyhole.bench import measure, offload, offload_large, trace
 from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, Text
+from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.repeats import Repeats
-from keyhole.bench.room import RESERVE_BYTES
+from keyhole.bench.selection_overlap import Repeats
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
-from keyhole.cache.elastic import Resident
-from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.offload.prefetch import Prefetcher
+from keyhole.cache.offload.resident_buffer import Resident
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model, load
@@ -213,7 +215,7 @@ def test_documents_show_a_line(
 ) -> None:
     line = line | {"large": large, "settings": line["settings"] | {"context": 256}}
     stored = measure.header("offload", torch.device("cpu"), "a note", "1.2.3") | line
-    page = report.page([], [], [stored | {"commit": "old"}, stored | {"commit": "new"}])
+    page = speed_pages.page([], [], [stored | {"commit": "old"}, stored | {"commit": "new"}])
     assert page.count("## Offloaded layers") == 1
     assert "commit new" in page
     assert "commit old" not in page

@@ -17,11 +17,11 @@ from torch import Tensor
 from keyhole import kernels
 from keyhole.cache import huge_pages
 from keyhole.cache import pages as pages_module
-from keyhole.cache.elastic import ElasticBuffer, Resident
 from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.offload.prefetch import Prefetcher, Traffic
+from keyhole.cache.offload.resident_buffer import ElasticBuffer, Resident
+from keyhole.cache.offload.tiers import FileTier
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefetch import Prefetcher, Traffic
-from keyhole.cache.tiers import FileTier
 from keyhole.errors import CapacityError
 from keyhole.kernels import Selection
 from keyhole.planner import buffer_tokens

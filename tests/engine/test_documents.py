@@ -18,7 +18,7 @@ from keyhole import LLM, SamplingParams
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.sequence import Sequence
 from keyhole.models.positions import Turns
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Plan, Reuse
 from tests.checkpoints import make_model

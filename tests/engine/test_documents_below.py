@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from keyhole import LLM, Delta, Quest, SpeContext
-from keyhole.cache.elastic import ElasticBuffer
-from keyhole.engine.asking import assemble
+from keyhole.cache.offload.resident_buffer import ElasticBuffer
+from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
-from tests.policy.models import prompt, with_head
-from tests.policy.recording import GREEDY, PAGE
+from tests.policies.models import prompt, with_head
+from tests.policies.recording import GREEDY, PAGE
 
 BLOCK = 8
 TEXTS = {name: prompt(length) for name, length in {"a": 91, "b": 20, "c": 130}.items()}

@@ -14,16 +14,16 @@ import torch
 import keyhole
 from keyhole import LLM, Delta, Policy, Quest, SamplingParams, SpeContext, TidalDecode
 from keyhole.cache import huge_pages
-from keyhole.cache.tiers import PinnedTier
-from keyhole.engine.core import Engine
+from keyhole.cache.offload.tiers import PinnedTier
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError
 from keyhole.models.loading import Model
 from keyhole.planner import LayerMemory, MemoryModel, Plan
 from tests.checkpoints import make_model
 from tests.engine.test_placement import buffer_bytes
-from tests.policy.models import prompt, with_head
-from tests.policy.recording import GREEDY, PAGE, steps
+from tests.policies.models import prompt, with_head
+from tests.policies.recording import GREEDY, PAGE, steps
 
 QUEST = Quest(token_budget=16, full_layers=(1,))
 POLICIES: list[Policy] = [
@@ -358,7 +358,7 @@ def test_pinned_memory_goes_the_same_way(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier below a GPU, here below a CPU."""
-    monkeypatch.setattr("keyhole.engine.allocation.make_tier", lambda *_: PinnedTier())
+    monkeypatch.setattr("keyhole.engine.memory.allocation.make_tier", lambda *_: PinnedTier())
     wanted, _ = serve(engine_of(model))
     found, seen = serve(small(model, tmp_path))
     assert max(seen) > seen[-1]

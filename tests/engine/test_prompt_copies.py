@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.core import Engine
-from keyhole.engine.prompt_copies import PromptCopies
+from keyhole.engine.engine import Engine
+from keyhole.engine.memory.shared_prompt_cache import PromptCopies
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
-from keyhole.policy import make_policy, policies
-from keyhole.policy.base import Policy
+from keyhole.policies import available_policies, make_policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_model
-from tests.policy.models import VOCAB, prompt, with_head
+from tests.policies.models import VOCAB, prompt, with_head
 
 PAGE, COUNT = 4, 6
 #: The last has no full page; the one before it ends with one, whose last token is computed again.
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 
 def make(name: str) -> Policy:
     """With a small budget, where it has one."""
-    names = {field.name for field in dataclasses.fields(policies()[name])}
+    names = {field.name for field in dataclasses.fields(available_policies()[name])}
     return make_policy(name, {"token_budget": 16} if "token_budget" in names else {})
 
 
@@ -63,7 +63,7 @@ def cached(served: list[Sequence]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize("name", available_policies())
 def test_logits_are_those_of_an_engine_that_computes_its_prompts(
     models: dict[str, Model], kind: str, name: str
 ) -> None:

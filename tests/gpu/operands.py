@@ -57,7 +57,7 @@ def cases(shapes: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
 
 
 # Interpreted or compiled here they are called by name, as the dispatcher has them on a GPU alone.
-gpu = importlib.import_module("keyhole.kernels.gpu") if DEVICE == "cpu" else None
+gpu = importlib.import_module("keyhole.kernels.triton") if DEVICE == "cpu" else None
 
 
 @dataclass

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.bench import headline, trace
-from keyhole.bench.headlines import HEADLINES
+from benchmarks.paper import setting
+from benchmarks.paper.settings import HEADLINES
+from keyhole.bench import trace
+from keyhole.bench.baselines import Past, Peer
 from keyhole.bench.model import Numbers, make_weights, prompts
-from keyhole.bench.peers import Past, Peer
 from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
 from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.offload.prefetch import Prefetcher
+from keyhole.cache.offload.tiers import PinnedTier
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefetch import Prefetcher
-from keyhole.cache.tiers import PinnedTier
 from keyhole.kernels import Selection
 from tests.gpu.streams import beside_each_other
 
@@ -27,7 +28,7 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("name", HEADLINES)
 def test_a_headline_setting_runs_in_small(name: str) -> None:
-    line = headline.measured(name, "cuda", lambda *_: None, small=True)
+    line = setting.measured(name, "cuda", lambda *_: None, small=True)
     wanted = {n for bar in HEADLINES[name].bars for n in (bar.of, bar.by) if n}
     assert wanted <= set(line["speeds"])
 

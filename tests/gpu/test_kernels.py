@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.kernels import ScoreRequest, Selection, elastic, reference, rotation
+from keyhole.kernels import ScoreRequest, Selection, reference, resident_buffer, shift_rope
 from tests.gpu.operands import (
     COMPILED,
     DEVICE,
@@ -264,7 +264,7 @@ def test_a_captured_step_follows_its_operands() -> None:
         *paged, requests=(ScoreRequest("max", PAGE),), scale=cache.scale
     )
     operands = (*twins, *below, cache.table, lengths, rows)
-    used, _ = elastic.exchange(*operands, selection=Selection(picked, picked, 1))
+    used, _ = resident_buffer.exchange(*operands, selection=Selection(picked, picked, 1))
     wanted = [
         reference.attend(*paged, scale=cache.scale),
         reference.attend(*paged, scale=cache.scale, selection=chosen),
@@ -273,7 +273,7 @@ def test_a_captured_step_follows_its_operands() -> None:
         reference.bound_scores(cache.query, low, high, cache.table),
         reference.top_indices(guesses, lengths.clamp(max=300), 20, 1, first=1, last=2).indices,
         reference.head_scores(cache.query, cache.keys, cache.table, lengths, scale=cache.scale),
-        rotation.rotate(cache.query, place, frequencies, False),
+        shift_rope.rotate(cache.query, place, frequencies, False),
         used.indices,
     ]
     for ours, twin in zip(above, twins, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.kernels import Selection, elastic, reference, rotation
+from keyhole.kernels import Selection, reference, resident_buffer, shift_rope
 from tests.gpu.operands import DEVICE, DTYPES, EACH_DTYPE, INTERPRETED, MARKS, PAGE, run, twice
 
 pytestmark = MARKS
@@ -49,7 +49,7 @@ def test_rotate(dtype: torch.dtype, pairs: int, last: bool) -> None:
         (x[:, :0], one),
     ):
         found = run("rotate", rows, place, frequencies, last)
-        wanted = rotation.rotate(rows, place, frequencies, last)
+        wanted = shift_rope.rotate(rows, place, frequencies, last)
         assert found.dtype == wanted.dtype
         rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
         torch.testing.assert_close(found, wanted, rtol=rounding, atol=2e-6)
@@ -109,7 +109,7 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
         here = (lengths.to(DEVICE), rows, picked.to(DEVICE))
         results = run("exchange", *found, *paged, *here, unit)
         selection = Selection(here[2], here[2], unit)
-        used, moved = elastic.exchange(*wanted, *paged, *here[:2], selection=selection)
+        used, moved = resident_buffer.exchange(*wanted, *paged, *here[:2], selection=selection)
         for ours, twin in zip(results, (used.indices, used.counts, moved), strict=True):
             assert ours.dtype == twin.dtype
             assert torch.equal(ours, twin)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from keyhole.kernels import gpu, operations, reference
-from keyhole.kernels.gpu import prefill as fused
+from keyhole.kernels import operations, reference
+from keyhole.kernels import triton as gpu
+from keyhole.kernels.triton import prefill as fused
 from tests.oracle import attention, float64, in_order, visible
 
 #: KV heads, group, head size, page size.

@@ -25,10 +25,10 @@ pytest.importorskip("kvpress", reason="needs kvpress: run `make test-kvpress`")
 
 from keyhole import Full
 from keyhole.config import EngineConfig
-from keyhole.engine.core import Engine
-from keyhole.evaluate.line_file import LineFile
-from keyhole.evaluate.tasks import make_task
-from keyhole.evaluate.workload import Answered
+from keyhole.engine.engine import Engine
+from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.tasks import make_task
+from keyhole.eval.workloads.workload import Answered
 from keyhole.integrations.kvpress.__main__ import main
 from keyhole.integrations.kvpress.answer import CompressedModel
 from keyhole.integrations.kvpress.evaluation import Cell, Evaluation

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import Selection, elastic
+from keyhole.kernels import Selection, resident_buffer
 from tests.kernels.paged import DTYPES
 
 ROWS, MOST = 4, 40
@@ -207,7 +207,7 @@ def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
                 *operands,
                 selection=selection,
             )
-            for operation, w in ((kernels.exchange, world), (elastic.exchange, twin))
+            for operation, w in ((kernels.exchange, world), (resident_buffer.exchange, twin))
         ]
         (found, moved), (wanted, twin_moved) = results
         assert torch.equal(found.indices, wanted.indices)

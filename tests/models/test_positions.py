@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from keyhole.errors import ConfigError
-from keyhole.kernels import rotation
+from keyhole.kernels import shift_rope
 from keyhole.models import mla
 from keyhole.models.attention import PassThrough
 from keyhole.models.loading import Model, load
@@ -279,7 +279,7 @@ def test_pieces_join_where_they_were_cut(
 ) -> None:
     x, by = torch.randn(length, 2, 8), torch.arange(length) * 997 - 5000
     whole = [llama.turn(0, x, 300), llama.turn(0, x, by[:, None])]
-    monkeypatch.setattr(rotation, "_PIECE", 7 * 2 * 8)
+    monkeypatch.setattr(shift_rope, "_PIECE", 7 * 2 * 8)
     assert torch.equal(llama.turn(0, x, 300), whole[0])
     assert torch.equal(llama.turn(0, x, by[:, None]), whole[1])
     one_by_one = [llama.turn(0, row, int(place)) for row, place in zip(x, by, strict=True)]

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from keyhole.retrieval.attention_objective import attention_loss, mass_divergence
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.attention_objective import attention_loss, mass_divergence
+from keyhole.retrieval.training.teacher import Lesson, Teacher
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 import keyhole
-from keyhole.evaluate.head_recall import WINDOW, Text, measure
+from keyhole.eval.head_recall import WINDOW, Text, measure
+from keyhole.eval.tiny_language.tasks import is_correct, make
+from keyhole.eval.tiny_language.vocabulary import BOS, WORD_IDS
 from keyhole.models.loading import load
-from keyhole.models.tiny.tasks import is_correct, make
-from keyhole.models.tiny.vocabulary import BOS, WORD_IDS
 from keyhole.retrieval.head import RetrievalHead
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from keyhole.errors import ConfigError, NumericalError, UnknownNameError
-from keyhole.retrieval import training
-from keyhole.retrieval.corpus import FileCorpus
-from keyhole.retrieval.distill import Distiller, rate
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.recipe import Recipe
-from keyhole.retrieval.selection_objective import selection_loss
+from keyhole.retrieval.training import train
+from keyhole.retrieval.training.corpus import FileCorpus
+from keyhole.retrieval.training.distill import Distiller, rate
+from keyhole.retrieval.training.selection_objective import selection_loss
+from keyhole.retrieval.training.training_config import Recipe
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 RECIPE = Recipe(tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3))
@@ -100,47 +100,47 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     network: Any, start: str, objective: str, tmp_path: Path
 ) -> None:
     recipe = of(objective, start)
-    whole = training.train(network, Texts(), recipe, tmp_path / "whole")
+    whole = train.train(network, Texts(), recipe, tmp_path / "whole")
     asked = iter([False, False, True])
-    part = training.train(network, Texts(), recipe, tmp_path / "part", stop=lambda: next(asked))
+    part = train.train(network, Texts(), recipe, tmp_path / "part", stop=lambda: next(asked))
     assert (part.finished, part.steps) == (False, 2)
-    assert training.recipe_of(tmp_path / "part") is not None
-    rest = training.train(network, Texts(), recipe, tmp_path / "part", resume=True)
+    assert train.recipe_of(tmp_path / "part") is not None
+    rest = train.train(network, Texts(), recipe, tmp_path / "part", resume=True)
     assert (rest.finished, rest.steps) == (True, whole.steps)
     heads = [RetrievalHead.from_pretrained(tmp_path / x, network) for x in ("whole", "part")]
     for one, other in zip(*(head.parameters() for head in heads), strict=True):
         assert torch.equal(one, other)
-    assert not (tmp_path / "part" / training.SNAPSHOT).exists()
+    assert not (tmp_path / "part" / train.SNAPSHOT).exists()
 
 
 def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> None:
     """Other texts were taken without a word."""
     one, other = (FileCorpus(([n] * 200,), f"--data '{n}.txt'") for n in (7, 8))
-    training.train(network, one, RECIPE, tmp_path, stop=lambda: True)
+    train.train(network, one, RECIPE, tmp_path, stop=lambda: True)
     with pytest.raises(ConfigError, match=r"made with --data '7.txt' .* --data '8.txt' .* has oth"):
-        training.train(network, other, RECIPE, tmp_path, resume=True)
+        train.train(network, other, RECIPE, tmp_path, resume=True)
     same = FileCorpus(one.texts, "--data 'moved.txt'")
-    assert training.train(network, same, RECIPE, tmp_path, resume=True).finished
+    assert train.train(network, same, RECIPE, tmp_path, resume=True).finished
 
 
 def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
-    training.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
+    train.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
     with pytest.raises(ConfigError, match="holds a run that is not finished; resume it"):
-        training.train(network, Texts(), RECIPE, tmp_path / "run")
+        train.train(network, Texts(), RECIPE, tmp_path / "run")
     other = dataclasses.replace(RECIPE, seed=1)
     with pytest.raises(ConfigError, match="seed 1 must be 0, as in the run"):
-        training.train(network, Texts(), other, tmp_path / "run", resume=True)
+        train.train(network, Texts(), other, tmp_path / "run", resume=True)
     bigger = make_network(make_config("llama_group4"))
     with pytest.raises(ConfigError, match=r"learning_rate .* must be"):
-        training.train(bigger, Texts(), RECIPE, tmp_path / "run", resume=True)
-    (tmp_path / "run" / training.SNAPSHOT).write_bytes(b"no")
+        train.train(bigger, Texts(), RECIPE, tmp_path / "run", resume=True)
+    (tmp_path / "run" / train.SNAPSHOT).write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot be read"):
-        training.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
+        train.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
     with pytest.raises(ConfigError, match="holds no run that could be resumed"):
-        training.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
+        train.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
     RetrievalHead.random(network).save_pretrained(tmp_path / "head")
     with pytest.raises(ConfigError, match="holds a finished head; choose another"):
-        training.train(network, Texts(), RECIPE, tmp_path / "head")
+        train.train(network, Texts(), RECIPE, tmp_path / "head")
 
 
 def test_nan_stops_a_training_and_nothing_is_lost(
@@ -156,10 +156,10 @@ def test_nan_stops_a_training_and_nothing_is_lost(
     with pytest.raises(
         NumericalError, match=r"the loss of step 3 is nan .* the step before is kept"
     ):
-        training.train(network, Texts(), RECIPE, tmp_path)
+        train.train(network, Texts(), RECIPE, tmp_path)
     monkeypatch.setattr(Distiller, "_loss", good)
-    rest = training.train(network, Texts(), RECIPE, tmp_path, resume=True)
-    whole = training.train(network, Texts(), RECIPE, tmp_path / "whole")
+    rest = train.train(network, Texts(), RECIPE, tmp_path, resume=True)
+    whole = train.train(network, Texts(), RECIPE, tmp_path / "whole")
     assert rest.finished
     assert rest.steps == whole.steps
     heads = [RetrievalHead.from_pretrained(x, network) for x in (tmp_path, tmp_path / "whole")]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.retrieval.distill import Distiller
-from keyhole.retrieval.draft import DECAY, Draft, eagle_loss
-from keyhole.retrieval.recipe import Recipe
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.distill import Distiller
+from keyhole.retrieval.training.draft import DECAY, Draft, eagle_loss
+from keyhole.retrieval.training.teacher import Lesson, Teacher
+from keyhole.retrieval.training.training_config import Recipe
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 from tests.retrieval.test_distill import Texts
 

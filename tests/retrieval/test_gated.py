@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from keyhole.errors import NumericalError
-from keyhole.retrieval.gated import gated_logits, log_gates
-from keyhole.retrieval.recall import chosen
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.recall import chosen
+from keyhole.retrieval.training.soft_selection import gated_logits, log_gates
+from keyhole.retrieval.training.teacher import Lesson, Teacher
 from tests.checkpoints import KINDS, VOCAB_SIZE, make_config, make_network
 
 LENGTH, START = 40, 22

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.retrieval.attention_objective import attention_loss
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.selection_objective import (
+from keyhole.retrieval.training.attention_objective import attention_loss
+from keyhole.retrieval.training.selection_objective import (
     ATTENTION,
     COLD,
     TILT,
@@ -22,7 +22,7 @@ from keyhole.retrieval.selection_objective import (
     temperature,
     window,
 )
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.teacher import Lesson, Teacher
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 LENGTH, START = 90, 70

@@ -15,8 +15,8 @@ from keyhole.errors import ConfigError
 from keyhole.reuse.base import PlacedDocument, Plan, Reuse
 from keyhole.reuse.cacheblend import CacheBlend
 from keyhole.reuse.epic import Epic
+from keyhole.reuse.full_reuse import PlainReuse
 from keyhole.reuse.multi_infllm import MultiInfLLM
-from keyhole.reuse.plain import PlainReuse
 from keyhole.reuse.recompute import Recompute
 from tests.reuse.placed import make_documents, make_query
 

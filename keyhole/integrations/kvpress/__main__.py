@@ -17,9 +17,9 @@ from typing import Any
 
 from keyhole import method_specs
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.evaluate import task_specs
-from keyhole.evaluate.eval_settings import SETUPS
-from keyhole.evaluate.line_file import LineFile
+from keyhole.eval import task_specs
+from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.settings import SETUPS
 from keyhole.integrations.kvpress.evaluation import Cell, Evaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
 from keyhole.method_specs import Spec

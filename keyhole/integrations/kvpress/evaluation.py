@@ -20,10 +20,10 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.config import is_count, require
 from keyhole.errors import ModelError, UnknownNameError
-from keyhole.evaluate.eval_run import as_stored, model_digest, require_length
-from keyhole.evaluate.eval_settings import SETUPS
-from keyhole.evaluate.tasks import Task
-from keyhole.evaluate.workload import Answered
+from keyhole.eval.run import as_stored, model_digest, require_length
+from keyhole.eval.settings import SETUPS
+from keyhole.eval.tasks import Task
+from keyhole.eval.workloads.workload import Answered
 from keyhole.integrations.kvpress.answer import Answer, CompressedModel
 from keyhole.integrations.kvpress.presses import Press
 from keyhole.models.loading import Model
