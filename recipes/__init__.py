@@ -1,0 +1,1 @@
+"""How what the package ships was made."""
