@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from keyhole.bench import measure
 from keyhole.eval.attention.report import page, table
-from keyhole.eval.attention.report.summary import Place, places
+from keyhole.eval.attention.report.summary import AttentionSetting, places
 from keyhole.eval.results.line_file import Line, LineFile
 
 LINES = measure.results() / "attention.jsonl"
@@ -72,7 +72,7 @@ def measured(lines: Sequence[Line]) -> str:
     )
 
 
-def _title(place: Place) -> str:
+def _title(place: AttentionSetting) -> str:
     return f"{place.length:,} tokens, budget {place.budget:,}, {place.terms} terms"
 
 

@@ -46,7 +46,7 @@ _METHODS = ",".join(name for name, cls in available_policies().items() if not cl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ClaimPart:
     """flags: of every command. places: as PLACES."""
 
     flags: Sequence[str]
@@ -76,22 +76,22 @@ def _delta() -> str:
 
 
 PARTS = {
-    "equal": Part(
+    "equal": ClaimPart(
         flags=["--terms", "equal", "--policies", _METHODS, "--budgets", BUDGETS], places=PLACES
     ),
-    "tuned": Part(
+    "tuned": ClaimPart(
         flags=[
             *("--terms", "tuned", "--trials", "6", "--tuning-limit", "24"),
             *("--policies", _METHODS, "--budgets", BUDGETS),
         ],
         places=TUNED_PLACES,
     ),
-    "published": Part(
+    "published": ClaimPart(
         flags=["--terms", "published", "--policies", _METHODS, "--budgets", "256"],
         places=FEW_PLACES,
     ),
-    "recency": Part(flags=["--policies", _delta()], places=FEW_PLACES),
-    "lists": Part(
+    "recency": ClaimPart(flags=["--policies", _delta()], places=FEW_PLACES),
+    "lists": ClaimPart(
         flags=[
             *("--terms", "equal", "--budgets", BUDGETS),
             *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),

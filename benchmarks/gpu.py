@@ -80,7 +80,7 @@ ORDER = (*TESTS, 2, *SETTINGS, _TRAINING)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class GpuPart:
     """A number, what it is, its share of the time, its commands, and what they need around them.
 
     least_s: with less left it is not begun. small: what stands for the commands without a device.
@@ -96,7 +96,7 @@ class Part:
     after: Callable[[], None] = lambda: None
 
 
-def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
+def parts(out: Path | None, work: Path, limit_s: float) -> list[GpuPart]:
     """All parts; results go below `out`, the training runs in `work`."""
     results = out or ROOT / "benchmarks/results"
     state = out / "tiny" if out else STATE
@@ -123,7 +123,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
     headlines += ["--output", str(results / "headlines.jsonl")]
     return [
         *(
-            Part(
+            GpuPart(
                 number=number,
                 title=title,
                 limit_s=_ALONE_S,
@@ -133,7 +133,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             )
             for number, (title, _) in TESTS.items()
         ),
-        Part(
+        GpuPart(
             number=2,
             title="decode benchmark",
             limit_s=_DECODE_S,
@@ -142,7 +142,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             small=[small_decode],
         ),
         *(
-            Part(
+            GpuPart(
                 number=number,
                 title=name,
                 limit_s=_ALONE_S,
@@ -152,7 +152,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             )
             for number, name in SETTINGS.items()
         ),
-        Part(
+        GpuPart(
             number=_TRAINING,
             title="training of the bundled model",
             limit_s=_BUDGET_S,
@@ -205,7 +205,7 @@ def run_parts(numbers: Iterable[int], out: Path | None, work: Path) -> bool:
     return good
 
 
-def run(part: Part, limit_s: float) -> bool:
+def run(part: GpuPart, limit_s: float) -> bool:
     """Runs the commands one after the other within the limit; whether all went well."""
     print(f"== part {part.number}: {part.title}, at most {limit_s:.0f} s", flush=True)
     begin, good = time.monotonic(), True
@@ -233,7 +233,7 @@ def environment() -> dict[str, str]:
     return os.environ | ours | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
-def dry_run(chosen: list[Part]) -> bool:
+def dry_run(chosen: list[GpuPart]) -> bool:
     """All that can be checked without a device: imports, arguments, tests' names, tiny shapes."""
     print("no CUDA device here: a dry run")
     good = True

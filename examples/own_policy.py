@@ -22,7 +22,7 @@ class OldestAndNewest(Policy):
         """The same pages for all heads and layers."""
         pages = self.token_budget // step.page_size
         scores = step.lengths.new_zeros((len(step.lengths), 1, step.page_table.shape[1])).float()
-        return kernels.top_indices(
+        return kernels.top_k(
             scores, step.pages, pages, step.page_size, first=pages // 2, last=pages - pages // 2
         )
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.bench import agreement, memory
-from keyhole.bench.loading import WARM_UP, Loading, Text, timed
-from keyhole.bench.model import Numbers, prompts
+from keyhole.bench.loading import WARM_UP, ForcedText, Loading, timed
+from keyhole.bench.model import RandomKV, prompts
 from keyhole.bench.settings import LOWERED, PAGE_SIZE, ThroughputSettings
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.errors import CapacityError, ConfigError
@@ -63,7 +63,7 @@ class Steady(RetrievalHead):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class RequestSteps:
     """Steps of all requests at one length.
 
     layers_below: offloaded layers. hit_rate: share of the chosen tokens of these layers that were
@@ -98,15 +98,15 @@ class Lowered:
         self._room = room - sum(parameter.nbytes for parameter in self._head.parameters())
         self.requests = self._most(settings)
 
-    def measure(self, length: int) -> Measured:
+    def measure(self, length: int) -> RequestSteps:
         """Fills an engine with requests of that length and times their steps.
 
         DisagreementError if the logits of the first one are not those of everything above.
         """
         model, count = self._model, self.requests
-        numbers = Numbers(model, count, length)
+        numbers = RandomKV(model, count, length)
         texts, given = prompts(model, count, length, self._steps(count))
-        short = Text(prompt=texts[0], answer=given[:_COMPARED])
+        short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
         expected = self._logits_above(numbers, short)
         with tempfile.TemporaryDirectory() as folder, self._loading(folder, count) as system:
             # A cache doubles as it grows; below, that would be twice what is wanted of the host.
@@ -114,12 +114,12 @@ class Lowered:
             system.fill(numbers, texts)
             found = system.logits(short)
             error = agreement.check(self.name, [found], [expected], _TOLERANCE)
-            system.start(*(Text(prompt=text, answer=given) for text in texts))
+            system.start(*(ForcedText(prompt=text, answer=given) for text in texts))
             times, traffic = timed({self.name: system}, self._repeat, model.device)
             loaded, launched = traffic[self.name], system.launches(self.name)
             below = system.layers_below
         assert loaded is not None
-        return Measured(
+        return RequestSteps(
             step_ms=times[self.name],
             layers_below=below,
             hit_rate=loaded.hit_rate,
@@ -128,7 +128,7 @@ class Lowered:
             error=error,
         )
 
-    def _logits_above(self, numbers: Numbers, text: Text) -> Tensor:
+    def _logits_above(self, numbers: RandomKV, text: ForcedText) -> Tensor:
         with Loading(None, self._model, self._policy, self._head, "") as above:
             above.fill(numbers, [text.prompt])
             found = above.logits(text)

@@ -13,7 +13,7 @@ from benchmarks.results_page import adaptive, controls, controls_pictures, varia
 from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import pictures as results_pictures
 from benchmarks.results_page import scope as results_scope
-from benchmarks.results_page.cells import ASKED, FULL, Table, columns, methods, named, of_task
+from benchmarks.results_page.cells import ASKED, FULL, TaskCells, columns, methods, named, of_task
 from benchmarks.results_page.text import image, kib, month, paragraph, percent, ratio, written
 from keyhole.eval.report.plot_style import NOTHING
 from keyhole.eval.results.cells import Cell, cells, read_lines
@@ -154,7 +154,7 @@ def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
 
 def _table(own: list[Cell], text: Callable[[Cell, Cell | None], str]) -> str:
     """A row for each method, a column for each length and budget; full attention in all of them."""
-    table, heads = Table(own), columns(own)
+    table, heads = TaskCells(own), columns(own)
     top = [""]
     for number, (length, budget) in enumerate(heads):
         is_first = number == 0 or heads[number - 1][0] != length

@@ -19,7 +19,7 @@ _DENSE = ("full_layers", "delta_layers", "selection_layers", "filter_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PageTask:
     """A task of the page. setup: what is read densely; see `keyhole.evaluate.cells.SETUPS`."""
 
     title: str
@@ -29,24 +29,24 @@ class Asked:
 
 _READ = "The text is read densely, the question and the answer go through the policy."
 ASKED = {
-    "tiny_derive": Asked(
+    "tiny_derive": PageTask(
         title="Long derivations",
         setup="prompt",
         about="A program of sums in random order is carried out step by step: two thirds of the "
         "text are the model's own, and every step needs rules of the prompt and an earlier result.",
     ),
-    "tiny_recall": Asked(
+    "tiny_recall": PageTask(
         title="One fact in filler",
         setup="question",
         about=f"One of the facts in a text that is mostly filler. {_READ}",
     ),
-    "tiny_documents_two_hop": Asked(
+    "tiny_documents_two_hop": PageTask(
         title="Two hops over documents",
         setup="question",
         about=f"The first half of the answer stands in one of three documents, the second in "
         f"another. {_READ}",
     ),
-    "tiny_multikey": Asked(
+    "tiny_multikey": PageTask(
         title="Key and value",
         setup="question",
         about=f"One fact of a text that is nothing but facts which look alike. {_READ}",
@@ -55,7 +55,7 @@ ASKED = {
 """The tasks in the order of the page."""
 
 
-class Table:
+class TaskCells:
     """Cells of one task by name, length and budget."""
 
     def __init__(self, own: Sequence[Cell]) -> None:

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.results_page.cells import ASKED, FULL, Asked
+from benchmarks.results_page.cells import ASKED, FULL, PageTask
 from benchmarks.results_page.text import image, paragraph, percent, written
 from keyhole.eval.controls import table as eval_controls_table
 from keyhole.eval.report.plot_style import NOTHING
@@ -53,12 +53,12 @@ _READ = "The text is read densely, the question and the answer go through the po
 #: The tasks in the order of the page.
 TASKS = {
     "tiny_derive": ASKED["tiny_derive"],
-    "tiny_vartrack": Asked(
+    "tiny_vartrack": PageTask(
         title="Chains of names",
         setup="question",
         about=f"A name leads to a name, and so on to a value; the links are scattered. {_READ}",
     ),
-    "tiny_reference": Asked(
+    "tiny_reference": PageTask(
         title="A fact by reference",
         setup="question",
         about=f"A document states a fact by pointing to an earlier document. {_READ}",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results_page.cells import ASKED, Table, columns, methods, of_task
+from benchmarks.results_page.cells import ASKED, TaskCells, columns, methods, of_task
 from benchmarks.results_page.text import month
 from keyhole.drawing import FAINT, STYLE, matplotlib
 from keyhole.eval.report import heat_maps, pareto
@@ -113,7 +113,7 @@ def _what(date: str) -> str:
 
 def score_grid(own: Sequence[Cell]) -> heat_maps.Grid:
     """Scores of one task; NaN where nothing was measured. Full attention is in every column."""
-    table, heads, rows = Table(own), columns(own), methods(own)
+    table, heads, rows = TaskCells(own), columns(own), methods(own)
     values = np.full((len(rows), len(heads)), np.nan)
     for row, name in enumerate(rows):
         for column, (length, budget) in enumerate(heads):

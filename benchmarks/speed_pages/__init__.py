@@ -150,7 +150,3 @@ def _picture(line: Line) -> str:
 
 def _image(line: Line, folder: str) -> str:
     return f"![Time of a decode step against context]({folder}{_picture(line)})"
-
-
-if __name__ == "__main__":
-    main()

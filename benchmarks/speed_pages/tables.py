@@ -41,6 +41,10 @@ def memory(line: Line) -> list[str]:
     ]
 
 
+#: Operations by the names that older lines have.
+_RENAMED = {"top_indices": "top_k", "attend_rebuilt": "attend_low_rank"}
+
+
 def kernels(line: Line) -> list[str]:
     """A row for each operation, times of all paths and peers; then what was to be reached."""
     results = line["results"]
@@ -51,7 +55,7 @@ def kernels(line: Line) -> list[str]:
         found = {r["system"]: r for r in results if (r["op"], r["about"]) == (op, about)}
         others = [f"{name}: {r['ms']:.3g}" for name, r in found.items() if name not in paths]
         cells = [_rate(found[name]) if name in found else "" for name in paths]
-        rows.append([f"`{op}`", about, *cells, "; ".join(others)])
+        rows.append([f"`{_RENAMED.get(op, op)}`", about, *cells, "; ".join(others)])
     heads = ["operation", "on", *(f"`{path}`" for path in paths), "beside it"]
     return [
         "Milliseconds, medians of calls in turns; in brackets the share of the read bandwidth\n"

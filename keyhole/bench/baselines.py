@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 from keyhole.bench.cuda_graph_timer import Captured
 from keyhole.bench.launches import THEIRS, Launches, said
-from keyhole.bench.model import Numbers, Weights, without_copying_weights
+from keyhole.bench.model import RandomKV, Weights, without_copying_weights
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
 from keyhole.bench.static_cache import in_place_cache
 from keyhole.config import require
@@ -60,7 +60,7 @@ class Past:
             cls = _Offloaded if self.below else DynamicCache
             self.cache = cls(config=config, offloading=self.below)
 
-    def fill(self, numbers: Numbers) -> None:
+    def fill(self, numbers: RandomKV) -> None:
         """Stores keys and values of all prompts."""
         for layer in range(numbers.num_layers):
             keys, values = (
@@ -84,7 +84,7 @@ class Past:
         return sum(2 * layer.keys.nbytes for layer in self.cache.layers)
 
 
-class Peer:
+class Baseline:
     """One way of attention in transformers, over a cache that is filled already."""
 
     def __init__(self, name: str, weights: Weights, past: Past, context: int) -> None:

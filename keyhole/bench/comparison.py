@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from keyhole.bench import agreement, memory
-from keyhole.bench.baselines import Past, Peer
+from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.interleaved_timer import Turn, take_turns
-from keyhole.bench.keyhole_system import Ours, Pages
+from keyhole.bench.keyhole_system import KeyholeSystem, Pages
 from keyhole.bench.llama import Llama, needed_bytes
 from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.memory_fit import Skipped, fitting
-from keyhole.bench.model import Numbers, Weights, prompts
+from keyhole.bench.model import RandomKV, Weights, prompts
 from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PEERS, DecodeSettings
 
 #: The peer that the others' times are divided by.
@@ -36,7 +36,7 @@ _EAGER = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class SystemSteps:
     """What one system did: milliseconds and peaks of its steps, and what a step reads."""
 
     step_ms: list[float]
@@ -48,7 +48,7 @@ class Measured:
 class Sitting:
     """Every system of one sitting by name, errors of the compared logits, and who is left out."""
 
-    measured: dict[str, Measured]
+    measured: dict[str, SystemSteps]
     errors: dict[str, float]
     skipped: list[Skipped]
 
@@ -79,7 +79,7 @@ def sit(
     )
     if skipped and skipped[0].system is None:
         return Sitting(measured={}, errors={}, skipped=skipped)
-    numbers = Numbers(model, batch, context)
+    numbers = RandomKV(model, batch, context)
     texts, given = prompts(model, batch, context, _COMPARED)
     with contextlib.ExitStack() as stack:
         others: list[Llama] = []
@@ -93,10 +93,10 @@ def sit(
         pasts = {kind: Past(kind, model, context, steps) for kind in kinds}
         _fill([pages, *pasts.values()], numbers)
         pages.know(texts)
-        peers = [Peer(name, weights, pasts[ALL_PEERS[name][1]], context) for name in fit]
+        peers = [Baseline(name, weights, pasts[ALL_PEERS[name][1]], context) for name in fit]
         tolerance = TOLERANCE[model.dtype] * max(1.0, numbers.num_layers / _LAYERS)
         errors = compare(pages.ours[0], [*peers, *others], texts, given, tolerance)
-        everyone: list[Peer | Ours] = [*peers, *pages.ours]
+        everyone: list[Baseline | KeyholeSystem] = [*peers, *pages.ours]
         systems = [system for system in everyone if system.name in inside]
         used = {ALL_PEERS[system.name][1] for system in systems if system.name in ALL_PEERS}
         cache_bytes = pages.num_bytes + sum(pasts[kind].num_bytes for kind in used)
@@ -112,8 +112,8 @@ def sit(
 
 
 def compare(
-    dense: Ours,
-    peers: Sequence[Peer | Llama],
+    dense: KeyholeSystem,
+    peers: Sequence[Baseline | Llama],
     texts: list[list[int]],
     given: list[int],
     tolerance: float,
@@ -133,7 +133,7 @@ def compare(
     }
 
 
-def _fill(caches: Sequence[Pages | Past], numbers: Numbers) -> None:
+def _fill(caches: Sequence[Pages | Past], numbers: RandomKV) -> None:
     for cache in caches:
         cache.fill(numbers)
 
@@ -146,17 +146,17 @@ def allowed(name: str, tolerance: float) -> float:
 
 
 def _timed(
-    systems: Sequence[Peer | Ours],
+    systems: Sequence[Baseline | KeyholeSystem],
     others: Sequence[Llama],
     texts: list[list[int]],
     repeat: int,
     device: torch.device,
-) -> dict[str, Measured]:
+) -> dict[str, SystemSteps]:
     """Times and peaks of every step after the warm-up, and what the steps read."""
     everyone = [*systems, *others]
     peaks: dict[str, list[int]] = {system.name: [] for system in everyone}
 
-    def turn(system: Peer | Ours) -> Turn:
+    def turn(system: Baseline | KeyholeSystem) -> Turn:
         def after() -> None:
             peaks[system.name].append(memory.peak_bytes(device))
             system.rest()
@@ -177,7 +177,7 @@ def _timed(
     turns = {s.name: turn(s) for s in systems} | {s.name: turn_outside(s) for s in others}
     times = take_turns(turns, WARM_UP + repeat, device)
     return {
-        system.name: Measured(
+        system.name: SystemSteps(
             step_ms=times[system.name][WARM_UP:],
             peak_bytes=peaks[system.name][WARM_UP:],
             cost=system.cost(),

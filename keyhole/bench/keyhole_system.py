@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from keyhole.bench import launches
-from keyhole.bench.model import Numbers
+from keyhole.bench.model import RandomKV
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.engine.head_runner import Lookahead
+from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
 from keyhole.policies import available_policies as table
@@ -29,7 +29,7 @@ from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 
-class Ours:
+class KeyholeSystem:
     """One policy's engine over a shared cache. token_budget: None for the policy's own."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Pages:
         steps: int,
         token_budget: int | None = None,
     ) -> None:
-        """`steps`: the most that any engine adds to a prompt. token_budget: as `Ours`."""
+        """`steps`: the most that any engine adds to a prompt. token_budget: as `KeyholeSystem`."""
         geometry, data = model.geometry(PAGE_SIZE), _page_data(model, policies)
         self.cache = PageCache(
             geometry,
@@ -116,12 +116,14 @@ class Pages:
         )
         # Random weights have no head that was trained for them; what a step costs is the same.
         head = RetrievalHead.random(model.network) if self.cache.common else None
-        self.ours = [Ours(name, model, self.cache, batch, head, token_budget) for name in policies]
+        self.ours = [
+            KeyholeSystem(name, model, self.cache, batch, head, token_budget) for name in policies
+        ]
         pages = self.cache.allocate(batch * context // PAGE_SIZE)
         assert pages is not None
         self._pages = torch.tensor(pages, device=model.device)
 
-    def fill(self, numbers: Numbers) -> None:
+    def fill(self, numbers: RandomKV) -> None:
         """Writes keys and values of all prompts, and what the policies keep of them."""
         cache = self.cache
         for tensor in cache.common.values():
@@ -189,4 +191,4 @@ def _head_data(model: Model, policies: Several[str]) -> dict[str, tuple[int, ...
     """What a retrieval head keeps in a page, if a policy wants one."""
     if not any(make_policy(name).wants_head for name in policies):
         return {}
-    return Lookahead.page_data(RetrievalHead.random(model.network).config, PAGE_SIZE)
+    return HeadRunner.page_data(RetrievalHead.random(model.network).config, PAGE_SIZE)

@@ -13,7 +13,7 @@ from keyhole.kernels import Selection
 
 
 @dataclass(eq=False)
-class Repeats:
+class SelectionOverlap:
     """Counts over the selections of one sequence after the other.
 
     steps: those in which anything was selected. selected, repeated: what was, and what of it the
@@ -51,7 +51,7 @@ class Repeats:
         self._last[layer] = self._step, now.clone()
 
 
-def recording(repeats: Repeats) -> type[Prefetcher]:
+def recording(repeats: SelectionOverlap) -> type[Prefetcher]:
     """Elastic loading that tells `repeats` of every selection."""
 
     class Recording(Prefetcher):

@@ -55,7 +55,7 @@ POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 OPS = (
     "attend",
     "attend_and_score",
-    "attend_rebuilt",
+    "attend_low_rank",
     "head_scores",
     "prefill",
     "append",
@@ -63,14 +63,14 @@ OPS = (
     "bound_scores",
     "summary_scores",
     "spread_scores",
-    "top_indices",
+    "top_k",
     "trim",
     "linear",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """What all benchmarks have in common; None is settled by each of them."""
 
     default_shape: ClassVar[str] = "smoke"
@@ -107,7 +107,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSettings(Settings):
+class DecodeSettings(BenchSettings):
     """The decode benchmark."""
 
     default_shape: ClassVar[str] = "llama-3.2-1b"
@@ -159,7 +159,7 @@ class ThroughputSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSettings(Settings):
+class KernelSettings(BenchSettings):
     """The kernel benchmark; no paths: all of `keyhole.bench.paths` on the device."""
 
     default_shape: ClassVar[str] = "llama-3.1-8b"

@@ -53,11 +53,13 @@ class Thinned:
         self._ends[slot] = 0
         self._dropped[slot] = self._lost[slot] = 0
 
-    def rows(self, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
+    def rows(
+        self, slots: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> KeptTokenRows:
         """The view of one step: sequences in `slots`, of `lengths` tokens each."""
         both = list(zip(slots, lengths, strict=True))
         index = torch.tensor(slots, device=device)
-        return Rows(
+        return KeptTokenRows(
             kept=self._kept[:, index],
             tokens=self._tokens[:, index],
             counts=self._counts[:, index],
@@ -68,7 +70,7 @@ class Thinned:
         )
 
 
-class Rows:
+class KeptTokenRows:
     """What the sequences of one step have, [L, B, ...]; selections come out of it."""
 
     def __init__(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import Rows
+from keyhole.cache.kept_tokens import KeptTokenRows
 
 
 @dataclass(frozen=True)
-class Remaining:
+class RetainedPages:
     """Pages that full-attention layers still read, one after the other as if none had gone.
 
     Keys carry their true positions, so that order and number of the pages are all that attention
@@ -23,7 +23,7 @@ class Remaining:
     entries: int64 [B, W], on the host: which page of the sequence each one is; the rest is -1.
     most_generated: the most entries of any sequence that are not pinned.
     due: bool [B], on the host: sequences that give up a page before their next token.
-    thinned: as in `Step`, with these lengths.
+    kept_tokens: as in `Step`, with these lengths.
     """
 
     page_table: Tensor
@@ -34,4 +34,4 @@ class Remaining:
     entries: np.ndarray
     most_generated: int
     due: np.ndarray
-    thinned: Rows | None = None
+    kept_tokens: KeptTokenRows | None = None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keyhole
-from keyhole.bench.settings import DecodeSettings, KernelSettings, OffloadSettings, Settings
+from keyhole.bench.settings import BenchSettings, DecodeSettings, KernelSettings, OffloadSettings
 from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", metavar="FILE", default="keyhole-bench.jsonl", help="where the line is added"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_settings(parser, Settings, "what is measured")
+    flags.add_settings(parser, BenchSettings, "what is measured")
     for benchmark, names in _OWN.items():
         flags.add_settings(parser, _SETTINGS[benchmark], f"{benchmark} only", names)
 

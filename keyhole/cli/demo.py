@@ -17,7 +17,7 @@ from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keyhole.eval.demo import Demo, Outcome
+    from keyhole.eval.demo import Demo, DemoOutcome
     from keyhole.eval.tiny_language.tasks import Item
     from keyhole.models.loading import Model
 
@@ -131,7 +131,7 @@ def _text(found: Demo, budget: int) -> str:
     return "\n".join(lines)
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: DemoOutcome) -> list[str]:
     stats = outcome.stats
     fraction = stats.attended_fraction
     return [

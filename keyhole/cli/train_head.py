@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.interrupt import INTERRUPTED, Interrupt
 from keyhole.errors import ConfigError
-from keyhole.retrieval.training.training_config import Recipe
+from keyhole.retrieval.training.training_config import TrainingConfig
 
 if TYPE_CHECKING:
     from keyhole.models.loading import Model
     from keyhole.retrieval.training.corpus import Corpus
-    from keyhole.retrieval.training.train import Outcome
+    from keyhole.retrieval.training.train import TrainingOutcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,15 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_settings(parser, Recipe, "training")
+    flags.add_settings(parser, TrainingConfig, "training")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains; 130 where Ctrl-C ended it early."""
-    given = flags.settings_of(arguments, Recipe)
+    given = flags.settings_of(arguments, TrainingConfig)
     folder = _folder(arguments)
     outputs.check_folder("--output", folder)
-    recipe = Recipe(**given)
+    recipe = TrainingConfig(**given)
     if arguments.data is None and not flags.is_bundled(arguments.model):
         raise ConfigError("give --data FILE with texts for this model")
     model = flags.load_model(arguments)
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     return INTERRUPTED
 
 
-def _text(outcome: Outcome, folder: Path) -> str:
+def _text(outcome: TrainingOutcome, folder: Path) -> str:
     lines = [f"{outcome.tokens} tokens in {outcome.steps} steps, {outcome.seconds:.0f} s"]
     if outcome.loss is not None:
         lines.append(

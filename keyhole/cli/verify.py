@@ -13,7 +13,7 @@ from keyhole.cli.common import flags, show
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keyhole.eval.head_recall import Cell
+    from keyhole.eval.head_recall import RecallCell
     from keyhole.models.loading import Model
     from keyhole.retrieval.head import RetrievalHead
 
@@ -90,7 +90,9 @@ def _length(text: str | None) -> int | None:
     return int(text)
 
 
-def _head(model: Model, arguments: argparse.Namespace) -> tuple[RetrievalHead, list[Cell]] | None:
+def _head(
+    model: Model, arguments: argparse.Namespace
+) -> tuple[RetrievalHead, list[RecallCell]] | None:
     """The head and its recall; None without a head, or without texts for it."""
     from keyhole.eval.head_check import check_head
     from keyhole.eval.tiny_language.head_texts import HeadTexts
@@ -103,7 +105,7 @@ def _head(model: Model, arguments: argparse.Namespace) -> tuple[RetrievalHead, l
     return check_head(model, corpus.read(arguments.data, model.tokenizer, model.vocab_size))
 
 
-def _print_head(model: Model, head: tuple[RetrievalHead, list[Cell]] | None) -> None:
+def _print_head(model: Model, head: tuple[RetrievalHead, list[RecallCell]] | None) -> None:
     from keyhole.eval import head_check
 
     if head is None:

@@ -21,7 +21,7 @@ from keyhole.documents import file as document_file
 from keyhole.documents.index import Index
 from keyhole.documents.integrity_error import RecordError
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
-from keyhole.documents.storage import Entry, Place
+from keyhole.documents.storage import Entry, StorageBackend
 from keyhole.documents.storage.lock import Lease, is_free, locked
 from keyhole.errors import CapacityError, UnknownNameError
 
@@ -40,7 +40,7 @@ class Catalogue:
     the user's cache folder.
     """
 
-    def __init__(self, place: Place, cache_folder: Path | None) -> None:
+    def __init__(self, place: StorageBackend, cache_folder: Path | None) -> None:
         self.place = place
         self._folder = place.folder or _index_folder(place.url, cache_folder)
         self._leases = self._folder / "leases"
@@ -126,7 +126,7 @@ class Catalogue:
             )
             self.index.put_documents([(source, entry.size_bytes, "")])
 
-    def header(self, record: str) -> document_file.Header | None:
+    def header(self, record: str) -> document_file.RecordHeader | None:
         """What a record says of itself; None if it is not there or damaged."""
         try:
             reader = self.place.reader(f"records/{record}")

@@ -26,12 +26,12 @@ import torch
 from keyhole.documents.digest import Fingerprint, canonical, is_sealed, seal, sha256
 from keyhole.documents.integrity_error import RecordError
 from keyhole.documents.record import STATISTICS, DocumentRecord
-from keyhole.documents.storage import Reader
+from keyhole.documents.storage import StorageReader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Header", "Span", "check", "check_all", "parse", "read_small", "serialise"]
+__all__ = ["RecordHeader", "Span", "check", "check_all", "parse", "read_small", "serialise"]
 
 _FORMAT = "keyhole document"
 _VERSION = "1"
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Header:
+class RecordHeader:
     """What a record says of itself.
 
     name: what the document was called when it was encoded. digest: of its source. created: seconds
@@ -145,7 +145,7 @@ def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:
     yield from heads
 
 
-def parse(reader: Reader) -> Header:
+def parse(reader: StorageReader) -> RecordHeader:
     """The header of a file; RecordError "damaged" if it is not as it was written.
 
     That the record is of the right text and model is for the caller to compare.
@@ -178,7 +178,7 @@ def parse(reader: Reader) -> Header:
     size = max(span.stop for span in spans.values())
     if reader.size != size:
         raise _damaged(f"its record has {reader.size} bytes", f"{size} bytes")
-    return Header(
+    return RecordHeader(
         name=text["name"],
         digest=text["digest"],
         block_size=int(text["block_size"]),
@@ -191,7 +191,7 @@ def parse(reader: Reader) -> Header:
     )
 
 
-def read_small(reader: Reader, header: Header) -> dict[str, Tensor]:
+def read_small(reader: StorageReader, header: RecordHeader) -> dict[str, Tensor]:
     """All that stands before the rows, in one read; RecordError "damaged" if it has changed."""
     begin = header.data_start
     data = reader.read([(begin, header.rows_start)])[0]
@@ -202,7 +202,7 @@ def read_small(reader: Reader, header: Header) -> dict[str, Tensor]:
     return {key: spans[key].tensor(part) for key, part in parts.items()}
 
 
-def check_all(reader: Reader, header: Header) -> None:
+def check_all(reader: StorageReader, header: RecordHeader) -> None:
     """Reads every tensor, one after the other; RecordError "damaged" for one that has changed."""
     for key, span in header.spans.items():
         check(key, span, reader.read([(span.start, span.stop)])[0])
@@ -218,7 +218,7 @@ def check(key: str, span: Span, data: Tensor) -> None:
         )
 
 
-def _header_line(reader: Reader) -> bytes:
+def _header_line(reader: StorageReader) -> bytes:
     if reader.size < 8:
         raise _damaged(f"its record has {reader.size} bytes", "a header and tensors")
     length = int.from_bytes(_bytes(reader, 0, 8), "little")
@@ -227,7 +227,7 @@ def _header_line(reader: Reader) -> bytes:
     return _bytes(reader, 8, 8 + length)
 
 
-def _bytes(reader: Reader, start: int, stop: int) -> bytes:
+def _bytes(reader: StorageReader, start: int, stop: int) -> bytes:
     return reader.read([(start, stop)])[0].numpy().tobytes()
 
 

@@ -8,11 +8,11 @@ from contextlib import closing
 from keyhole.documents import file
 from keyhole.documents.catalogue import Catalogue
 from keyhole.documents.digest import Fingerprint, differences, model_of
-from keyhole.documents.file import Header
+from keyhole.documents.file import RecordHeader
 from keyhole.documents.index import record_file
 from keyhole.documents.integrity_error import Problem, RecordError, foreign
 from keyhole.documents.source import SourceFile
-from keyhole.documents.storage import Reader
+from keyhole.documents.storage import StorageReader
 
 __all__ = ["absent", "header_of", "nameless", "problems"]
 
@@ -69,7 +69,7 @@ def nameless(catalogue: Catalogue) -> list[Problem]:
     return [Problem(f"documents/{f}", what, "as it was written", "source") for f in sorted(files)]
 
 
-def header_of(reader: Reader, digest: str, fingerprint: Fingerprint) -> Header:
+def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> RecordHeader:
     """The header of a record; RecordError if it is damaged, or of another model or text."""
     header = file.parse(reader)
     error = foreign(header.fingerprint, fingerprint)

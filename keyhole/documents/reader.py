@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from keyhole.documents import file
-from keyhole.documents.file import Header, Span
+from keyhole.documents.file import RecordHeader, Span
 from keyhole.documents.index import DocumentInfo
 from keyhole.documents.integrity_error import RecordError
 from keyhole.documents.record import STATISTICS, HeadRecord, LayerStatistics
-from keyhole.documents.storage import Reader
+from keyhole.documents.storage import StorageReader
 from keyhole.documents.storage.lock import Lease
 from keyhole.errors import ConfigError
 
@@ -35,9 +35,9 @@ class StoredDocument:
     def __init__(
         self,
         info: DocumentInfo,
-        header: Header,
+        header: RecordHeader,
         small: Mapping[str, Tensor],
-        reader: Reader,
+        reader: StorageReader,
         lease: Lease,
     ) -> None:
         self.info = info
@@ -157,6 +157,6 @@ def _part(span: Span, start: int, stop: int) -> Span:
     return Span(span.dtype, (stop - start, *span.shape[1:]), begin, end, "")
 
 
-def _release(reader: Reader, lease: Lease) -> None:
+def _release(reader: StorageReader, lease: Lease) -> None:
     reader.close()
     lease.close()

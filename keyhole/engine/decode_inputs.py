@@ -13,7 +13,7 @@ from keyhole.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Numbers:
+class DecodeInputs:
     """One token of each of B sequences, which have up to M pages.
 
     position, prompts: int64 [B], where the token stands, and tokens before the first decode step.
@@ -39,7 +39,7 @@ def numbers_of(
     table: PageTable,
     state: SequenceState,
     eviction: Eviction | None,
-) -> Numbers:
+) -> DecodeInputs:
     """For at least one sequence; once a step, as sequences enter `state` and `eviction` by it."""
     position = np.asarray([s.num_computed for s in decodes], np.int64)
     fresh, prompts = state.enter(decodes)
@@ -55,7 +55,7 @@ def numbers_of(
     }
     written = {"slots": page * page_size + place, "touched": page, "filled": place + 1}
     if eviction is None:
-        return Numbers(position, prompts, fresh, sent, written)
+        return DecodeInputs(position, prompts, fresh, sent, written)
     entries, pages, pinned, due = eviction.view(decodes, position, fresh)
     left = np.take_along_axis(rows, np.maximum(entries, 0), 1)
     sent |= {
@@ -65,4 +65,4 @@ def numbers_of(
         "pinned": pinned,
         "goes": due,
     }
-    return Numbers(position, prompts, fresh, sent, written, entries, due)
+    return DecodeInputs(position, prompts, fresh, sent, written, entries, due)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Tokens
 import torch
 from torch import Tensor
 
-from keyhole.cache.page_list import HOLE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
@@ -20,14 +20,14 @@ from keyhole.engine.documents.context import Context
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import Preparation
 from keyhole.engine.fair_lock import FairLock
-from keyhole.engine.head_runner import Lookahead, load_head
+from keyhole.engine.head_runner import HeadRunner, load_head
 from keyhole.engine.memory.allocation import allocate, too_long
-from keyhole.engine.memory.eviction import most_pages
-from keyhole.engine.memory.layer_offloader import Placement
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.eviction import page_limit
+from keyhole.engine.memory.layer_offloader import LayerOffloader
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.sampler import sample, top_logprobs
-from keyhole.engine.scheduler import Plan, Scheduler
+from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
 from keyhole.engine.tokenization import word_ids
 from keyhole.errors import (
@@ -61,7 +61,7 @@ class Engine:
         config: EngineConfig,
         cache: PageCache | None = None,
         head: RetrievalHead | None = None,
-        copies: PromptCopies | None = None,
+        copies: SharedPromptCache | None = None,
     ) -> None:
         self.lock = FairLock()
         self.model = model
@@ -75,7 +75,7 @@ class Engine:
             head = load_head(self.policy, model)
         wanted = config.graphs and self.policy.capturable is True
         recorder = make_recorder(model.device) if wanted else None
-        self.placement: Placement | None = None
+        self.placement: LayerOffloader | None = None
         if cache is None:
             # A row more of buffers, where rows of a recorded step may stand for no sequence.
             rows = config.max_batch + (recorder is not None)
@@ -89,19 +89,19 @@ class Engine:
             self.prefix,
             config,
             dense=self.policy.dense,
-            most_pages=functools.partial(most_pages, self.policy, self.geometry),
+            page_limit=functools.partial(page_limit, self.policy, self.geometry),
             shares_pages=self.policy.shares_pages,
             reusable=lambda known: self.policy.reusable(known, config.page_size),
             max_length=self.max_length,
             prepare=self._prepare,
             known=self._known,
         )
-        self.lookahead: Lookahead | None = None
+        self.lookahead: HeadRunner | None = None
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
         if head is not None:
             model.watch(head.config.feature_layers)
-            self.lookahead = Lookahead(head, self.cache, choice_lists(self.geometry))
+            self.lookahead = HeadRunner(head, self.cache, choice_lists(self.geometry))
         prefetcher = None if self.placement is None else self.placement.prefetcher
         self._runner = Runner(
             model,
@@ -233,7 +233,7 @@ class Engine:
             )
         length = min(len(tokens) + params.max_tokens, self.max_length)
         prompt = len(tokens) - num_given
-        pages = most_pages(self.policy, self.geometry, prompt, length)
+        pages = page_limit(self.policy, self.geometry, prompt, length)
         length = min(length, pages * self.config.page_size)
         if pages > self.max_pages and not stored:
             raise CapacityError(too_long(length, self.cache, self.placement, self.config))
@@ -281,11 +281,11 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Asserts that every page is held by exactly those who list it (for tests)."""
-        holders = [[p for p in s.pages if p != HOLE] for s in self.scheduler.running]
+        holders = [[p for p in s.pages if p != NO_PAGE] for s in self.scheduler.running]
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
 
-    def _move_up(self, placement: Placement) -> None:
+    def _move_up(self, placement: LayerOffloader) -> None:
         demand = self.scheduler.demand()
         if demand is not None:
             placement.move_up(demand, self.prefix, self._renumber)
@@ -340,7 +340,7 @@ class Engine:
         sequence.finish_reason = "stop" if sequence.detokenizer.stopped else reason
         self.scheduler.finish(sequence, remember=sequence.error is None)
 
-    def _count(self, plan: Plan, reads: Tensor, seconds: float) -> None:
+    def _count(self, plan: SchedulerOutput, reads: Tensor, seconds: float) -> None:
         for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):
             fraction, kv_bytes, other_bytes = row
             sequence.counters.add_step(fraction, kv_bytes, other_bytes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.cache.kept_tokens import Rows
+from keyhole.cache.kept_tokens import KeptTokenRows
 from keyhole.cache.pages import PageCache
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.errors import ConfigError
@@ -26,7 +26,7 @@ from keyhole.retrieval.head import HeadConfig, RetrievalHead
 from keyhole.retrieval.scores import group_weights
 
 
-class Lookahead:
+class HeadRunner:
     """A head over the pages of a cache, for a target that makes choices of `groups` lists."""
 
     def __init__(self, head: RetrievalHead, cache: PageCache, groups: int) -> None:
@@ -74,12 +74,12 @@ class Lookahead:
         query, key = self.head(token_ids[:count], positions[:count], fused)
         self.put(key, batch.slots[:count])
         step.head_weights = functools.partial(
-            self._weights, query, step.page_table, step.lengths, step.thinned
+            self._weights, query, step.page_table, step.lengths, step.kept_tokens
         )
         step.head_token_bytes = self.token_bytes
 
     def _weights(
-        self, query: Tensor, page_table: Tensor, lengths: Tensor, thinned: Rows | None
+        self, query: Tensor, page_table: Tensor, lengths: Tensor, thinned: KeptTokenRows | None
     ) -> Tensor:
         keys = self._cache.common["head_keys"]
         paged = (query.to(keys.dtype), keys, page_table, lengths)

@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import Rows, Thinned
+from keyhole.cache.kept_tokens import KeptTokenRows, Thinned
 from keyhole.cache.offload.prefetch import Loads, Prefetcher, Traffic
 from keyhole.cache.pages import PageCache
-from keyhole.cache.retained_pages import Remaining
-from keyhole.engine.cuda_graphs.runner import Outputs, RecordedSteps, Recorder
-from keyhole.engine.decode_inputs import Numbers, numbers_of
-from keyhole.engine.head_runner import Lookahead
+from keyhole.cache.retained_pages import RetainedPages
+from keyhole.engine.cuda_graphs.runner import CudaGraphRunner, Outputs, Recorder
+from keyhole.engine.decode_inputs import DecodeInputs, numbers_of
+from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.memory.eviction import Eviction
 from keyhole.engine.memory.page_table import PageTable
 from keyhole.engine.policy_state import SequenceState
 from keyhole.engine.read_stats import counted
-from keyhole.engine.scheduler import Plan
+from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
-from keyhole.kernels.shift_rope import Rotation
+from keyhole.kernels.rope import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
-from keyhole.models.positions import Turns, rotates
+from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import Policy, Step
 
 
@@ -42,7 +42,7 @@ class Runner:
         cache: PageCache,
         policy: Policy,
         max_batch: int,
-        lookahead: Lookahead | None = None,
+        lookahead: HeadRunner | None = None,
         prefetcher: Prefetcher | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -61,11 +61,11 @@ class Runner:
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
         self._loads: Loads | None = None  # of the last step, until they are counted
-        evicts = policy.most_pages(np.ones(1, np.int64), cache.page_size) is not None
+        evicts = policy.page_limit(np.ones(1, np.int64), cache.page_size) is not None
         self._eviction = Eviction(policy, cache, max_batch) if evicts else None
-        self._recorded: RecordedSteps | None = None
+        self._recorded: CudaGraphRunner | None = None
         if recorder is not None:
-            self._recorded = RecordedSteps(
+            self._recorded = CudaGraphRunner(
                 recorder,
                 cache,
                 policy,
@@ -91,7 +91,7 @@ class Runner:
         """Steps that were repeated from a recording."""
         return 0 if self._recorded is None else self._recorded.replayed
 
-    def run(self, plan: Plan) -> tuple[list[Sequence], Tensor, Tensor]:
+    def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor, Tensor]:
         """One step. Returns the sequences whose logits are wanted, these logits, and reads.
 
         Logits [R, vocabulary]; reads float64 [B, 3], for each decoding sequence the attended
@@ -116,7 +116,7 @@ class Runner:
         reads = self.end(plan, *row, batch)
         return [spans[i][0] for i in wanted], logits, reads
 
-    def begin(self, plan: Plan, token_ids: Tensor, positions: Tensor) -> Batch:
+    def begin(self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor) -> Batch:
         """What attention needs for one step, with the policy's choice before it under way.
 
         token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
@@ -124,13 +124,15 @@ class Runner:
         self.evict()
         return self._begin(plan, self._numbers(plan.decodes), token_ids, positions)
 
-    def end(self, plan: Plan, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+    def end(
+        self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor, batch: Batch
+    ) -> Tensor:
         """After the forward: advances `num_computed`; returns the reads, as `run`."""
         victims, reads = self._after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
         self._loads = self._prefetcher.end() if loading and self._prefetcher else None
-        if victims is not None and batch.step is not None and batch.step.remaining is not None:
-            self._victims = victims, batch.step.remaining.due, plan.decodes
+        if victims is not None and batch.step is not None and batch.step.retained is not None:
+            self._victims = victims, batch.step.retained.due, plan.decodes
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
@@ -159,7 +161,7 @@ class Runner:
         """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""
         return sequence.kept if self._eviction is None else self._eviction.kept(sequence)
 
-    def _numbers(self, decodes: list[Sequence]) -> Numbers | None:
+    def _numbers(self, decodes: list[Sequence]) -> DecodeInputs | None:
         if not decodes:
             return None
         numbers = numbers_of(
@@ -174,7 +176,11 @@ class Runner:
         return numbers
 
     def _begin(
-        self, plan: Plan, numbers: Numbers | None, token_ids: Tensor, positions: Tensor
+        self,
+        plan: SchedulerOutput,
+        numbers: DecodeInputs | None,
+        token_ids: Tensor,
+        positions: Tensor,
     ) -> Batch:
         batch = self._batch(plan, numbers)
         self._before(token_ids, positions, batch)
@@ -200,7 +206,7 @@ class Runner:
         victims = self._policy.after_step(batch.step)
         return victims, counted(batch.reads, batch.step, self._cache.geometry, self._policy)
 
-    def _is_plain(self, plan: Plan) -> bool:
+    def _is_plain(self, plan: SchedulerOutput) -> bool:
         """Whether a step is nothing but decoding, over all tokens."""
         below = self._cache.lower_layers
         if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
@@ -234,7 +240,7 @@ class Runner:
         return Outputs(logits, reads, victims, loads)
 
     def _finished(
-        self, plan: Plan, numbers: Numbers, outputs: Outputs
+        self, plan: SchedulerOutput, numbers: DecodeInputs, outputs: Outputs
     ) -> tuple[list[Sequence], Tensor, Tensor]:
         """What `run` gives, after a plain step; and all that it leaves on the host."""
         count = len(plan.decodes)
@@ -249,7 +255,7 @@ class Runner:
             logits = logits[self._send(np.asarray(wanted, np.int64))]
         return [plan.decodes[i] for i in wanted], logits, outputs.reads[:count]
 
-    def _batch(self, plan: Plan, numbers: Numbers | None) -> Batch:
+    def _batch(self, plan: SchedulerOutput, numbers: DecodeInputs | None) -> Batch:
         size, row = self._cache.page_size, len(plan.decodes)
         slots, touched, filled = [], [], []
         if numbers is not None:
@@ -302,7 +308,7 @@ class Runner:
             start=int(positions[0]),
         )
 
-    def _there(self, decodes: list[Sequence], lengths: np.ndarray) -> Rows | None:
+    def _there(self, decodes: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
         """What each layer has of the decoding sequences; None: everything."""
         for sequence in decodes:
             if self._kept[sequence.slot] is not sequence.kept:
@@ -316,23 +322,23 @@ class Runner:
         slots = [sequence.slot for sequence in decodes]
         return self._thinned.rows(slots, lengths.tolist(), self._model.device)
 
-    def _entered(self, decodes: list[Sequence], numbers: Numbers) -> Step:
+    def _entered(self, decodes: list[Sequence], numbers: DecodeInputs) -> Step:
         """The step of these sequences, with their documents and offloaded layers."""
         step = self._step(numbers, {name: self._send(x) for name, x in numbers.sent.items()})
-        step.thinned = self._there(decodes, numbers.position + 1)
-        if step.remaining is not None:
+        step.kept_tokens = self._there(decodes, numbers.position + 1)
+        if step.retained is not None:
             there = self._there(decodes, numbers.sent["left_lengths"])
-            step.remaining = replace(step.remaining, thinned=there)
+            step.retained = replace(step.retained, kept_tokens=there)
         if self._prefetcher is not None:
             self._prefetcher.begin(step.slots, step.page_table, step.lengths)
         return step
 
-    def _step(self, numbers: Numbers, tensors: Mapping[str, Tensor]) -> Step:
+    def _step(self, numbers: DecodeInputs, tensors: Mapping[str, Tensor]) -> Step:
         """tensors: what was sent of the numbers."""
         remaining = None
         if numbers.entries is not None and numbers.due is not None:
             generated = numbers.sent["left_pages"] - numbers.sent["pinned"]
-            remaining = Remaining(
+            remaining = RetainedPages(
                 page_table=tensors["left_table"],
                 pages=tensors["left_pages"],
                 lengths=tensors["left_lengths"],
@@ -357,13 +363,13 @@ class Runner:
             rotation=self._rotation,
             slots=tensors["state_rows"],
             state=self._state.tensors,
-            remaining=remaining,
+            retained=remaining,
         )
 
     @functools.cached_property
-    def _turns(self) -> Turns | None:
+    def _turns(self) -> RopeShift | None:
         """The rotations of the model; None if its positions are none."""
-        return Turns.of(self._model) if rotates(self._model) else None
+        return RopeShift.of(self._model) if rotates(self._model) else None
 
     def _rotation(self, layer: int) -> Rotation:
         if self._turns is None:

@@ -51,7 +51,7 @@ def attended(
 def _tokens(selection: Selection | None, window: int | None, step: Step) -> Tensor:
     """Tokens read per KV head, float64 [B], mean over the heads."""
     if selection is None:
-        whole = step.remaining or step
+        whole = step.retained or step
         read = whole.lengths if window is None else step.lengths.clamp(max=window)
         return read.double()
     counts = selection.counts.double()

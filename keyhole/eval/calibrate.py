@@ -276,8 +276,8 @@ class _Sums:
     def _choice(self, layer: int, largest: Tensor, step: Step) -> tuple[Selection, Tensor]:
         """What DELTA chooses by these scores, and its pages as 0 and 1, float64 [B, M]."""
         self.delta.on_scores(layer, (largest[:, None],), step)
-        assert step.carry is not None
-        chosen, step.carry = step.carry, None
+        assert step.shared_selection is not None
+        chosen, step.shared_selection = step.shared_selection, None
         pages = measures.members(chosen.indices, largest.shape[1])[:, 0]
         return chosen, pages.double()
 

@@ -38,7 +38,7 @@ _DERIVE_WORDS = 24 * _DERIVE_STEPS + 17
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class DemoOutcome:
     """One task under one policy, or under the control of that policy."""
 
     task: str
@@ -57,7 +57,7 @@ class Demo:
     does not is its own control, and has none here.
     """
 
-    outcomes: list[Outcome]
+    outcomes: list[DemoOutcome]
     policies: dict[str, Policy]
     dense: dict[str, tuple[int, ...]]
     controls: dict[str, Policy]
@@ -113,7 +113,7 @@ def traced(model: Model, item: Item) -> tuple[Trace, int]:
     return policy.trace, result.stats.prompt_tokens
 
 
-def verdicts(outcomes: Sequence[Outcome]) -> list[str]:
+def verdicts(outcomes: Sequence[DemoOutcome]) -> list[str]:
     """What each method's control says of it, a line for all tasks with the same two answers.
 
     Tasks on which full attention is wrong are left out.
@@ -146,7 +146,7 @@ _SAYS = {
 }
 
 
-def _tasks(outcomes: Sequence[Outcome]) -> list[str]:
+def _tasks(outcomes: Sequence[DemoOutcome]) -> list[str]:
     return list(dict.fromkeys(one.task for one in outcomes))
 
 
@@ -174,9 +174,9 @@ def _answer(item: Item, llm: LLM) -> Result:
     return llm.generate(item.prompt, SamplingParams(max_tokens=room, temperature=0.0))
 
 
-def _outcome(item: Item, entry: _Entry) -> Outcome:
+def _outcome(item: Item, entry: _Entry) -> DemoOutcome:
     result = _answer(item, entry.llm)
-    return Outcome(
+    return DemoOutcome(
         task=item.task,
         policy=entry.name,
         is_control=entry.is_control,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from keyhole.errors import ConfigError
-from keyhole.eval.head_recall import WINDOW, Cell, Text, measure
+from keyhole.eval.head_recall import WINDOW, RecallCell, RecallText, measure
 from keyhole.models.loading import Model
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training.corpus import Corpus
@@ -16,7 +16,7 @@ _LENGTHS = (512, 1024, 2048)
 _TEXTS, _QUERIES = 3, 24
 
 
-def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[Cell]]:
+def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[RecallCell]]:
     """The head beside the model's weights, and its recall beside that of a window.
 
     ConfigError if the texts are all shorter than what is to be chosen among.
@@ -36,7 +36,7 @@ def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[Cell]]
     return head.eval(), measure(model, {HEAD: head}, texts, BUDGETS)
 
 
-def rows(cells: list[Cell]) -> list[list[str]]:
+def rows(cells: list[RecallCell]) -> list[list[str]]:
     """Length, and for each budget the recall of the head and of the window."""
     found = {(c.chooser, c.budget, c.length): c.recall for c in cells}
     return [
@@ -53,8 +53,8 @@ def rows(cells: list[Cell]) -> list[list[str]]:
     ]
 
 
-def _asked(token_ids: list[int]) -> Text:
+def _asked(token_ids: list[int]) -> RecallText:
     """The query tokens are spread over the second half, as those of generated text are."""
     half, count = len(token_ids) // 2, len(token_ids)
     step = max(1, (count - half) // _QUERIES)
-    return Text(token_ids=token_ids, rows=list(range(half, count, step)))
+    return RecallText(token_ids=token_ids, rows=list(range(half, count, step)))

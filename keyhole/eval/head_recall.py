@@ -23,13 +23,13 @@ from keyhole.models.loading import Model
 from keyhole.policies.spe_context import SpeContext
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import recall
-from keyhole.retrieval.training.teacher import Lesson, Teacher
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 
 WINDOW, BEST = "window", "best"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class RecallText:
     """Token ids, and the query tokens that are asked: places in them, ascending."""
 
     token_ids: list[int]
@@ -37,7 +37,7 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class RecallCell:
     """Mean recall of one chooser over some texts of one length."""
 
     chooser: str
@@ -51,9 +51,9 @@ class Cell:
 def measure(
     model: Model,
     heads: Mapping[str, RetrievalHead],
-    texts: Mapping[int, Sequence[Text]],
+    texts: Mapping[int, Sequence[RecallText]],
     budgets: Iterable[int],
-) -> list[Cell]:
+) -> list[RecallCell]:
     """A cell for each chooser, length and smaller budget; each text counts alike.
 
     texts: by the length that they stand for. The model may be loaded for the engine or not.
@@ -81,7 +81,7 @@ def measure(
                 share = float(recall.share(lesson.mass, choice).mean())
                 found.setdefault((name, length, budget), []).append(share)
     return [
-        Cell(
+        RecallCell(
             chooser=name,
             length=length,
             budget=budget,
@@ -93,7 +93,7 @@ def measure(
 
 
 def _scores(
-    head: RetrievalHead, lesson: Lesson, hidden: Mapping[int, torch.Tensor]
+    head: RetrievalHead, lesson: TeacherTargets, hidden: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """The head's weights per KV head of the target, as logs: [Hkv, R, n]."""
     own = tuple(hidden[layer] for layer in head.config.feature_layers)

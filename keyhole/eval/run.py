@@ -20,11 +20,11 @@ from tqdm.auto import tqdm
 from keyhole.config import EngineConfig
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval.methods import FULL, TOKEN_BUDGET, Method
 from keyhole.eval.results import conditions
-from keyhole.eval.results.conditions import Asked
+from keyhole.eval.results.conditions import Condition
 from keyhole.eval.results.line_file import Line, LineFile
 from keyhole.eval.terms import GIVEN, Terms
 from keyhole.eval.trace import maps as eval_maps
@@ -34,7 +34,7 @@ from keyhole.policies.base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class EvalGrid:
     """All combinations of these are cells; `methods` as `eval_methods.methods` gives them.
 
     maps: whether lines get selection maps, of each sparse policy under its first budget.
@@ -84,7 +84,7 @@ class Group:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class EvalOutcome:
     """What came of all cells, in their order.
 
     lines: measured now or before; stored: how many of them before. refused: cells that this model
@@ -107,10 +107,10 @@ class Evaluation:
     def __init__(
         self,
         model: Model,
-        grid: Grid,
+        grid: EvalGrid,
         file: LineFile,
         header: Callable[[], dict[str, Any]],
-        copies: PromptCopies | None = None,
+        copies: SharedPromptCache | None = None,
     ) -> None:
         self._model, self._grid, self._file, self._header = model, grid, file, header
         self._copies = copies
@@ -120,9 +120,9 @@ class Evaluation:
         self._fingerprint = model_digest(model)
         self._geometry = model.geometry(grid.config.page_size)
 
-    def run(self) -> Outcome:
+    def run(self) -> EvalOutcome:
         """Measures the cells that the file lacks and adds each to it as soon as it is done."""
-        outcome, groups = Outcome(), list(self._grid.groups())
+        outcome, groups = EvalOutcome(), list(self._grid.groups())
         asked = {length: self._asked(length) for length in self._grid.lengths}
         total = sum(len(asked[group.length]) for group in groups)
         bar = tqdm(total=total, unit="cell", disable=None)
@@ -159,11 +159,13 @@ class Evaluation:
             found.append((group, len(cells), len(lacking)))
         return found
 
-    def _asked(self, length: int) -> list[Asked]:
+    def _asked(self, length: int) -> list[Condition]:
         grid = self._grid
         return conditions.asked(grid.methods, grid.terms, length, self._geometry, grid.controls)
 
-    def _cell(self, group: Group, one: Asked, full: Line | None, outcome: Outcome) -> Line | None:
+    def _cell(
+        self, group: Group, one: Condition, full: Line | None, outcome: EvalOutcome
+    ) -> Line | None:
         """One cell: from the file, measured, or refused (None); full: that of full attention."""
         try:
             if one.error is not None:
@@ -191,7 +193,7 @@ class Evaluation:
             outcome.stored += not measured
         return line
 
-    def _measured(self, group: Group, one: Asked, full: Line | None) -> Line:
+    def _measured(self, group: Group, one: Condition, full: Line | None) -> Line:
         """A line but for what the cell is known by."""
         found = group.workload.measure(
             self._engine, one.policy, group.length, group.setup, group.samples
@@ -200,7 +202,7 @@ class Evaluation:
         about = {"model": self._model.name, "samples": group.samples}
         return self._header() | about | found | beside | one.about
 
-    def _lacks_maps(self, line: Line, one: Asked) -> bool:
+    def _lacks_maps(self, line: Line, one: Condition) -> bool:
         wanted = one.control is None and self._grid.is_mapped(one.method) and not one.policy.dense
         return wanted and line.get("selection_maps") is None
 

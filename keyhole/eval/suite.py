@@ -10,12 +10,12 @@ import torch
 
 from keyhole.config import EngineConfig
 from keyhole.engine.memory.allocation import free_memory
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval import workloads
 from keyhole.eval.methods import Method
 from keyhole.eval.results.line_file import LineFile
-from keyhole.eval.run import Evaluation, Grid, Outcome
+from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
 from keyhole.eval.settings import EvalSettings
 from keyhole.eval.tasks import Task
 from keyhole.eval.terms import GIVEN, Equal, Published, Terms, tuned
@@ -32,7 +32,7 @@ def evaluate(
     methods: Sequence[Method],
     file: LineFile,
     header: Header,
-) -> Outcome:
+) -> EvalOutcome:
     """Measures what the file lacks of these tasks and methods.
 
     With tuned terms, settings are chosen first, by trials in a file beside it. header: how, where
@@ -42,8 +42,8 @@ def evaluate(
     config = EngineConfig(max_batch=settings.batch, prefix_cache=False)
     if settings.dense_layers is not None:
         equal_terms.check_dense(settings.dense_layers, model.geometry(config.page_size))
-    copies = PromptCopies(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)
-    grid = Grid(
+    copies = SharedPromptCache(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)
+    grid = EvalGrid(
         workloads=workloads.workloads(tasks, settings.text, model, settings.first_seed),
         lengths=settings.lengths,
         setups=tuple(dict.fromkeys(settings.setup)),
@@ -71,10 +71,10 @@ def _tuned(
     model: Model,
     settings: EvalSettings,
     tasks: Sequence[Task | str],
-    grid: Grid,
+    grid: EvalGrid,
     file: LineFile,
     header: Header,
-    copies: PromptCopies,
+    copies: SharedPromptCache,
 ) -> Terms:
     """Chosen on samples with other seeds, whose lines are in a file beside that of the results."""
     for task in tasks:

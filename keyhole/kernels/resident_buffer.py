@@ -13,7 +13,7 @@ from keyhole.kernels import reference
 from keyhole.kernels.selection import Selection
 
 
-def exchange(
+def load_missing(
     entries: Tensor,
     keys: Tensor,
     values: Tensor | None,

@@ -21,7 +21,7 @@ def trim(
     """The fewest best entries of a choice whose scores sum to a share of all scores, same shape.
 
     The `first` and `last` entries of a sequence stay and count; `least` entries are left at least.
-    A choice that does not reach the share stays whole. chosen [B, H, k], of `top_indices` with the
+    A choice that does not reach the share stays whole. chosen [B, H, k], of `top_k` with the
     same scores float32 [B, H, n], which count as 0 below 0, and valid int32 [B]. No host sync.
     """
     entry = torch.arange(scores.shape[-1], device=scores.device)

@@ -135,13 +135,13 @@ def decode(
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     if window is not None:
         paged = (query, keys, values, step.page_table, step.lengths)
-        if step.thinned is None:
+        if step.kept_tokens is None:
             batch.reads.append(None)
             return kernels.attend(*paged, window=window, **options)
-        selection = step.thinned.selection(layer, window)
+        selection = step.kept_tokens.selection(layer, window)
         batch.reads.append(selection)
         return kernels.attend(*paged, selection=selection, **options)
-    left = step.remaining or step
+    left = step.retained or step
     paged = (query, keys, values, left.page_table, left.lengths)
     requests = policy.needs_scores(layer, step)
     if requests:
@@ -158,7 +158,7 @@ def decode(
         return kernels.attend(*paged, **options)
     low_rank = policy.low_rank(layer, step) if selected.unit == 1 else None
     if low_rank is not None:
-        return kernels.attend_rebuilt(*paged, selection=selected, low_rank=low_rank, **options)
+        return kernels.attend_low_rank(*paged, selection=selected, low_rank=low_rank, **options)
     # Where everything is read, it is read where it lies: there is more of it than places above.
     if chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selected)
@@ -192,7 +192,7 @@ def _attend_and_score(
 
 def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:
     """What is there of a selection, where layers dropped tokens of some prompts."""
-    thinned = (step.remaining or step).thinned
+    thinned = (step.retained or step).kept_tokens
     if thinned is None:
         return selection
     if selection is None:

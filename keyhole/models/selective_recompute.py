@@ -52,7 +52,7 @@ def attend(
     if chunk.unbroken and len(seen) == end:
         pages = chunk.pages[: -(-end // batch.cache.page_size)]
         return kernels.prefill(*paged, pages, chunk.start, window=window, **options)
-    return kernels.prefill_chosen(
+    return kernels.sparse_prefill(
         *paged, chunk.pages, chunk.positions, seen, window=window, **options
     )
 

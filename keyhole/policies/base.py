@@ -1,7 +1,7 @@
 """What a policy is: frozen settings and a few pure functions that say what a decode step reads.
 
 A policy never remembers a sequence. What it keeps per page (`page_data`) belongs to the cache; what
-one layer leaves for later layers of the same step (`Step.carry`) lives and ends with the step.
+one layer leaves for later layers of the same step (`Step.shared_selection`) ends with the step.
 Prefill is exact whatever the policy, and layers with a sliding window of their own never ask it.
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from keyhole.cache.kept_tokens import Rows
-    from keyhole.cache.retained_pages import Remaining
-    from keyhole.kernels.shift_rope import Rotation
+    from keyhole.cache.kept_tokens import KeptTokenRows
+    from keyhole.cache.retained_pages import RetainedPages
+    from keyhole.kernels.rope import Rotation
 
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 
@@ -35,7 +35,7 @@ class Step:
     max_length: the largest of `lengths`, known without asking the device.
     page_table: int32 [B, M]; row b lists the physical pages of sequence b, the rest is 0.
     page_data: per layer, the side data that the policy declared, [P, ...] each.
-    carry: what `before_step`, or a layer of this step, left for the layers after it.
+    shared_selection: what `before_step`, or a layer of this step, left for the layers after it.
     weights: what layers left for `after_step`, scores as they came.
     host_lengths: int64 [B], `lengths` without asking the device. fresh: bool [B], sequences in
         their first decode step since they began to run.
@@ -45,9 +45,9 @@ class Step:
     rotation: rotation(layer) turns keys of a layer from any positions to others; in a model without
         RoPE it leaves them as they are.
     slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
-    thinned: what each layer has of the sequences, where layers dropped tokens of some prompts
+    kept_tokens: what each layer has of the sequences, where layers dropped tokens of some prompts
         (stored documents); None: everything. What is not there is taken out of a selection.
-    remaining: what full-attention layers still read of the sequences, where the policy evicts;
+    retained: what full-attention layers still read of the sequences, where the policy evicts;
         None: everything. What is chosen of it, and its scores, count its pages and tokens.
     head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N], -1 for tokens
         that no layer has; computed when it is called. None without a head. head_token_bytes: the
@@ -68,10 +68,10 @@ class Step:
     rotation: Callable[[int], Rotation]
     slots: Tensor
     state: Mapping[str, Tensor]
-    carry: Selection | None = None
+    shared_selection: Selection | None = None
     weights: Tensor | None = None
-    thinned: Rows | None = None
-    remaining: Remaining | None = None
+    kept_tokens: KeptTokenRows | None = None
+    retained: RetainedPages | None = None
     head_weights: Callable[[], Tensor] | None = None
     head_token_bytes: int = 0
 
@@ -112,7 +112,7 @@ class Policy:
     reads_queries: ClassVar[bool] = False
     #: True if a decode step can be recorded and repeated (a CUDA graph), else the reason why not.
     #: The hooks of a step then wait for nothing, make tensors of shapes that follow from the step's
-    #: tensors and the settings alone, and go by what the host knows only as `branch` says.
+    #: tensors and the settings alone, and go by what the host knows only as `capture_key` says.
     capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
     #: Whether its hooks read keys of pages in every step. That waits for the host where a layer
@@ -171,7 +171,7 @@ class Policy:
         """Lists of a selection, where they may be more than KV heads (MLA); None: they are not."""
         return None
 
-    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
+    def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
         """Most pages that sequences may keep, those of their prompts too; None: all, for good.
 
         prompt_pages: int64 [n], at least 1 each; at least one more must be allowed. Whoever bounds
@@ -197,7 +197,7 @@ class Policy:
         return {}
 
     def before_step(self, step: Step) -> None:
-        """Called before layer 0 of every decode step; may leave `step.carry`."""
+        """Called before layer 0 of every decode step; may leave `step.shared_selection`."""
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
@@ -226,10 +226,10 @@ class Policy:
     def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
         """The same for the newest tokens of decoding sequences, [B, Hq, D]."""
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Which way the hooks of this step go by what the host knows of it, such as `max_length`.
 
-        Two steps of the same branch and shapes run the same operations: one is recorded, and
+        Two steps of the same key and shapes run the same operations: one is recorded, and
         repeated for the other. None: this step is not recorded, as its work is the host's choice.
         For policies that are `capturable`.
         """
@@ -240,7 +240,7 @@ class Policy:
         return ()
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Takes the scores asked for, float32 [B, H, n] each; may leave `step.carry`.
+        """Takes the scores asked for, float32 [B, H, n] each; may leave `step.shared_selection`.
 
         H is the number of KV heads for a request of "group_max", of query heads for "none", else 1.
         """
@@ -255,7 +255,7 @@ class Policy:
     def after_step(self, step: Step) -> Tensor | None:
         """Called after the last layer of every decode step.
 
-        Where sequences are due to give up a page before their next token (`Remaining.due`), a
+        Where sequences are due to give up a page before their next token (`RetainedPages.due`), a
         policy that evicts returns which one goes, int64 [B], counted after the pinned ones; only
         those of sequences that are due do.
         """

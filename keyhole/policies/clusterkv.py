@@ -178,7 +178,7 @@ class ClusterKV(Policy):
                 before = of_prompt + (start - prompt) // self._every * each
                 self._form(step, row, (start, start + self._every), (before, before + each))
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """How many centroids are read, 0 where all keys are; not where clusters are made."""
         if self._due(step).any():
             return None
@@ -201,8 +201,8 @@ class ClusterKV(Policy):
         # Tokens of one cluster score the same, and the earlier ones of equals are taken first.
         among, last = self._among(step.prompts, step.lengths), self.window_size or 0
         if self._counts:
-            return kernels.top_indices(scores, among, self.token_budget, 1, last=max(1, last))
-        chosen = kernels.top_indices(scores, among, self.token_budget, 1, last=last)
+            return kernels.top_k(scores, among, self.token_budget, 1, last=max(1, last))
+        chosen = kernels.top_k(scores, among, self.token_budget, 1, last=last)
         most = self._every
         if self.generated == "all_beside":
             most = int((step.host_lengths - step.host_prompts).max())

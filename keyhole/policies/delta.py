@@ -132,7 +132,7 @@ class Delta(Policy):
         """The sparse layers after the first one that chooses."""
         return selection_layers.served(self.delta_layers, self.full_layers, geometry)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return step.max_length <= self._exact_up_to(step)
 
@@ -146,7 +146,7 @@ class Delta(Policy):
         """Chooses the pages for the layers that follow."""
         size, last = step.page_size, self.recent_pages or 1
         first = always_read.entries(self.sink_size, size)
-        chosen = kernels.top_indices(
+        chosen = kernels.top_k(
             scores[0], step.pages, self.token_budget // size, size, first=first, last=last
         )
         if self.recall is not None:
@@ -154,11 +154,11 @@ class Delta(Policy):
             chosen = kernels.trim(
                 chosen, scores[0], step.pages, self.recall, least=least, first=first, last=last
             )
-        step.carry = chosen
+        step.shared_selection = chosen
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The pages of the delta layer before; everything in full layers and before the first."""
-        return None if layer in (self.full_layers or ()) else step.carry
+        return None if layer in (self.full_layers or ()) else step.shared_selection
 
     def _exact_up_to(self, step: Step) -> int:
         """Tokens of a text that is read whole."""

@@ -197,7 +197,7 @@ class InfLLM(Policy):
         entries = entries.masked_fill((number == 0)[:, None], 0)
         self._represent(keys, data, table.gather(1, entries), number > 0)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return self._covers(step)
 
@@ -215,7 +215,7 @@ class InfLLM(Policy):
         waiting = table.new_ones(table.shape[1]).cumsum(0) > number[:, None]
         scores = scores.masked_fill(waiting[:, None], float("inf"))
         most = (self.token_budget // size - first - last) // per_block
-        chosen = kernels.top_indices(scores, count, most, self._block)
+        chosen = kernels.top_k(scores, count, most, self._block)
         return kernels.between_ends(chosen, step.pages, size, (first, last))
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:

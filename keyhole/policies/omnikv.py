@@ -125,7 +125,7 @@ class OmniKV(Policy):
             )
         return selection_layers.served(self.filter_layers, self.full_layers, geometry)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read; not where the number of generated tokens sets the shapes."""
         reads_all = step.max_length <= self.token_budget
         return None if self.keep_generated and not reads_all else reads_all
@@ -141,18 +141,18 @@ class OmniKV(Policy):
         budget, sinks = self.token_budget, self.sink_size
         if not self.keep_generated:
             last = self.window_size or 1
-            step.carry = kernels.top_indices(
+            step.shared_selection = kernels.top_k(
                 scores[0], step.lengths, budget, 1, first=sinks, last=last
             )
             return
         own, last = kernels.prompt_scores(scores[0], step.prompts), self.window_size or 0
-        chosen = kernels.top_indices(own, step.prompts, budget, 1, first=sinks, last=last)
+        chosen = kernels.top_k(own, step.prompts, budget, 1, first=sinks, last=last)
         most = int((step.host_lengths - step.host_prompts).max())
-        step.carry = kernels.with_newer(chosen, step.prompts, step.lengths, most)
+        step.shared_selection = kernels.with_newer(chosen, step.prompts, step.lengths, most)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The tokens of the filter before; everything in full layers and before the first."""
-        return None if layer in self.full_layers else step.carry
+        return None if layer in self.full_layers else step.shared_selection
 
 
 def default_filter_layers(geometry: Geometry) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class Quest(Policy):
         """Recomputes the bounds of the pages that were written."""
         kernels.page_bounds(key_pages, data["low"], data["high"], pages, filled)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return self._covers(step)
 
@@ -122,13 +122,13 @@ class Quest(Policy):
             scores = kernels.bound_scores(*bounds)
         else:
             scores = kernels.bound_scores_per_query_head(*bounds)
-        if step.thinned is not None:  # pages of documents that this layer has nothing of
-            there = step.thinned.pages(layer, scores.shape[2], step.page_size)
+        if step.kept_tokens is not None:  # pages of documents that this layer has nothing of
+            there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
             scores = scores.masked_fill(~there[:, None], float("-inf"))
         size = step.page_size
         first = always_read.entries(self.sink_size, size)
         last = max(1, always_read.entries(self.window_size, size))
-        return kernels.top_indices(
+        return kernels.top_k(
             scores, step.pages, self.token_budget // size, size, first=first, last=last
         )
 

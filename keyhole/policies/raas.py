@@ -86,7 +86,7 @@ class RaaS(Policy):
         """The prompt, unless it is counted."""
         return "" if self.prompt_in_budget else "the prompt"
 
-    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray:
+    def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray:
         """The prompt and the budget; of a prompt that is counted and fills it, one page more."""
         most: np.ndarray = prompt_pages + self.token_budget // page_size
         if self.prompt_in_budget:
@@ -97,18 +97,18 @@ class RaaS(Policy):
         """Stamps of the generated pages that are left: the length at which each was renewed."""
         return {"stamp": (max(2, self.token_budget // geometry.page_size),)}
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether there is a page to score, and whether any sequence gives one up."""
-        assert step.remaining is not None
-        return step.remaining.most_generated < 2, bool(step.remaining.due.any())
+        assert step.retained is not None
+        return step.retained.most_generated < 2, bool(step.retained.due.any())
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """The largest weight of every token, in all layers.
 
         A page that is written to is stamped already: where there is no other, no score is needed.
         """
-        assert step.remaining is not None
-        if step.remaining.most_generated < 2:
+        assert step.retained is not None
+        if step.retained.most_generated < 2:
             return ()
         return (ScoreRequest("max", 1),)
 
@@ -122,7 +122,7 @@ class RaaS(Policy):
 
     def after_step(self, step: Step) -> Tensor | None:
         """Renews stamps, of the newest page too; the page of the oldest one goes."""
-        left, weights = step.remaining, step.weights
+        left, weights = step.retained, step.weights
         assert left is not None
         if weights is not None:
             weights = weights[:, 0].unflatten(1, (-1, step.page_size)).amax(2)

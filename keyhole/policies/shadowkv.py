@@ -199,7 +199,7 @@ class ShadowKV(Policy):
                         step.keys[layer], coefficients, pages, prompt, step.rotation(layer)
                     ).to(coefficients.dtype)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read; not where a prompt is decomposed, or texts set the shapes."""
         reads_all = step.max_length <= self._covered
         if self._due(step).any() or (self.keep_generated and not reads_all):
@@ -214,7 +214,7 @@ class ShadowKV(Policy):
         landmarks, taken = step.page_data[layer]["landmark"], self._taken(layer, step)
         table, local = step.page_table, self._local
         scores = kernels.chunk_scores(query, landmarks, table, taken, chunks, local)
-        chosen = kernels.top_indices(scores, chunks, self._count, self._chunk, last=local)
+        chosen = kernels.top_k(scores, chunks, self._count, self._chunk, last=local)
         tokens = kernels.block_pages(chosen, ends, 1)
         if not self.keep_generated:
             return tokens

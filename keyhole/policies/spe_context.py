@@ -108,7 +108,7 @@ class SpeContext(Policy):
         if step.max_length <= self._exact_up_to:
             return
         if self.refresh_every == 1:
-            step.carry = self._choose(step, step.lengths)
+            step.shared_selection = self._choose(step, step.lengths)
             return
         if self._due(step.host_lengths, step.host_prompts).any():
             # A text within the budget is read whole: its beginning is kept, the rest is "since".
@@ -118,9 +118,11 @@ class SpeContext(Policy):
             )
             due = self._due(step.lengths, step.prompts)
             kernels.keep(step.state, step.slots, due, self._choose(step, made_at), made_at)
-        step.carry = kernels.kept(step.state, step.slots, step.lengths, self.refresh_every - 1)
+        step.shared_selection = kernels.kept(
+            step.state, step.slots, step.lengths, self.refresh_every - 1
+        )
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read, and whether any sequence chooses."""
         if step.max_length <= self._exact_up_to:
             return "all"
@@ -128,13 +130,15 @@ class SpeContext(Policy):
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The head's choice."""
-        return None if layer in self.full_layers else step.carry
+        return None if layer in self.full_layers else step.shared_selection
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The head's keys, in steps that choose; a mean where a choice is kept."""
         if step.max_length <= self._exact_up_to:
             return None
-        there = step.lengths if step.thinned is None else step.thinned.anywhere().counts[:, 0]
+        there = (
+            step.lengths if step.kept_tokens is None else step.kept_tokens.anywhere().counts[:, 0]
+        )
         return there * (step.head_token_bytes / self.refresh_every)
 
     @property
@@ -159,7 +163,7 @@ class SpeContext(Policy):
         weights, first, last = step.head_weights(), self.sink_size, self.window_size or 1
         if not self.per_head:
             weights = weights.amax(1, keepdim=True)
-        chosen = kernels.top_indices(weights, lengths, self._at_refresh, 1, first=first, last=last)
+        chosen = kernels.top_k(weights, lengths, self._at_refresh, 1, first=first, last=last)
         if self.recall is None:
             return chosen
         least = self.min_budget or 0

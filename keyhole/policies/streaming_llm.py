@@ -55,7 +55,7 @@ class StreamingLLM(Policy):
         """All but those that read everything."""
         return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return step.max_length <= self.token_budget
 

@@ -109,7 +109,7 @@ class TidalDecode(Policy):
             )
         return choosing_layers.served(self.selection_layers, self.full_layers, geometry)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return step.max_length <= self.token_budget
 
@@ -122,13 +122,13 @@ class TidalDecode(Policy):
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         """Chooses the tokens of each KV head, or query head, for the layers that follow."""
         first, last = self.sink_size, self.window_size or 1
-        step.carry = kernels.top_indices(
+        step.shared_selection = kernels.top_k(
             scores[0], step.lengths, self.token_budget, 1, first=first, last=last
         )
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The tokens of the selection layer before; everything in full layers and before it."""
-        return None if layer in self.full_layers else step.carry
+        return None if layer in self.full_layers else step.shared_selection
 
 
 def default_selection_layers(geometry: Geometry) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keyhole.config import is_number
 from keyhole.errors import ConfigError, ModelError
-from keyhole.retrieval.checkpoint import Checkpoint
+from keyhole.retrieval.checkpoint import HeadCheckpoint
 from keyhole.retrieval.config import HeadConfig
 
 #: `model_type` in the config.json of a head.
@@ -45,7 +45,7 @@ def write(
         raise ConfigError(f"the head cannot be written to {str(path)!r}: {error}") from error
 
 
-def read_config(stored: Checkpoint) -> tuple[HeadConfig, float | None]:
+def read_config(stored: HeadCheckpoint) -> tuple[HeadConfig, float | None]:
     """The config of a head and its dropped_share; ModelError if it is none."""
     names = _BESIDE | {field.name for field in fields(HeadConfig)}
     if stored.config.get("model_type") != KIND:

@@ -19,7 +19,7 @@ import torch
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import require, setting
-from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +43,10 @@ class PlainReuse(Reuse):
         """As `rotate` says."""
         return self.rotate
 
-    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
         """Everything is kept, nothing is computed again."""
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
-        return Plan(every, ~every)
+        return RecomputePlan(every, ~every)

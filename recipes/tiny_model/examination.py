@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from keyhole.eval.tiny_language.curriculum import Batch
+from keyhole.eval.tiny_language.curriculum import TrainingBatch
 from keyhole.eval.tiny_language.tasks import TASKS, Item, make
 from keyhole.eval.tiny_language.vocabulary import BOS, EOS, PAD, WORD_IDS
 from recipes.tiny_model.network import supervised_logits
@@ -19,7 +19,7 @@ _TOKENS = 8192
 """Tokens per forward pass."""
 
 
-def batch_of_items(items: list[Item]) -> Batch:
+def batch_of_items(items: list[Item]) -> TrainingBatch:
     """Give items with their answers as rows, padded at the end to the longest one."""
     rows, marks = [], []
     for item in items:
@@ -30,7 +30,7 @@ def batch_of_items(items: list[Item]) -> Batch:
     length = max(map(len, rows))
     tokens = torch.tensor([row + [WORD_IDS[PAD]] * (length - len(row)) for row in rows])
     places = torch.tensor([n * length + at for n, mark in enumerate(marks) for at in mark])
-    return Batch(
+    return TrainingBatch(
         tokens=tokens,
         positions=torch.arange(length).expand(len(rows), length),
         supervised=places,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from torch.utils.data import DataLoader, Dataset
 
 from keyhole.eval.tiny_language.curriculum import (
-    Batch,
     Stage,
+    TrainingBatch,
     num_rows,
     row_length,
     stage_at,
@@ -19,7 +19,7 @@ _Place = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Dataset[Batch]):
+class FeedRows(Dataset[TrainingBatch]):
     """What one process sees in every step."""
 
     seed: int
@@ -27,12 +27,12 @@ class Rows(Dataset[Batch]):
     num_ranks: int
     batch_scale: int
 
-    def __getitem__(self, place: _Place) -> Batch:
+    def __getitem__(self, place: _Place) -> TrainingBatch:
         """Give the batch of a step."""
         step, tokens = place
         return training_batch(self.seed, step, self.rank, self._stage(tokens))
 
-    def from_step(self, step: int, tokens: int, num_workers: int = 0) -> Iterator[Batch]:
+    def from_step(self, step: int, tokens: int, num_workers: int = 0) -> Iterator[TrainingBatch]:
         """Give the batches from a step on, for ever; the workers, if any, work ahead."""
         places = self._places(step, tokens)
         return iter(DataLoader(self, sampler=places, batch_size=None, num_workers=num_workers))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from keyhole.eval.tiny_language.curriculum import Batch
+from keyhole.eval.tiny_language.curriculum import TrainingBatch
 from recipes.tiny_model.attention import causal_attention
 
 Weights = dict[str, Tensor]
@@ -64,7 +64,7 @@ def _layer(
 
 
 def supervised_logits(
-    weights: Weights, batch: Batch, config: LlamaConfig, dtype: torch.dtype
+    weights: Weights, batch: TrainingBatch, config: LlamaConfig, dtype: torch.dtype
 ) -> Tensor:
     """Give the logits `[n, vocabulary]`, float32, at the supervised places of a batch."""
     cast = {name: weight.to(dtype) for name, weight in weights.items()}

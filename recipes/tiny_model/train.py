@@ -28,13 +28,13 @@ from tqdm.auto import tqdm
 
 from recipes.tiny_model import snapshot
 from recipes.tiny_model.ranks import Ranks, joined
-from recipes.tiny_model.trainer import Settings, Trainer
+from recipes.tiny_model.trainer import Trainer, TrainerSettings
 
 _SAVE_EVERY = 180.0
 """Seconds between snapshots."""
 
 
-def run(settings: Settings, ranks: Ranks, stop: Event) -> None:
+def run(settings: TrainerSettings, ranks: Ranks, stop: Event) -> None:
     """Train until the schedule ends, the minutes are over or `stop` is set; then save."""
     trainer = Trainer(settings, ranks)
     started = saved = time.monotonic()
@@ -79,14 +79,14 @@ def run(settings: Settings, ranks: Ranks, stop: Event) -> None:
     bar.close()
 
 
-def _run_rank(rank: int, settings: Settings, stop: Event, meeting_point: Path) -> None:
+def _run_rank(rank: int, settings: TrainerSettings, stop: Event, meeting_point: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with joined(rank, settings.ranks, meeting_point) as ranks:
         run(settings, ranks, stop)
 
 
-def train(settings: Settings) -> None:
+def train(settings: TrainerSettings) -> None:
     """Run the training in as many processes as the settings say."""
     settings.out.mkdir(parents=True, exist_ok=True)
     if (settings.out / snapshot.FILE).exists() and not settings.resume:
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examine-every", type=_count, default=2_000_000, help="tokens")
-    train(Settings(**vars(parser.parse_args())))
+    train(TrainerSettings(**vars(parser.parse_args())))
 
 
 if __name__ == "__main__":

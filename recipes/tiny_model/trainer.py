@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from keyhole.eval.tiny_language.curriculum import Batch
+from keyhole.eval.tiny_language.curriculum import TrainingBatch
 from keyhole.eval.tiny_language.tasks import TASKS
 from recipes.tiny_model import snapshot
 from recipes.tiny_model.examination import examine
-from recipes.tiny_model.feed import Rows
+from recipes.tiny_model.feed import FeedRows
 from recipes.tiny_model.initial import initial_weights
 from recipes.tiny_model.network import supervised_logits
 from recipes.tiny_model.optimizers import Optimizers
@@ -22,7 +22,7 @@ from recipes.tiny_model.shared import hold_share, shared_direction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainerSettings:
     """One run; see `--help`."""
 
     out: Path
@@ -44,7 +44,7 @@ class Settings:
 class Trainer:
     """The state of a run between two steps, and how to take one."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: TrainerSettings, ranks: Ranks) -> None:
         self.settings = settings
         self.ranks = ranks
         self.device = torch.device(settings.device)
@@ -73,9 +73,9 @@ class Trainer:
             return schedule.stretched(self.tokens, self.settings.tokens)
         return schedule
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TrainingBatch]:
         """Give the batches from the present step on; workers, if any, prepare them ahead."""
-        rows = Rows(
+        rows = FeedRows(
             seed=self.seed,
             rank=self.ranks.rank,
             num_ranks=self.ranks.count,
@@ -83,7 +83,7 @@ class Trainer:
         )
         return rows.from_step(self.step, self.tokens, self.settings.workers)
 
-    def train_step(self, batch: Batch, stop: bool) -> tuple[float, bool]:
+    def train_step(self, batch: TrainingBatch, stop: bool) -> tuple[float, bool]:
         """Take one step; give the loss, and whether any process wants to stop."""
         batch = batch.to(self.device)
         logits = supervised_logits(self.weights, batch, self.config, torch.bfloat16)

@@ -10,8 +10,8 @@ import torch
 
 from keyhole.bench import comparison, decode, measure, memory, model
 from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.baselines import Past, Peer
-from keyhole.bench.keyhole_system import Ours, Pages, needed_bytes
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.keyhole_system import KeyholeSystem, Pages, needed_bytes
 from keyhole.bench.memory_fit import Skipped, fitting
 from keyhole.bench.model import Weights
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings
@@ -107,14 +107,14 @@ def small() -> Weights:
 
 
 @pytest.fixture
-def systems(small: Weights) -> tuple[Pages, list[Peer], list[list[int]], list[int]]:
+def systems(small: Weights) -> tuple[Pages, list[Baseline], list[list[int]], list[int]]:
     """All policies and peers over the same 64 tokens of two prompts."""
     pages = Pages(small.ours, ["full", "quest"], 2, CONTEXT, STEPS)
     pasts = {kind: Past(kind, small.ours, CONTEXT, STEPS) for kind in KINDS}
-    numbers = model.Numbers(small.ours, 2, CONTEXT)
+    numbers = model.RandomKV(small.ours, 2, CONTEXT)
     for cache in (pages, *pasts.values()):
         cache.fill(numbers)
-    peers = [Peer(name, small, pasts[ALL_PEERS[name][1]], CONTEXT) for name in THEIRS]
+    peers = [Baseline(name, small, pasts[ALL_PEERS[name][1]], CONTEXT) for name in THEIRS]
     return pages, peers, *model.prompts(small.ours, 2, CONTEXT, 3)
 
 
@@ -140,7 +140,7 @@ def test_a_wrong_page_is_refused(systems: Any) -> None:
 def test_nothing_is_prefilled_and_every_step_reads_all(systems: Any) -> None:
     pages, _, texts, _ = systems
     pages.know(texts)
-    ours: Ours = pages.ours[0]
+    ours: KeyholeSystem = pages.ours[0]
     ours.start(texts, 3)
     for _ in range(4):
         ours.step()

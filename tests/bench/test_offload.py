@@ -15,10 +15,10 @@ from benchmarks import speed_pages
 from benchmarks.speed_pages import offload as offload_page
 from keyhole.bench import measure, offload, offload_large, trace
 from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, Text
+from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, ForcedText
 from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.selection_overlap import Repeats
+from keyhole.bench.selection_overlap import SelectionOverlap
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.offload.resident_buffer import Resident
@@ -137,7 +137,7 @@ def test_a_trace_shows_copies_beside_the_steps(
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
     steps = {e["name"]: e for e in events if e["name"].startswith("step ")}
     assert list(steps) == [f"step {i}" for i in range(trace.STEPS)]
-    copies = [e for e in events if e["name"] == "keyhole::exchange"]
+    copies = [e for e in events if e["name"] == "keyhole::load_missing"]
     assert {e["tid"] for e in copies} != {steps["step 0"]["tid"]}
     for step in steps.values():
         end = step["ts"] + step["dur"]
@@ -163,7 +163,7 @@ def test_repeats_are_counted_per_layer_and_head() -> None:
     def selection(*lists: list[int]) -> Selection:
         return Selection(torch.tensor([lists]).int(), torch.tensor([[3, 2]]).int(), 1)
 
-    repeats = Repeats()
+    repeats = SelectionOverlap()
     first = selection([1, 4, 7], [0, 2, -1])
     second = selection([1, 5, 7], [3, 4, -1])
     for chosen in (first, second):
@@ -182,8 +182,8 @@ def test_repeats_are_counted_per_layer_and_head() -> None:
 
 
 def test_the_last_tokens_of_a_text_become_its_answer() -> None:
-    text = Text(prompt=[1, 2, 3], answer=[4, 5])
-    assert text.last(1) == Text(prompt=[1, 2, 3, 4], answer=[5])
+    text = ForcedText(prompt=[1, 2, 3], answer=[4, 5])
+    assert text.last(1) == ForcedText(prompt=[1, 2, 3, 4], answer=[5])
     assert len(text.last(4)) == len(text) == 5
 
 

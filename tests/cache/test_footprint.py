@@ -7,7 +7,7 @@ import torch
 
 from keyhole.cache.kv_size import data_bytes, layer_memory
 from keyhole.cache.layout import Geometry
-from keyhole.cache.offload.resident_buffer import ElasticBuffer
+from keyhole.cache.offload.resident_buffer import ResidentBuffer
 from keyhole.cache.pages import bytes_per_page
 from keyhole.models import families
 from keyhole.planner import MemoryModel, buffer_tokens
@@ -57,7 +57,7 @@ def test_buffers_are_those_of_a_layer_below(
         page_size=16,
         weight_bytes=0,
     )
-    buffer = ElasticBuffer(
+    buffer = ResidentBuffer(
         layout,
         torch.empty(0, dtype=torch.bfloat16),
         page_size=16,

@@ -12,7 +12,7 @@ import torch
 import keyhole
 from keyhole import Policy, SamplingParams
 from keyhole.engine import engine as core
-from keyhole.engine.cuda_graphs.runner import RecordedSteps
+from keyhole.engine.cuda_graphs.runner import CudaGraphRunner
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model
@@ -76,7 +76,7 @@ def recorded_engine(
     return engine, recorder
 
 
-def steps_of(engine: Engine) -> RecordedSteps:
+def steps_of(engine: Engine) -> CudaGraphRunner:
     recorded = engine._runner._recorded
     assert recorded is not None
     return recorded

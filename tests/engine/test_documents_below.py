@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keyhole import LLM, Delta, Quest, SpeContext
-from keyhole.cache.offload.resident_buffer import ElasticBuffer
+from keyhole.cache.offload.resident_buffer import ResidentBuffer
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
@@ -127,15 +127,15 @@ def test_what_a_layer_dropped_is_never_loaded(
     engine = llm.engine
     assert engine.placement is not None
     listed: list[tuple[int, torch.Tensor]] = []
-    plain = ElasticBuffer.exchange
+    plain = ResidentBuffer.load_missing
 
-    def watched(buffer: ElasticBuffer, selection: Any, *others: Any) -> Any:
+    def watched(buffer: ResidentBuffer, selection: Any, *others: Any) -> Any:
         buffers = engine.placement.prefetcher._buffers
         layer = next(i for i, known in buffers.items() if known is buffer)
         listed.append((layer, selection.indices))
         return plain(buffer, selection, *others)
 
-    monkeypatch.setattr(ElasticBuffer, "exchange", watched)
+    monkeypatch.setattr(ResidentBuffer, "load_missing", watched)
     step = engine.step
     kept, seen = None, 0
 

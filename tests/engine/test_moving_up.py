@@ -19,7 +19,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError
 from keyhole.models.loading import Model
-from keyhole.planner import LayerMemory, MemoryModel, Plan
+from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan
 from tests.checkpoints import make_model
 from tests.engine.test_placement import buffer_bytes
 from tests.policies.models import prompt, with_head
@@ -371,11 +371,11 @@ def test_pinned_memory_goes_the_same_way(
 LAYER = LayerMemory(token_bytes=10, slot_bytes=12)
 
 
-def plan_of(memory: int, layers: int = 5) -> Plan:
+def plan_of(memory: int, layers: int = 5) -> MemoryPlan:
     model = MemoryModel.measured(
         layers=(LAYER,) * layers, requests=2, token_budget=8, page_size=4, weight_bytes=100
     )
-    return Plan(model=model, memory=memory)
+    return MemoryPlan(model=model, memory=memory)
 
 
 def test_a_layer_comes_back_when_what_may_come_fits_beside_it() -> None:

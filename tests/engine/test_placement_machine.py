@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from keyhole import LLM, SamplingParams, StreamingLLM
-from keyhole.cache.page_list import HOLE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model, load
@@ -82,7 +82,7 @@ class Machine(RuleBasedStateMachine):
         found = self.placement.offloaded
         assert engine.cache.upper_bytes + buffer_bytes(engine) <= self.memory
         assert cache_bytes(engine.cache.capacity, found) <= self.memory
-        used = len({page for request in running for page in request.pages if page != HOLE})
+        used = len({page for request in running for page in request.pages if page != NO_PAGE})
         growth = sum(
             max(0, -(-(len(r.prompt) + r.params.max_tokens) // PAGE) - len(r.pages))
             for r in running

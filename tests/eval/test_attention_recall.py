@@ -13,7 +13,7 @@ from keyhole import Delta, Full, Quest, RaaS, SlidingWindow, StreamingLLM
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.eval.workloads.attention_recall import AttentionRecall, recall
-from keyhole.eval.workloads.perplexity import Perplexity, Text
+from keyhole.eval.workloads.perplexity import Perplexity, WindowedText
 from keyhole.models.loading import load
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_config, make_model, make_network
@@ -25,10 +25,10 @@ TOLERANCE = 1e-5
 TEXT = "".join(f"{n * n % 89} birds and {n} cats. " for n in range(30))
 
 
-def measured(kind: str, policy: Policy, folder: Path) -> tuple[dict[str, Any], Text, Any]:
+def measured(kind: str, policy: Policy, folder: Path) -> tuple[dict[str, Any], WindowedText, Any]:
     model = load(make_model(kind, folder, tokenizer=True), device="cpu")
     (folder / "text.txt").write_text(TEXT)
-    text = Text(folder / "text.txt", model)
+    text = WindowedText(folder / "text.txt", model)
     found = AttentionRecall(text).measure(
         lambda used: Engine(model, used, CONFIG), policy, LENGTH, "prompt", SAMPLES
     )

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.results.cells import Place, cells, place_name, places, read_lines
+from keyhole.eval.results.cells import EvalSetting, cells, place_name, places, read_lines
 from tests.eval.eval_lines import full, line
 
 
 def test_a_cell_says_what_its_line_says() -> None:
     (cell,) = cells([line()])
-    assert cell.place == Place("tiny", "tiny_needle", "prompt", 1024)
+    assert cell.place == EvalSetting("tiny", "tiny_needle", "prompt", 1024)
     assert (cell.name, cell.budget, cell.label) == ("delta", 128, "delta, 128 tokens")
     assert (cell.score, cell.samples, cell.scores) == (0.75, 4, (1, 0, 1, 1))
     assert cell.depths == (0, 0.5, 0.5, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keyhole.engine.sequence import Stats
-from keyhole.eval.demo import Outcome, verdicts
+from keyhole.eval.demo import DemoOutcome, verdicts
 
 STATS = Stats(
     prompt_tokens=8,
@@ -19,13 +19,13 @@ STATS = Stats(
 )
 
 
-def outcome(task: str, policy: str, right: bool, *, is_control: bool = False) -> Outcome:
-    return Outcome(
+def outcome(task: str, policy: str, right: bool, *, is_control: bool = False) -> DemoOutcome:
+    return DemoOutcome(
         task=task, policy=policy, is_control=is_control, correct=right, text="", stats=STATS
     )
 
 
-def both(task: str, right: bool, control: bool) -> list[Outcome]:
+def both(task: str, right: bool, control: bool) -> list[DemoOutcome]:
     """A task that full attention has right, under a method and its control."""
     return [
         outcome(task, "full", True),

@@ -13,7 +13,7 @@ from keyhole.eval.controls.table import table
 from keyhole.eval.methods import FULL, Budget, Method, methods
 from keyhole.eval.results.comparisons import compared
 from keyhole.eval.results.line_file import LineFile
-from keyhole.eval.run import Evaluation, Grid, Outcome
+from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
 from keyhole.eval.terms import GIVEN, Equal, Published, Terms
 from keyhole.eval.terms.tuned import HELD_OUT, sibling, tune
 from keyhole.eval.workloads.workload import MakeEngine, Shown, Workload
@@ -60,8 +60,8 @@ def run(
     controls: bool = True,
     samples: int = 8,
     budgets: str = "64",
-) -> Outcome:
-    grid = Grid(
+) -> EvalOutcome:
+    grid = EvalGrid(
         workloads=[work],
         lengths=[256],
         setups=["prompt"],
@@ -74,7 +74,7 @@ def run(
     return Evaluation(model, grid, LineFile(path), dict).run()
 
 
-def told(outcome: Outcome) -> list[tuple[Any, ...]]:
+def told(outcome: EvalOutcome) -> list[tuple[Any, ...]]:
     return [(one["policy"], one.get("control"), one.get("terms")) for one in outcome.lines]
 
 
@@ -171,7 +171,7 @@ def test_a_control_that_cannot_be_is_told(model: Model, tmp_path: Path) -> None:
     """Its budget has no room for the newest token beside the sinks."""
     work = Counted()
     streaming = Method(label="wide", name="streaming_llm", settings={"sink_size": 15})
-    grid = Grid(
+    grid = EvalGrid(
         workloads=[work],
         lengths=[256],
         setups=["prompt"],
@@ -216,7 +216,7 @@ def test_settings_are_tuned_on_other_samples_and_trials_are_kept(
     model: Model, tmp_path: Path
 ) -> None:
     held_out, path = Counted(HELD_OUT), tmp_path / "trials.jsonl"
-    grid = Grid(
+    grid = EvalGrid(
         workloads=[held_out],
         lengths=[256],
         setups=["prompt"],
@@ -226,7 +226,7 @@ def test_settings_are_tuned_on_other_samples_and_trials_are_kept(
         controls=True,
     )
 
-    def evaluate(part: Grid) -> Outcome:
+    def evaluate(part: EvalGrid) -> EvalOutcome:
         return Evaluation(model, part, LineFile(path), dict).run()
 
     geometry = model.geometry(16)

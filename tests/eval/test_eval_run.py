@@ -16,7 +16,7 @@ from keyhole.errors import CapacityError
 from keyhole.eval.methods import Budget, Method, methods
 from keyhole.eval.results.line_file import LineFile
 from keyhole.eval.results.table import table
-from keyhole.eval.run import Evaluation, Grid, Outcome
+from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
 from keyhole.eval.trace.maps import mapped_layers
 from keyhole.eval.trace.selection_map import SelectionMap
 from keyhole.eval.workloads.generation import Request
@@ -61,9 +61,11 @@ class Noted(Workload):
         return {"full": full["score"]}
 
 
-def run(model: Model, path: Path, *workloads: Noted, budgets: str = "32", **more: Any) -> Outcome:
+def run(
+    model: Model, path: Path, *workloads: Noted, budgets: str = "32", **more: Any
+) -> EvalOutcome:
     parsed = [Budget.parse(text) for text in budgets.split(",")]
-    grid = Grid(
+    grid = EvalGrid(
         workloads=workloads,
         lengths=more.get("lengths", (64,)),
         setups=more.get("setups", ("question", "prompt")),

@@ -58,7 +58,7 @@ def test_a_run_goes_on_where_it_was_stopped(
     model, path = load(keyhole.tiny(), "cpu"), tmp_path / "a.jsonl"
     window = Method(label="sliding_window", name="sliding_window", budget=Budget.parse("64"))
     cells = [
-        evaluation.Cell(part=1, task="tiny_derive", length=256, method=method, samples=2)
+        evaluation.GridCell(part=1, task="tiny_derive", length=256, method=method, samples=2)
         for method in (FULL, window)
     ]
     assert evaluation.run(model, cells, LineFile(path), 0.0, "") == []
@@ -79,7 +79,7 @@ def test_prompts_are_read_with_a_head_if_a_cell_wants_one() -> None:
     head = Method(label="spe_context", name="spe_context", budget=Budget.parse("64"))
     window = Method(label="sliding_window", name="sliding_window", budget=Budget.parse("64"))
     cells = [
-        evaluation.Cell(part=1, task="tiny_derive", length=length, method=method, samples=2)
+        evaluation.GridCell(part=1, task="tiny_derive", length=length, method=method, samples=2)
         for length in (256, 512)
         for method in (FULL, window, head)
     ]
@@ -94,7 +94,7 @@ def test_wrong_answers_are_looked_into_once(tmp_path: Path) -> None:
     model, file = load(keyhole.tiny(), "cpu"), LineFile(tmp_path / "a.jsonl")
     window = Method(label="sliding_window", name="sliding_window", budget=Budget.parse("32"))
     cells = [
-        evaluation.Cell(part=1, task="tiny_derive", length=256, method=method, samples=2)
+        evaluation.GridCell(part=1, task="tiny_derive", length=256, method=method, samples=2)
         for method in (FULL, window)
     ]
     evaluation.run(model, cells, file, 60.0, "")

@@ -14,7 +14,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
 from keyhole.eval.run import model_digest
-from keyhole.eval.workloads.perplexity import CONTINUATION, Perplexity, Text, forced
+from keyhole.eval.workloads.perplexity import CONTINUATION, Perplexity, WindowedText, forced
 from keyhole.eval.workloads.workload import MakeEngine
 from keyhole.models.loading import Model, load
 from tests.checkpoints import BOS, make_config, make_model, make_network
@@ -37,13 +37,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture(scope="module")
-def text(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Text:
+def text(model: Model, tmp_path_factory: pytest.TempPathFactory) -> WindowedText:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{n * n % 97} apples, {n} pears; " for n in range(60)))
-    return Text(path, model)
+    return WindowedText(path, model)
 
 
-def test_windows_follow_each_other_and_begin_as_a_text_does(model: Model, text: Text) -> None:
+def test_windows_follow_each_other_and_begin_as_a_text_does(
+    model: Model, text: WindowedText
+) -> None:
     ids = model.tokenizer(Path(text.path).read_text()).input_ids
     assert ids[0] == BOS
     assert text.windows(LENGTH) == (len(ids) - 1) // (LENGTH - 1)
@@ -58,7 +60,7 @@ def test_all_but_the_last_token_of_the_continuation_are_forced(length: int) -> N
     assert len(request.given) == min(CONTINUATION, length // 4)
 
 
-def test_full_attention_gives_the_models_own_likelihood(model: Model, text: Text) -> None:
+def test_full_attention_gives_the_models_own_likelihood(model: Model, text: WindowedText) -> None:
     found = Perplexity(text).measure(engines(model), Full(), LENGTH, "prompt", SAMPLES)
     network = make_network(make_config("llama"))
     wanted = []
@@ -77,7 +79,7 @@ def test_full_attention_gives_the_models_own_likelihood(model: Model, text: Text
     assert found["read_share"] == 1
 
 
-def test_what_is_not_read_costs_likelihood(model: Model, text: Text) -> None:
+def test_what_is_not_read_costs_likelihood(model: Model, text: WindowedText) -> None:
     task, make_engine = Perplexity(text), engines(model)
     full = task.measure(make_engine, Full(), LENGTH, "prompt", SAMPLES)
     covering = Quest(token_budget=LENGTH, full_layers=())
@@ -90,22 +92,24 @@ def test_what_is_not_read_costs_likelihood(model: Model, text: Text) -> None:
     assert little["read_share"] < 0.12
 
 
-def test_texts_that_are_too_short_are_refused(model: Model, text: Text, tmp_path: Path) -> None:
+def test_texts_that_are_too_short_are_refused(
+    model: Model, text: WindowedText, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"length 5000 is more than the \d+ tokens of --text"):
         text.windows(5000)
     with pytest.raises(ConfigError, match="length 15 must be at least 16"):
         text.windows(15)
     with pytest.raises(ConfigError, match=r"--text '.*gone.txt' cannot be read"):
-        Text(tmp_path / "gone.txt", model)
+        WindowedText(tmp_path / "gone.txt", model)
     with pytest.raises(ConfigError, match="has no tokenizer"):
-        Text(text.path, dataclasses.replace(model, tokenizer=None))
+        WindowedText(text.path, dataclasses.replace(model, tokenizer=None))
 
 
-def test_another_text_is_another_task(model: Model, text: Text, tmp_path: Path) -> None:
+def test_another_text_is_another_task(model: Model, text: WindowedText, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("another text " * 20)
-    assert Perplexity(Text(other, model)).settings != Perplexity(text).settings
+    assert Perplexity(WindowedText(other, model)).settings != Perplexity(text).settings
     copy = tmp_path / "copy.txt"
     copy.write_text(Path(text.path).read_text())
-    assert Perplexity(Text(copy, model)).settings == Perplexity(text).settings
+    assert Perplexity(WindowedText(copy, model)).settings == Perplexity(text).settings
     assert model_digest(model) == model_digest(dataclasses.replace(model, name="renamed"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.results_page import head_table
-from keyhole.eval.head_recall import BEST, WINDOW, Cell, Text, measure
+from keyhole.eval.head_recall import BEST, WINDOW, RecallCell, RecallText, measure
 from keyhole.models.loading import load
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_config, make_model, make_network
@@ -20,15 +20,15 @@ IDS = torch.randint(3, 270, (80,), generator=torch.Generator().manual_seed(3)).t
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
+def cells(tmp_path_factory: pytest.TempPathFactory) -> list[RecallCell]:
     model = load(make_model("llama", tmp_path_factory.mktemp("model")), "cpu", "float32")
     heads = {
         x: RetrievalHead.random(model.network, inputs=x) for x in ("tokens", "tokens+features")
     }
-    return measure(model, heads, {80: [Text(token_ids=IDS, rows=ROWS)]}, (16, 32, 80))
+    return measure(model, heads, {80: [RecallText(token_ids=IDS, rows=ROWS)]}, (16, 32, 80))
 
 
-def test_window_and_best_are_those_of_plain_loops(cells: list[Cell]) -> None:
+def test_window_and_best_are_those_of_plain_loops(cells: list[RecallCell]) -> None:
     with torch.no_grad():
         out = make_network(make_config("llama"))(torch.tensor([IDS]), output_attentions=True)
     weights = torch.stack(out.attentions)[:, 0].double().mean(0)  # [Hq, n, n]
@@ -46,7 +46,9 @@ def test_window_and_best_are_those_of_plain_loops(cells: list[Cell]) -> None:
         assert found[BEST, budget] == pytest.approx(sum(most) / len(most), abs=1e-4)
 
 
-def test_nothing_exceeds_the_best_and_a_budget_of_the_length_is_left_out(cells: list[Cell]) -> None:
+def test_nothing_exceeds_the_best_and_a_budget_of_the_length_is_left_out(
+    cells: list[RecallCell],
+) -> None:
     assert {c.budget for c in cells} == {16, 32}
     best_of = {c.budget: c.recall for c in cells if c.chooser == BEST}
     heads = [c for c in cells if c.chooser.startswith("tokens")]

@@ -124,8 +124,8 @@ class Tokens:
     ("chosen", "wanted"), [(Pages, [[0, 7, -1], [5, 7, 9]]), (Tokens, [[1, 28, 39, -1]])]
 )
 def test_a_choice_of_what_is_left_is_placed_in_the_text(chosen: Any, wanted: Any) -> None:
-    left = SimpleNamespace(entries=np.asarray([[0, 5, 7, 9, -1]]), thinned=None)
-    step: Any = SimpleNamespace(remaining=left, thinned=None, page_size=PAGE)
+    left = SimpleNamespace(entries=np.asarray([[0, 5, 7, 9, -1]]), kept_tokens=None)
+    step: Any = SimpleNamespace(retained=left, kept_tokens=None, page_size=PAGE)
     read = Trace().read(0, chosen, step)
     assert read is not None
     assert read.unit == chosen.unit

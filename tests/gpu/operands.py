@@ -101,7 +101,7 @@ class Cache:
         entries = self.table.shape[1] * self.size // unit
         scores = torch.randn(len(LENGTHS), lists, entries, generator=self.random).to(DEVICE)
         valid = (self.lengths + unit - 1) // unit
-        return reference.top_indices(scores, valid, k, unit, last=1)
+        return reference.top_k(scores, valid, k, unit, last=1)
 
 
 def run(name: str, *operands: object) -> object:

@@ -217,6 +217,6 @@ def test_each_choice_asks_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
     assert taken("append", numbers, numbers, places) == (True, False)
     assert taken("prefill", numbers, numbers, places) == (False, True)
     assert taken("prefill", numbers, below, places) == (False, False)
-    assert taken("rotate", numbers, places, angles) == (True, False)
-    assert taken("rotate", angles, places, angles) == (False, False)
+    assert taken("shift_rope", numbers, places, angles) == (True, False)
+    assert taken("shift_rope", angles, places, angles) == (False, False)
     assert taken("append", numbers, angles, places) == (False, False)

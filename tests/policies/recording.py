@@ -13,7 +13,7 @@ from torch import Tensor
 from keyhole import LLM, Policy, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.eval.trace.policy_proxy import Wrapped
+from keyhole.eval.trace.policy_proxy import PolicyProxy
 from keyhole.models.loading import Model
 from keyhole.policies.base import Selection, Step
 from tests.oracle import Choose, KeysOf, SparseModel, Watch
@@ -52,7 +52,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Recording(Wrapped):
+class Recording(PolicyProxy):
     """`inner`, with `calls` beside it."""
 
     calls: list[Call] = field(default_factory=list)
@@ -71,11 +71,11 @@ class Recording(Wrapped):
 
 def left(step: Step) -> tuple[list[list[int]] | None, list[int] | None]:
     """Per sequence the pages that are left, where the policy evicts, and how many are pinned."""
-    if step.remaining is None:
+    if step.retained is None:
         return None, None
-    entries = step.remaining.entries.tolist()
+    entries = step.retained.entries.tolist()
     pages = [[page for page in row if page >= 0] for row in entries]
-    return pages, step.remaining.pinned.tolist()
+    return pages, step.retained.pinned.tolist()
 
 
 def make_engine(model: Model, policy: Policy, **settings: Any) -> Engine:

@@ -36,7 +36,7 @@ from tests.policies.recording import (
 
 POLICIES = {**keyhole.available_policies(), **available_controls()}
 BUDGETED = [name for name, cls in POLICIES.items() if "token_budget" in cls.__dataclass_fields__]
-EVICTING = [name for name, cls in POLICIES.items() if cls.most_pages is not Policy.most_pages]
+EVICTING = [name for name, cls in POLICIES.items() if cls.page_limit is not Policy.page_limit]
 VOCAB = 64
 #: The settings under test, for every policy that has a setting of that name.
 SMALL: dict[str, Any] = {"token_budget": 3 * PAGE, "prompt_in_budget": True}

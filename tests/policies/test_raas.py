@@ -360,8 +360,8 @@ def test_a_conversation_goes_on_with_what_is_left(
 def test_the_prompt_is_outside_the_budget_unless_it_is_counted() -> None:
     beside, counted = RaaS(token_budget=64), RaaS(token_budget=64, prompt_in_budget=True)
     prompts = np.asarray([1, 9, 2])
-    assert beside.most_pages(prompts, 16).tolist() == [5, 13, 6]
-    assert counted.most_pages(prompts, 16).tolist() == [4, 10, 4]
+    assert beside.page_limit(prompts, 16).tolist() == [5, 13, 6]
+    assert counted.page_limit(prompts, 16).tolist() == [4, 10, 4]
     assert (beside.outside_budget(), counted.outside_budget()) == ("the prompt", "")
     assert RaaS.as_published(shape(4), 64) == beside
     assert beside.dense_layers(shape(4)) == ()

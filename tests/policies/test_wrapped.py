@@ -11,7 +11,7 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 
 from keyhole import Delta, RaaS, SpeContext
-from keyhole.eval.trace.policy_proxy import Wrapped
+from keyhole.eval.trace.policy_proxy import PolicyProxy
 from keyhole.eval.trace.trace import Traced
 from keyhole.policies.base import Policy
 from tests.policies.recording import Recording
@@ -24,7 +24,7 @@ HOOKS = [
 ]
 #: All but `capturable`: see below.
 VARIABLES = [n for n in Policy.__annotations__ if not n.startswith("_") and n != "capturable"]
-WRAPPERS = [Wrapped, Traced, Recording]
+WRAPPERS = [PolicyProxy, Traced, Recording]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Odd(Policy):
 
 
 def test_there_is_something_to_hand_on() -> None:
-    assert {"select", "after_step", "most_pages", "selection_heads"} <= set(HOOKS)
+    assert {"select", "after_step", "page_limit", "selection_heads"} <= set(HOOKS)
     assert VARIABLES == [
         "name",
         "dense",
@@ -59,7 +59,7 @@ def test_every_hook_is_handed_on(wrapper: Any, hook: str) -> None:
     # No layer dropped or evicted anything, and nothing is read.
     given = {name: MagicMock(name=name) for name in names} | {"layer": 3}
     if "step" in given:
-        given["step"] = MagicMock(remaining=None, thinned=None)
+        given["step"] = MagicMock(retained=None, kept_tokens=None)
     getattr(inner, hook).return_value = wanted = None if hook == "select" else MagicMock()
     found = getattr(wrapper(inner), hook)(*(given[name] for name in names))
     told = ("before_step", "on_append", "on_prompt_queries", "on_queries", "on_scores")

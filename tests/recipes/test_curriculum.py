@@ -6,7 +6,7 @@ import torch
 from keyhole.eval.tiny_language.curriculum import MAX_POSITION, STAGES, stage_at, training_batch
 from keyhole.eval.tiny_language.rows import ROWS
 from keyhole.eval.tiny_language.vocabulary import EOS, WORD_IDS
-from recipes.tiny_model.feed import Rows
+from recipes.tiny_model.feed import FeedRows
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -40,7 +40,7 @@ def test_same_step_same_rows_other_rank_other_rows():
 
 
 def test_the_feed_counts_the_tokens_of_all_ranks():
-    rows = Rows(seed=0, rank=0, num_ranks=2, batch_scale=1)
+    rows = FeedRows(seed=0, rank=0, num_ranks=2, batch_scale=1)
     seen = 7_900_000  # the last batches of a stage, and the first of the next
     for (step, tokens), _ in zip(rows._places(0, seen), range(20), strict=False):
         assert tokens == seen

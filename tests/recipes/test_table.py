@@ -23,7 +23,7 @@ def test_a_reader_says_what_greedy_generation_would() -> None:
     checkpoint = Path(keyhole.tiny())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    reader = table.Reader(checkpoint)
+    reader = table.ContextReader(checkpoint)
     asked = [shared(256, 3), [make("derive", 128, 1)], [make("walk", 256, 2)]]
     for items in asked:
         generated = []

@@ -16,14 +16,16 @@ from recipes.tiny_model.schedule import planned
 from recipes.tiny_model.shape import llama_config
 from recipes.tiny_model.shared import SHARE, shared_direction
 from recipes.tiny_model.train import run, train
-from recipes.tiny_model.trainer import Settings
+from recipes.tiny_model.trainer import TrainerSettings
 
 STEPS = 3 * 2048
 
 
 @pytest.fixture
 def settings(tmp_path):
-    return Settings(out=tmp_path, tokens=STEPS, layers=3, examine_lengths=(128,), examine_items=1)
+    return TrainerSettings(
+        out=tmp_path, tokens=STEPS, layers=3, examine_lengths=(128,), examine_items=1
+    )
 
 
 @pytest.fixture

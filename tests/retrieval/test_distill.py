@@ -16,10 +16,12 @@ from keyhole.retrieval.training import train
 from keyhole.retrieval.training.corpus import FileCorpus
 from keyhole.retrieval.training.distill import Distiller, rate
 from keyhole.retrieval.training.selection_objective import selection_loss
-from keyhole.retrieval.training.training_config import Recipe
+from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
-RECIPE = Recipe(tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3))
+RECIPE = TrainingConfig(
+    tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3)
+)
 
 
 class Texts:
@@ -47,7 +49,7 @@ def start(network: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def of(objective: str, start: str) -> Recipe:
+def of(objective: str, start: str) -> TrainingConfig:
     begin = start if objective == "selection" else None
     return dataclasses.replace(RECIPE, objective=objective, start=begin)
 
@@ -168,23 +170,23 @@ def test_nan_stops_a_training_and_nothing_is_lost(
 
 def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'eagle'"):
-        Recipe(objective="eagel")
+        TrainingConfig(objective="eagel")
     with pytest.raises(ConfigError, match="learning_rate 0 must be"):
-        Recipe(learning_rate=0)
+        TrainingConfig(learning_rate=0)
     with pytest.raises(ConfigError, match="length 20 must be >= 64"):
-        Recipe(length=20)
+        TrainingConfig(length=20)
     with pytest.raises(ConfigError, match="length 1000 must be at most 512"):
-        Distiller(network, Texts(), Recipe(length=1000))
+        Distiller(network, Texts(), TrainingConfig(length=1000))
     with pytest.raises(ConfigError, match="--objective selection requires --start"):
-        Recipe(objective="selection")
+        TrainingConfig(objective="selection")
     for objective in ("attention", "eagle"):
         with pytest.raises(ConfigError, match=r"--start .* requires --objective selection"):
-            Recipe(objective=objective, start=start)
-    fewer = Recipe(objective="selection", start=start, feature_layers=(1, 2))
+            TrainingConfig(objective=objective, start=start)
+    fewer = TrainingConfig(objective="selection", start=start, feature_layers=(1, 2))
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 2\) must be \(1, 2, 3\), as in"):
         Distiller(network, Texts(), fewer)
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 4\) must be layers of 0 to 3"):
-        Distiller(network, Texts(), Recipe(feature_layers=(1, 4)))
+        Distiller(network, Texts(), TrainingConfig(feature_layers=(1, 4)))
 
 
 def test_the_rate_rises_and_falls() -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keyhole.cache.offload.resident_buffer import ElasticBuffer, Frame, Resident
+from keyhole.cache.offload.resident_buffer import Frame, Resident, ResidentBuffer
 from keyhole.cache.offload.tiers import Tier
 from keyhole.cache.pages import PageCache
 from keyhole.errors import CapacityError
@@ -87,7 +87,7 @@ class Prefetcher:
     `end`. Called by one thread.
 
     num_rows: sequences that can run at once. token_budget: most tokens of a selection. num_heads:
-    see `ElasticBuffer`. total: the traffic of all steps that were counted.
+    see `ResidentBuffer`. total: the traffic of all steps that were counted.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Prefetcher:
         self._num_rows = num_rows
         self._num_tokens = buffer_tokens(token_budget, cache.page_size)
         self._num_heads = num_heads
-        self._buffers: dict[int, ElasticBuffer] = {}
+        self._buffers: dict[int, ResidentBuffer] = {}
         self._cuts = 0  # of buffers that are gone
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keyhole-prefetch")
         self._stream: torch.cuda.Stream | None = None
@@ -239,9 +239,9 @@ class Prefetcher:
         self._drain()
         self._pool.shutdown()
 
-    def _buffer(self, layer: int) -> ElasticBuffer:
+    def _buffer(self, layer: int) -> ResidentBuffer:
         """Empty buffers, on the cache's device."""
-        return ElasticBuffer(
+        return ResidentBuffer(
             self._cache.geometry.layers[layer],
             self._cache.empty,
             page_size=self._cache.page_size,
@@ -264,7 +264,7 @@ class Prefetcher:
 
     def _exchange(self, layer: int, selection: Selection, frame: Frame) -> Resident:
         pages = self._cache.keys[layer], self._cache.values[layer]
-        return self._buffers[layer].exchange(selection, frame, *pages)
+        return self._buffers[layer].load_missing(selection, frame, *pages)
 
     def _submit(
         self,

@@ -90,7 +90,7 @@ class Resident:
         )
 
 
-class ElasticBuffer:
+class ResidentBuffer:
     """The buffers of one layer, for `num_rows` sequences.
 
     keys, values: [num_rows * m, H, page_size, D or Dv]; sequence r has m pages from r * m on.
@@ -129,7 +129,7 @@ class ElasticBuffer:
         """Tokens in a place."""
         return self.num_tokens // self.entries.shape[2]
 
-    def exchange(
+    def load_missing(
         self, selection: Selection, frame: Frame, key_pages: Tensor, value_pages: Tensor
     ) -> Resident:
         """Loads what is selected and not here yet from the offloaded pages [P, Hkv, ...].
@@ -142,7 +142,7 @@ class ElasticBuffer:
             self.cuts += self._in_use
         self._in_use = True
         heads = self.keys.shape[1]
-        used, moved = kernels.exchange(
+        used, moved = kernels.load_missing(
             self.entries,
             self.keys,
             None if self._shared else self.values,

@@ -27,7 +27,7 @@ from keyhole.eval.results.line_file import LineFile
 from keyhole.policies import available_policies
 
 if TYPE_CHECKING:
-    from keyhole.eval.attention.suite import Outcome
+    from keyhole.eval.attention.suite import AttentionOutcome
     from keyhole.eval.workloads.perplexity import Windows
     from keyhole.models.loading import Model
 
@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from keyhole.bench import measure
     from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import PromptCopies
-    from keyhole.eval.attention.cells import Grid
+    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+    from keyhole.eval.attention.cells import AttentionGrid
     from keyhole.eval.attention.suite import AttentionSuite
     from keyhole.eval.methods import Budget
     from keyhole.eval.suite import terms_of
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     def header() -> dict[str, Any]:
         return measure.header("attention", model.device, "", keyhole.__version__)
 
-    grid = Grid(
+    grid = AttentionGrid(
         windows=_windows(model, settings, flags.is_bundled(arguments.model)),
         lengths=settings.lengths,
         methods=methods,
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         limit = settings.prompt_memory or free_memory(torch.device("cpu")) // 4
-        outcome = AttentionSuite(model, grid, file, header, PromptCopies(limit)).run()
+        outcome = AttentionSuite(model, grid, file, header, SharedPromptCache(limit)).run()
     except KeyboardInterrupt:
         print(f"\nstopped; the same command goes on from {arguments.output}", file=sys.stderr)
         raise
@@ -109,7 +109,7 @@ def _windows(model: Model, settings: AttentionSettings, bundled: bool) -> Window
     return TinyText(model) if bundled else texts.library(model)
 
 
-def _print(model: Model, outcome: Outcome, output: str) -> None:
+def _print(model: Model, outcome: AttentionOutcome, output: str) -> None:
     from keyhole.eval.attention.report import summary, table
 
     print(f"{model.name}")

@@ -130,7 +130,7 @@ def _suite(
     import torch
 
     from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
     from keyhole.eval import suite as eval_suite
     from keyhole.eval import task_specs
     from keyhole.eval import workloads as eval_workloads
@@ -172,4 +172,4 @@ def _suite(
         first_seed=settings.first_seed,
     )
     limit = settings.prompt_memory or free_memory(torch.device("cpu")) // 4
-    return PaperSuite(model, grid, documents, file, header, PromptCopies(limit))
+    return PaperSuite(model, grid, documents, file, header, SharedPromptCache(limit))

@@ -24,7 +24,7 @@ from keyhole.settings_file import is_settings_file
 
 if TYPE_CHECKING:
     from keyhole.eval.methods import Method
-    from keyhole.eval.run import Outcome
+    from keyhole.eval.run import EvalOutcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +100,7 @@ def methods_of(settings: EvalSettings) -> list[Method]:
     return methods(given, [Budget.parse(text) for text in settings.budgets])
 
 
-def _told(outcome: Outcome, settings: EvalSettings, output: str) -> dict[str, Any]:
+def _told(outcome: EvalOutcome, settings: EvalSettings, output: str) -> dict[str, Any]:
     """For `--json`: lines, and what they say beside their controls."""
     told: dict[str, Any] = {**vars(outcome), "output": output}
     if settings.controls:
@@ -110,7 +110,7 @@ def _told(outcome: Outcome, settings: EvalSettings, output: str) -> dict[str, An
     return told
 
 
-def _print(outcome: Outcome, settings: EvalSettings, model: str, output: str) -> None:
+def _print(outcome: EvalOutcome, settings: EvalSettings, model: str, output: str) -> None:
     from keyhole.eval.controls import table as controls_table
     from keyhole.eval.results import table
 
@@ -126,7 +126,7 @@ def _print(outcome: Outcome, settings: EvalSettings, model: str, output: str) ->
     print(_closing(outcome, output))
 
 
-def _chosen(outcome: Outcome) -> str:
+def _chosen(outcome: EvalOutcome) -> str:
     """What was chosen for each method, length and budget: a line each."""
     texts = []
     for line in outcome.lines:
@@ -147,7 +147,7 @@ def require_statistics() -> None:
     paired.require_scipy()
 
 
-def _closing(outcome: Outcome, output: str) -> str:
+def _closing(outcome: EvalOutcome, output: str) -> str:
     """How many lines there are now, and what was refused."""
     new = len(outcome.lines) - outcome.stored
     parts = [f"\n{show.count(new, 'cell')} measured, {outcome.stored} there already: {output}"]

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     written: float | None
 
 
-class Reader(Protocol):
+class StorageReader(Protocol):
     """An open file. bytes_read: what was asked of the place so far."""
 
     size: int
@@ -51,7 +51,7 @@ class Staged(Protocol):
         """Takes it away; nothing happens after `commit`."""
 
 
-class Place(Protocol):
+class StorageBackend(Protocol):
     """Files by a relative path such as "records/x". Whatever fails raises OSError.
 
     url: for messages. folder: this machine's folder if it is one that can be written to.
@@ -72,7 +72,7 @@ class Place(Protocol):
     def read(self, path: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
 
-    def reader(self, path: str) -> Reader:
+    def reader(self, path: str) -> StorageReader:
         """The file, open; FileNotFoundError if there is none."""
 
     def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> Staged:

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from keyhole.config import require
 from keyhole.documents.digest import sha256
-from keyhole.documents.storage import Entry, Place
+from keyhole.documents.storage import Entry, StorageBackend
 from keyhole.documents.storage.local import LocalPlace
 from keyhole.errors import ConfigError, UnknownNameError
 
@@ -39,7 +39,7 @@ _DAY_S = 86_400.0
 _HEAD_BYTES = 128 << 10
 
 
-def open_place(place: str | Path) -> Place:
+def open_place(place: str | Path) -> StorageBackend:
     """A folder for a path or a file URL, otherwise what fsspec has for the URL.
 
     Raises ConfigError for a place that cannot be opened, with the package that it needs.
@@ -67,7 +67,7 @@ def open_place(place: str | Path) -> Place:
 
 
 class RemotePlace:
-    """See `Place`."""
+    """See `StorageBackend`."""
 
     folder: Path | None = None
     grace_s = _DAY_S
@@ -83,7 +83,7 @@ class RemotePlace:
                 system.makedirs(self._full(name), exist_ok=True)
 
     def files(self, folder: str) -> dict[str, Entry]:
-        """See `Place`."""
+        """See `StorageBackend`."""
         with _as_os_error():
             self._system.invalidate_cache(self._full(folder))
             try:
@@ -93,7 +93,7 @@ class RemotePlace:
         return {info["name"].rpartition("/")[2]: _entry(info) for info in found if _is_file(info)}
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
-        """See `Place`."""
+        """See `StorageBackend`."""
         full = [self._full(path) for path in paths]
         ends = [most_bytes] * len(full)
         with _as_os_error():
@@ -101,21 +101,21 @@ class RemotePlace:
         return [data if isinstance(data, bytes) else b"" for data in found]
 
     def read(self, path: str) -> bytes:
-        """See `Place`."""
+        """See `StorageBackend`."""
         with _as_os_error():
             return bytes(self._system.cat_file(self._full(path)))
 
     def reader(self, path: str) -> RemoteReader:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return RemoteReader(self._system, self._full(path))
 
     def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> RemoteStaged:
-        """See `Place`. The whole file is in memory once more while it is put."""
+        """See `StorageBackend`. The whole file is in memory once more while it is put."""
         part = self._full(f"{_PARTS}/{uuid.uuid4().hex}.part") if self._moves else None
         return RemoteStaged(self._system, self._full(path), part, b"".join(pieces))
 
     def remove(self, path: str) -> None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         with _as_os_error(), suppress(FileNotFoundError):
             self._system.rm_file(self._full(path))
 
@@ -124,7 +124,7 @@ class RemotePlace:
         return None
 
     def clean(self) -> None:
-        """See `Place`; parts may be another machine's, so they must be old."""
+        """See `StorageBackend`; parts may be another machine's, so they must be old."""
         if not self._moves:
             return
         now = datetime.now().timestamp()

@@ -16,7 +16,7 @@ from torch import Tensor
 _ALIGNED = 16
 
 
-class StepInputs:
+class GraphBuffers:
     """Arrays of one shape each, at fixed places on a device.
 
     like: arrays by name, [n, ...] each, n up to `num_rows`; a second dimension is up to `widths`

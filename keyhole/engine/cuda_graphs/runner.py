@@ -1,11 +1,11 @@
 """Decode steps that are recorded once and repeated: CUDA graphs on a GPU.
 
 A step that only decodes does the same work as the one before, on other numbers. So it is recorded
-for a number of sequences and of pages, each rounded up, and for the way that the policy goes
-(`Policy.branch`); after that its numbers are put where the recording reads them (`StepInputs`), and
-it is repeated. Rows that stand for no sequence have a page and a row of the policy's state of their
-own, which nobody else reads. What the host keeps of a step (lengths, pages, who is evicted,
-counters) is not in the recording: the runner does it in every step, recorded or not.
+for a number of sequences and of pages, each rounded up, and for the policy's `capture_key`; after
+that its inputs are copied to where the recording reads them (`GraphBuffers`), and it is replayed.
+Padding rows have a page and a row of the policy's state of their own, which no sequence reads. What
+the host keeps of a step (lengths, pages, evictions, counters) is not in the recording: the runner
+does it in every step, recorded or not.
 
 All is recorded anew when the cache's tensors have moved, or layers of it between the tiers.
 """
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
-from keyhole.engine.cuda_graphs.buffers import StepInputs
-from keyhole.engine.decode_inputs import Numbers
+from keyhole.engine.cuda_graphs.buffers import GraphBuffers
+from keyhole.engine.decode_inputs import DecodeInputs
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.policies.base import Policy, Step
 
@@ -62,11 +62,11 @@ class Recorder(Protocol):
 class _Shape(NamedTuple):
     """Inputs of one shape, and what repeats a step over them, by the way that the policy goes."""
 
-    inputs: StepInputs
+    inputs: GraphBuffers
     ways: dict[Hashable, Work]
 
 
-class RecordedSteps:
+class CudaGraphRunner:
     """The steps of one runner. replayed: how many were repeated from a recording.
 
     make_step: the step of some numbers, from the device's tensors. work: what a step does. moves:
@@ -81,7 +81,7 @@ class RecordedSteps:
         policy: Policy,
         max_batch: int,
         device: torch.device,
-        make_step: Callable[[Numbers, Mapping[str, Tensor]], Step],
+        make_step: Callable[[DecodeInputs, Mapping[str, Tensor]], Step],
         work: Callable[[Mapping[str, Tensor], Step], Outputs],
         moves: Callable[[], int],
     ) -> None:
@@ -101,7 +101,7 @@ class RecordedSteps:
         self._moves = moves()
         self.replayed = 0
 
-    def run(self, numbers: Numbers, decodes: Sequence[Request]) -> Outputs | None:
+    def run(self, numbers: DecodeInputs, decodes: Sequence[Request]) -> Outputs | None:
         """Repeats the step of these sequences; None: it is not to be recorded, and was not run."""
         if self.why_not is not None:
             return None
@@ -112,7 +112,7 @@ class RecordedSteps:
         arrays["positions"] = numbers.position
         inputs, ways = self._shape(arrays)
         step = self._make_step(numbers, inputs.tensors)
-        way = self._policy.branch(step)
+        way = self._policy.capture_key(step)
         if way is None:
             return None
         if way not in ways:
@@ -135,7 +135,7 @@ class RecordedSteps:
         key = (rows, *widths.values())
         shape = self._shapes.pop(key, None)
         if shape is None:
-            shape = _Shape(StepInputs(arrays, rows, widths, self._nobody, self._device), {})
+            shape = _Shape(GraphBuffers(arrays, rows, widths, self._nobody, self._device), {})
         self._shapes[key] = shape
         if len(self._shapes) > _MOST:
             del self._shapes[next(iter(self._shapes))]

@@ -18,7 +18,7 @@ from keyhole import kernels
 from keyhole.cache.pages import PageCache
 from keyhole.documents.record import DocumentRecord, LayerRecord
 from keyhole.engine.documents.head_keys import HeadEncoding
-from keyhole.engine.head_runner import Lookahead
+from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import CapacityError
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.loading import Model
@@ -37,7 +37,7 @@ def encode(
     *,
     block_size: int,
     chunk: int,
-    lookahead: Lookahead | None = None,
+    lookahead: HeadRunner | None = None,
 ) -> DocumentRecord:
     """The record of a document, its tensors on the CPU.
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.page_list import PromptPages
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.documents.record import HeadRecord
 from keyhole.engine.documents.context import Context
-from keyhole.engine.head_runner import Lookahead
+from keyhole.engine.head_runner import HeadRunner
 from keyhole.models.batch import Batch
 from keyhole.retrieval.head import RetrievalHead
 
@@ -31,7 +31,7 @@ _PIECE = 4096
 class HeadEncoding:
     """Takes a document chunk by chunk, as it is encoded."""
 
-    def __init__(self, lookahead: Lookahead) -> None:
+    def __init__(self, lookahead: HeadRunner) -> None:
         self._lookahead = lookahead
         self._keys: list[Tensor] = []
         self._last: Tensor | None = None
@@ -57,7 +57,7 @@ class PlacedHead:
 
     def __init__(
         self,
-        lookahead: Lookahead,
+        lookahead: HeadRunner,
         cache: PageCache,
         context: Context,
         token_ids: np.ndarray,
@@ -81,7 +81,7 @@ class PlacedHead:
             self._fused.append(fused)
 
     @torch.no_grad()
-    def write(self, positions: np.ndarray, pages: PromptPages) -> None:
+    def write(self, positions: np.ndarray, pages: PageList) -> None:
         """Writes keys of the tokens at these positions, ascending: all before the question."""
         name = self._lookahead.stored_as
         if name is None:
@@ -120,7 +120,7 @@ class PlacedHead:
                     keys = document.head_keys(name, int(run[0]), int(run[-1]) + 1)
                     yield run + offset, keys.to(self._device)
 
-    def _make(self, positions: np.ndarray, fused: Tensor | None, pages: PromptPages) -> None:
+    def _make(self, positions: np.ndarray, fused: Tensor | None, pages: PageList) -> None:
         for start in range(0, len(positions), _PIECE):
             part = slice(start, start + _PIECE)
             ids = torch.from_numpy(self._token_ids[positions[part]]).to(self._device)
@@ -128,7 +128,7 @@ class PlacedHead:
             keys = self._lookahead.head.project(ids, before)[1]
             self._put(keys, positions[part], pages)
 
-    def _put(self, keys: Tensor, positions: np.ndarray, pages: PromptPages) -> None:
+    def _put(self, keys: Tensor, positions: np.ndarray, pages: PageList) -> None:
         head: RetrievalHead = self._lookahead.head
         keys = head.turned(keys, torch.from_numpy(positions).to(self._device))
         slots = torch.from_numpy(pages.slots(positions)).to(self._device)

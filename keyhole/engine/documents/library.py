@@ -24,7 +24,7 @@ from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
 from keyhole.engine.tokenization import Prompt, encode_text, given_ids
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
-from keyhole.models.positions import Turns
+from keyhole.models.positions import RopeShift
 
 
 class Documents:
@@ -38,7 +38,7 @@ class Documents:
     def __init__(
         self, engine: Engine, place: str | Path | None = None, limit_bytes: int | None = None
     ) -> None:
-        Turns.of(engine.model)
+        RopeShift.of(engine.model)
         self._engine = engine
         self.place = str(place or default_place())
         self.store = DocumentStore(self.place, fingerprint(engine.model), limit_bytes=limit_bytes)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.cache.page_list import PromptPages
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.context import Context
-from keyhole.models.positions import Turns
+from keyhole.models.positions import RopeShift
 from keyhole.reuse.base import LayerFacts, PlacedDocument
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ class Loader:
     """
 
     def __init__(
-        self, context: Context, cache: PageCache, turns: Turns, device: torch.device
+        self, context: Context, cache: PageCache, turns: RopeShift, device: torch.device
     ) -> None:
         self._context = context
         self._cache = cache
@@ -69,7 +69,7 @@ class Loader:
             )
         ]
 
-    def load(self, wanted: Tensor, pages: PromptPages) -> None:
+    def load(self, wanted: Tensor, pages: PageList) -> None:
         """Brings tokens, bool [L, T], into their pages, but for those that are present."""
         missing = wanted & ~self.present
         for layer, row in enumerate(missing.numpy()):
@@ -77,7 +77,7 @@ class Loader:
                 self._load_layer(layer, row, pages)
         self.present |= missing
 
-    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PromptPages) -> None:
+    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> None:
         parts = list(self._parts(layer, wanted))
         key = torch.cat([keys for keys, _ in parts])
         value = None

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.page_list import PromptPages
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.documents.integrity_error import RecordError
 from keyhole.engine.documents.context import Context, Reused
 from keyhole.engine.documents.head_keys import PlacedHead
 from keyhole.engine.documents.loader import Loader
-from keyhole.engine.head_runner import Lookahead
+from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
-from keyhole.models.positions import Turns
+from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
-from keyhole.reuse.base import Plan
+from keyhole.reuse.base import RecomputePlan
 
 
 class Preparation:
@@ -42,14 +42,14 @@ class Preparation:
         cache: PageCache,
         policy: Policy,
         chunk: int,
-        lookahead: Lookahead | None = None,
+        lookahead: HeadRunner | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._policy = policy
         self._chunk = chunk
         self._lookahead = lookahead
-        self._turns = Turns.of(model)
+        self._turns = RopeShift.of(model)
 
     def check(self, context: Context) -> None:
         """Whether the method goes with the documents.
@@ -86,7 +86,7 @@ class Preparation:
         """
         context = request.context
         assert context is not None
-        pages = PromptPages(self._cache, len(request.prompt))
+        pages = PageList(self._cache, len(request.prompt))
         prompt = _Prompt(self, context, pages, np.asarray(request.prompt, np.int64))
         try:
             done = prompt.fill()
@@ -134,7 +134,7 @@ class Preparation:
         """Positions in parts of at most the engine's `prefill_chunk`."""
         return [positions[i : i + self._chunk] for i in range(0, len(positions), self._chunk)]
 
-    def summarise(self, pages: PromptPages) -> None:
+    def summarise(self, pages: PageList) -> None:
         """Lets the policy see the pages, as after any append."""
         if not any(self._cache.data):
             return
@@ -159,7 +159,7 @@ class _Prompt:
     """One prompt on its way into the pages."""
 
     def __init__(
-        self, owner: Preparation, context: Context, pages: PromptPages, tokens: np.ndarray
+        self, owner: Preparation, context: Context, pages: PageList, tokens: np.ndarray
     ) -> None:
         self._owner = owner
         self._context = context
@@ -173,7 +173,7 @@ class _Prompt:
         self._always = np.append(self._loose, np.arange(max(0, context.end - 1), context.end))
         self._loader = owner.loader(context)
         self._head = owner.head(context, tokens)
-        self._plan: Plan | None = None
+        self._plan: RecomputePlan | None = None
 
     def fill(self) -> bool:
         """Everything up to the question; False if pages ran out on the way."""
@@ -235,10 +235,10 @@ class _Prompt:
             written=plan.written,
         )
 
-    def _checked(self, plan: Plan) -> Plan:
+    def _checked(self, plan: RecomputePlan) -> RecomputePlan:
         kept, written = plan.kept.cpu(), plan.written.cpu()
         assert not (written & ~kept).any(), "a token that is computed again must be kept"
-        return Plan(kept, written, plan.shares)
+        return RecomputePlan(kept, written, plan.shares)
 
     def _prefix(self) -> None:
         """The prefix is an ordinary start of a prompt."""
@@ -273,7 +273,7 @@ class _Prompt:
         self._pass(question, seen, queries=note, whole=True)
         return [queries[layer] for layer in range(layers)]
 
-    def _deviation(self, plan: Plan, layer: int) -> Tensor | None:
+    def _deviation(self, plan: RecomputePlan, layer: int) -> Tensor | None:
         """Computes the first layers for all tokens that the plan writes there."""
         again = plan.written[: layer + 1].all(0)
         places = self._documents[again.numpy()]
@@ -293,7 +293,7 @@ class _Prompt:
         found[:, again] = torch.cat(deviations[layer], 1).cpu()[:, torch.from_numpy(documents)]
         return found
 
-    def _compute(self, plan: Plan, again: Tensor) -> None:
+    def _compute(self, plan: RecomputePlan, again: Tensor) -> None:
         """One forward of what is computed again, and of what separates the documents."""
         places = self._documents[again.numpy()]
         rows = np.union1d(places, self._apart)

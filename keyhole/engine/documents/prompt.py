@@ -20,7 +20,7 @@ _MARK = "\x00documents\x00"
 
 
 @dataclass(frozen=True)
-class Asked:
+class DocumentPrompt:
     """A request made of documents: its prompt, and where the documents stand in it.
 
     context: None for a method that computes the prompt like any other.
@@ -41,7 +41,7 @@ def assemble(
     prefix: Prompt = "",
     separator: Prompt = "",
     chat: bool = False,
-) -> Asked:
+) -> DocumentPrompt:
     """The prompt: prefix, documents in order with a separator between them, question.
 
     Every part is tokenised alone, so that stored tokens stand in it unchanged. Documents are open
@@ -70,9 +70,9 @@ def assemble(
     end = len(tokens)
     tokens += _plain(tokenizer, "a question", question)
     if reuse.exact:
-        return Asked(tokens, None)
+        return DocumentPrompt(tokens, None)
     every = tuple(opened[name] for name in names)
-    return Asked(tokens, Context(every, tuple(offsets), end, len(begin), reuse))
+    return DocumentPrompt(tokens, Context(every, tuple(offsets), end, len(begin), reuse))
 
 
 def _in_chat(tokenizer: Any, prefix: Prompt, question: Prompt) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import torch
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.config import EngineConfig
-from keyhole.engine.memory.layer_offloader import Placement, make_tier
+from keyhole.engine.memory.layer_offloader import LayerOffloader, make_tier
 from keyhole.engine.memory.plan import make_plan, memory_of, model_size, movable, page_data
 from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
@@ -32,7 +32,7 @@ def allocate(
     head: RetrievalHead | None,
     *,
     num_rows: int,
-) -> tuple[PageCache, Placement | None]:
+) -> tuple[PageCache, LayerOffloader | None]:
     """An empty cache, and who moves its layers down where `config.offload` is given.
 
     num_rows: sequences with buffers of layers below.
@@ -70,11 +70,11 @@ def allocate(
     if plan is None or config.offload is None:
         return cache, None
     tier, lists = make_tier(config.offload, model.device), policy.selection_heads(geometry)
-    return cache, Placement(plan, cache, tier, num_rows=num_rows, num_heads=lists)
+    return cache, LayerOffloader(plan, cache, tier, num_rows=num_rows, num_heads=lists)
 
 
 def too_long(
-    length: int, cache: PageCache, placement: Placement | None, config: EngineConfig
+    length: int, cache: PageCache, placement: LayerOffloader | None, config: EngineConfig
 ) -> str:
     """Why a request of `length` tokens can never be served, and what helps."""
     if placement is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.layout import Geometry
-from keyhole.cache.page_list import HOLE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.engine.sequence import Sequence
 from keyhole.policies.base import Policy
@@ -81,7 +81,7 @@ class Eviction:
             sequence.leaving = [e for e in leaving if e not in free]
             self._cache.release(sequence.pages[e] for e in free)
             for e in free:
-                sequence.pages[e] = HOLE
+                sequence.pages[e] = NO_PAGE
             sequence.evicted_pages += len(free)
             freed += [(sequence, e) for e in free]
         return freed
@@ -92,7 +92,7 @@ class Eviction:
         For one that is to go on with all of them as its prompt.
         """
         pages = np.asarray(sequence.pages, np.int64)
-        there = np.tile(pages != HOLE, (self._cache.geometry.num_layers, 1))
+        there = np.tile(pages != NO_PAGE, (self._cache.geometry.num_layers, 1))
         full = list(self._cache.geometry.full_attention)
         there[np.ix_(full, sequence.leaving)] = False
         kept = torch.from_numpy(there.repeat(self._cache.page_size, 1))
@@ -113,7 +113,7 @@ class Eviction:
         self._most[slot] = self._allowed(self._present[slot : slot + 1])[0]
 
     def _allowed(self, prompt_pages: np.ndarray) -> np.ndarray:
-        allowed = self._policy.most_pages(prompt_pages, self._cache.page_size)
+        allowed = self._policy.page_limit(prompt_pages, self._cache.page_size)
         assert allowed is not None
         return allowed
 
@@ -127,11 +127,11 @@ def widest_window(geometry: Geometry) -> int:
     return max((layer.window or 0 for layer in geometry.layers), default=0)
 
 
-def most_pages(policy: Policy, geometry: Geometry, prompt: int, length: int) -> int:
+def page_limit(policy: Policy, geometry: Geometry, prompt: int, length: int) -> int:
     """The most pages that a sequence of `length` tokens, `prompt` of them its prompt, ever has."""
     size = geometry.page_size
     pages, prompt_pages = -(-length // size), -(-prompt // size)
-    allowed = policy.most_pages(np.asarray([prompt_pages]), size)
+    allowed = policy.page_limit(np.asarray([prompt_pages]), size)
     if allowed is None:
         return pages
     window = widest_window(geometry)

@@ -20,17 +20,23 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.engine.scheduler import Demand
 from keyhole.errors import CapacityError
-from keyhole.planner import Plan
+from keyhole.planner import MemoryPlan
 
 
-class Placement:
+class LayerOffloader:
     """Offloads layers of a cache and brings them back, to stay within the plan's memory.
 
     least: layers that stay below even where there is room for them, once they are there.
     """
 
     def __init__(
-        self, plan: Plan, cache: PageCache, tier: Tier, *, num_rows: int, num_heads: int | None
+        self,
+        plan: MemoryPlan,
+        cache: PageCache,
+        tier: Tier,
+        *,
+        num_rows: int,
+        num_heads: int | None,
     ) -> None:
         self.plan = plan
         self.least = 0

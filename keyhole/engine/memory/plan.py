@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from keyhole.cache.kv_size import ModelSize, memory_model
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
-from keyhole.engine.head_runner import Lookahead
+from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import ConfigError
 from keyhole.models import parameters
 from keyhole.models.loading import Model
-from keyhole.planner import MemoryModel, Plan
+from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy
 from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.head import RetrievalHead
@@ -29,7 +29,7 @@ def page_data(geometry: Geometry, policy: Policy, head: HeadConfig | None) -> li
         {} if layout.window is not None else policy.page_data(layout, geometry.page_size)
         for layout in geometry.layers
     ]
-    return [*data, {} if head is None else Lookahead.page_data(head, geometry.page_size)]
+    return [*data, {} if head is None else HeadRunner.page_data(head, geometry.page_size)]
 
 
 def model_size(model: Model, head: RetrievalHead | None) -> ModelSize:
@@ -81,16 +81,16 @@ def memory_of(
     )
 
 
-def make_plan(memory: MemoryModel, config: EngineConfig) -> Plan:
+def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:
     """What fits into the memory that `config` gives, with layers below and without.
 
     CapacityError if not even the weights do.
     """
     if config.total_memory is not None:
-        return Plan(model=memory, memory=config.total_memory)
+        return MemoryPlan(model=memory, memory=config.total_memory)
     if config.memory is None:
         raise ConfigError(
             "offload needs memory=, the most that keys and values may take above, or "
             "total_memory=, the most that these, weights and a step may take"
         )
-    return Plan.for_cache(memory, config.memory)
+    return MemoryPlan.for_cache(memory, config.memory)

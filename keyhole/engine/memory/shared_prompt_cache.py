@@ -27,7 +27,7 @@ class _Copy:
     common: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
-class PromptCopies:
+class SharedPromptCache:
     """Full pages of whole prompts, in the memory of the host, until `limit` bytes are in use.
 
     What is there stays until something else begins: those who come again and again over the same

@@ -28,7 +28,7 @@ Look = Callable[[int, "Tensor", Step], None]
 
 
 @dataclass(eq=False)
-class Progress:
+class StepView:
     """Of the step that runs: how each policy sees it. retained: of the policies that evict."""
 
     steps: list[Step] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Candidates(Policy):
 
     policies: tuple[Policy, ...] = ()
     look: Look | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: StepView = field(default_factory=StepView)
 
     def __post_init__(self) -> None:
         # Class variables of a policy; here they follow from the policies inside.
@@ -63,9 +63,9 @@ class Candidates(Policy):
         retained = {
             number: Retained(one, geometry.page_size)
             for number, one in enumerate(settled)
-            if one.most_pages(np.ones(1, np.int64), geometry.page_size) is not None
+            if one.page_limit(np.ones(1, np.int64), geometry.page_size) is not None
         }
-        return dataclasses.replace(self, policies=settled, progress=Progress(retained=retained))
+        return dataclasses.replace(self, policies=settled, progress=StepView(retained=retained))
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """That of all policies."""
@@ -115,7 +115,7 @@ class Candidates(Policy):
                 step,
                 page_data=[_own(number, data) for data in step.page_data],
                 state=_own(number, step.state),
-                remaining=retained[number].view(step) if number in retained else None,
+                retained=retained[number].view(step) if number in retained else None,
             )
             for number in range(len(self.policies))
         ]

@@ -26,7 +26,7 @@ METHOD = "method"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class AttentionCell:
     """A policy with its controls, or (method None) the overlap of top lists.
 
     policies: the policy under `METHOD` and its controls, resolved. error: why there are none.
@@ -64,7 +64,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class AttentionGrid:
     """Every method under every budget at every length, on as many of `texts` windows as there are.
 
     terms: how methods become policies.
@@ -78,32 +78,32 @@ class Grid:
     config: EngineConfig
     terms: Terms = GIVEN
 
-    def samples(self, cell: Cell, weights: str) -> int:
+    def samples(self, cell: AttentionCell, weights: str) -> int:
         """Texts of a cell; the random twin reads fewer."""
         texts = min(self.texts, self.windows.windows(cell.length))
         return texts if weights == TRAINED else min(texts, TWIN_TEXTS)
 
-    def cells(self, geometry: Geometry) -> list[Cell]:
+    def cells(self, geometry: Geometry) -> list[AttentionCell]:
         """By length: the overlap under every budget, then every method; each once."""
-        found: dict[Any, Cell] = {}
+        found: dict[Any, AttentionCell] = {}
         for length in self.lengths:
             for budget in self.budgets:
                 tokens = budget.at(length, self.config.page_size)
-                found.setdefault((length, tokens), Cell(length=length, budget=tokens))
+                found.setdefault((length, tokens), AttentionCell(length=length, budget=tokens))
             for method in self.methods:
                 cell = self._cell(method, length, geometry)
                 found.setdefault((length, cell.budget, cell.label), cell)
         return list(found.values())
 
-    def _cell(self, method: Method, length: int, geometry: Geometry) -> Cell:
+    def _cell(self, method: Method, length: int, geometry: Geometry) -> AttentionCell:
         budget = method.tokens(length, self.config.page_size)
         try:
             policy = self.terms.policy(method, length, geometry).resolve(geometry)
             controls = eval_controls.controls(policy, geometry)
             resolved = {name: one.resolve(geometry) for name, one in controls.items()}
         except KeyholeError as error:
-            return Cell(length=length, budget=budget, method=method, error=error)
-        return Cell(
+            return AttentionCell(length=length, budget=budget, method=method, error=error)
+        return AttentionCell(
             length=length,
             budget=budget,
             method=method,

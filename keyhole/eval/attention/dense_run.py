@@ -20,10 +20,10 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.attention import measures
 from keyhole.eval.attention.candidates import Candidates
-from keyhole.eval.workloads.attention_recall import Rows
+from keyhole.eval.workloads.attention_recall import SampleRows
 from keyhole.eval.workloads.generation import Request, serve
 from keyhole.models import attention, mla
 from keyhole.models.batch import Batch
@@ -95,7 +95,7 @@ def run(
     config: EngineConfig,
     take: Take,
     *,
-    copies: PromptCopies | None = None,
+    copies: SharedPromptCache | None = None,
     head: RetrievalHead | None = None,
 ) -> None:
     """Serves the requests by the dense model; `take` gets every full-attention layer of each step.
@@ -103,7 +103,7 @@ def run(
     Samples are numbered in the order of the requests. copies: prompts that are known already.
     head: for policies that want one; None: that beside the weights.
     """
-    rows = Rows()
+    rows = SampleRows()
     fields = {one.name: getattr(model, one.name) for one in dataclasses.fields(Model)}
     observed = ObservedModel(**fields)
 
@@ -120,7 +120,7 @@ def run(
 
 
 def _layer_step(
-    model: Model, batch: Batch, layer: int, query: Tensor, options: dict[str, Any], rows: Rows
+    model: Model, batch: Batch, layer: int, query: Tensor, options: dict[str, Any], rows: SampleRows
 ) -> LayerStep:
     step, candidates, cache = batch.step, batch.policy, batch.cache
     assert step is not None
@@ -165,7 +165,7 @@ def _tokens(selection: Selection | None, step: Step, count: int) -> Tensor | Non
 
     None: everything. Under a policy that evicts, a selection counts only the pages that are left.
     """
-    left, size = step.remaining, step.page_size
+    left, size = step.retained, step.page_size
     if left is None and selection is None:
         return None
     if selection is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keyhole.eval.attention import measures
 from keyhole.eval.attention.dense_run import LayerStep
-from keyhole.eval.attention.repeats import Repeats
+from keyhole.eval.attention.repeats import SelectionPersistence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class LossSums:
         shape = (3, num_policies, samples, len(layers))
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self._steps = torch.zeros(shape[2:], dtype=torch.float64, device=device)
-        self.repeats = Repeats(samples, device)
+        self.repeats = SelectionPersistence(samples, device)
 
     def take(self, seen: LayerStep) -> None:
         """Adds a layer of a step. Of the first policy also what it reads again later."""

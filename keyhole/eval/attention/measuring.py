@@ -11,9 +11,9 @@ import torch
 
 from keyhole.config import EngineConfig, require
 from keyhole.engine.head_runner import load_head
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.attention import overlap
-from keyhole.eval.attention.cells import METHOD, Cell
+from keyhole.eval.attention.cells import METHOD, AttentionCell
 from keyhole.eval.attention.dense_run import LayerStep, Take, run
 from keyhole.eval.attention.loss import LossSums
 from keyhole.eval.attention.overlap import OverlapSums
@@ -35,9 +35,9 @@ class Measuring:
     is_twin: bool
     windows: Sequence[Sequence[int]]
     config: EngineConfig
-    copies: PromptCopies
+    copies: SharedPromptCache
 
-    def loss(self, cell: Cell, known: Mapping[str, Any]) -> Line:
+    def loss(self, cell: AttentionCell, known: Mapping[str, Any]) -> Line:
         """What the policy of a cell and its controls lose; known: controls measured before."""
         geometry = self.model.geometry(self.config.page_size)
         policies = {name: one for name, one in cell.policies.items() if name not in known}
@@ -53,7 +53,7 @@ class Measuring:
             "repeats": sums.repeats.shares(),
         }
 
-    def overlap(self, cell: Cell) -> Line:
+    def overlap(self, cell: AttentionCell) -> Line:
         """The overlap of top lists, for each of their kinds."""
         size = self.config.page_size
         assert cell.budget is not None

@@ -27,7 +27,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.eval.attention import measures
 from keyhole.eval.attention.dense_run import LayerStep
-from keyhole.eval.attention.repeats import Repeats
+from keyhole.eval.attention.repeats import SelectionPersistence
 from keyhole.kernels import Selection
 
 KINDS = ("pages", "head_pages", "head_tokens")
@@ -70,7 +70,7 @@ class OverlapSums:
         self._newest = torch.zeros(samples, dtype=torch.float64, device=device)
         self._chance = torch.zeros(samples, dtype=torch.float64, device=device)
         self._steps = torch.zeros(samples, dtype=torch.float64, device=device)
-        self._repeats = Repeats(samples, device)
+        self._repeats = SelectionPersistence(samples, device)
         self._now: list[Tensor] = []  # of the layers before, in this step
 
     def take(self, seen: LayerStep) -> None:
@@ -117,7 +117,7 @@ class OverlapSums:
         if self._kind != "head_tokens":
             valid, unit = seen.step.pages, seen.step.page_size
             scores = measures.page_sums(scores, unit)
-        chosen: Selection = kernels.top_indices(scores, valid, self._entries, unit)
+        chosen: Selection = kernels.top_k(scores, valid, self._entries, unit)
         return _List(measures.members(chosen.indices, scores.shape[2]), valid)
 
 

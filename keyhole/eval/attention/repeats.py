@@ -21,7 +21,7 @@ _EVERY = 16
 _KEPT = MOST_STEPS // _EVERY
 
 
-class Repeats:
+class SelectionPersistence:
     """Share of a step's selection found in later ones, by the steps between, per text."""
 
     def __init__(self, samples: int, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.retained_pages import Remaining
+from keyhole.cache.retained_pages import RetainedPages
 from keyhole.policies.base import Policy, Step
 
 
@@ -25,7 +25,7 @@ class Retained:
         self._limit: dict[int, int] = {}
         self._generated: dict[int, list[int]] = {}
 
-    def view(self, step: Step) -> Remaining:
+    def view(self, step: Step) -> RetainedPages:
         """What is left for the newest tokens of a step; notes pages that they begin."""
         slots, size = step.slots.tolist(), self._size
         position = np.asarray(step.host_lengths) - 1
@@ -48,7 +48,7 @@ class Retained:
         listed = torch.from_numpy(entries).to(device)
         table = step.page_table.gather(1, listed.clamp(min=0)).masked_fill(listed < 0, 0)
         lengths = counts * size - (size - 1 - position % size)
-        return Remaining(
+        return RetainedPages(
             page_table=table,
             pages=torch.from_numpy(counts.astype(np.int32)).to(device),
             lengths=torch.from_numpy(lengths.astype(np.int32)).to(device),
@@ -61,14 +61,14 @@ class Retained:
 
     def evict(self, step: Step, victims: Tensor) -> None:
         """Takes out the pages of sequences that are due; victims int64 [B], as of `after_step`."""
-        assert step.remaining is not None
+        assert step.retained is not None
         for row, slot in enumerate(step.slots.tolist()):
-            if step.remaining.due[row]:
+            if step.retained.due[row]:
                 del self._generated[slot][int(victims[row])]
 
     def _enter(self, slot: int, position: int) -> None:
         pinned = -(-position // self._size)
-        limit = self._policy.most_pages(np.asarray([pinned]), self._size)
+        limit = self._policy.page_limit(np.asarray([pinned]), self._size)
         assert limit is not None
         self._pinned[slot], self._limit[slot] = pinned, int(limit[0])
         self._generated[slot] = []

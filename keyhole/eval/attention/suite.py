@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import KeyholeError
 from keyhole.eval.attention import random_twin
-from keyhole.eval.attention.cells import RANDOM, TRAINED, Cell, Grid
+from keyhole.eval.attention.cells import RANDOM, TRAINED, AttentionCell, AttentionGrid
 from keyhole.eval.attention.measuring import Measuring
 from keyhole.eval.results.line_file import Line, LineFile
 from keyhole.eval.run import model_digest, require_length
@@ -26,7 +26,7 @@ from keyhole.models.loading import Model
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class AttentionOutcome:
     """What came of all cells, in their order.
 
     lines: measured now or before; stored: how many of them before. refused: cells that this model
@@ -48,10 +48,10 @@ class AttentionSuite:
     def __init__(
         self,
         model: Model,
-        grid: Grid,
+        grid: AttentionGrid,
         file: LineFile,
         header: Callable[[], dict[str, Any]],
-        copies: PromptCopies,
+        copies: SharedPromptCache,
     ) -> None:
         for length in grid.lengths:
             require_length(model, length)
@@ -61,9 +61,9 @@ class AttentionSuite:
         self._geometry = model.geometry(grid.config.page_size)
         self._digest = model_digest(model)
 
-    def run(self) -> Outcome:
+    def run(self) -> AttentionOutcome:
         """Measures the cells that the file lacks and adds each to it as soon as it is done."""
-        outcome, cells = Outcome(), self._grid.cells(self._geometry)
+        outcome, cells = AttentionOutcome(), self._grid.cells(self._geometry)
         gc.freeze()  # what is there now stays, and need not be looked at after each cell
         try:
             with tqdm(total=2 * len(cells), unit="cell", disable=None) as bar:
@@ -77,14 +77,16 @@ class AttentionSuite:
             gc.unfreeze()
         return outcome
 
-    def _weights(self, weights: str, cells: list[Cell]) -> Any:
+    def _weights(self, weights: str, cells: list[AttentionCell]) -> Any:
         """The model, or its twin; the twin is not made if all of its lines are there."""
         missing = any(cell.error is None and self._stored(cell, weights) is None for cell in cells)
         if weights == RANDOM and missing:
             return random_twin.random_twin(self._model)
         return nullcontext(self._model)
 
-    def _run_cell(self, model: Model, cell: Cell, weights: str, outcome: Outcome) -> None:
+    def _run_cell(
+        self, model: Model, cell: AttentionCell, weights: str, outcome: AttentionOutcome
+    ) -> None:
         try:
             if cell.error is not None:
                 raise cell.error
@@ -103,7 +105,7 @@ class AttentionSuite:
         outcome.lines.append(line)
         outcome.stored += stored is not None
 
-    def _measured(self, model: Model, cell: Cell, weights: str) -> Line:
+    def _measured(self, model: Model, cell: AttentionCell, weights: str) -> Line:
         samples = self._grid.samples(cell, weights)
         measuring = Measuring(
             model=model,
@@ -124,7 +126,9 @@ class AttentionSuite:
             return about | measuring.overlap(cell) | known
         return about | measuring.loss(cell, self._controls(cell, weights, samples)) | known
 
-    def _controls(self, cell: Cell, weights: str, samples: int) -> dict[str, dict[str, Any]]:
+    def _controls(
+        self, cell: AttentionCell, weights: str, samples: int
+    ) -> dict[str, dict[str, Any]]:
         """Controls of a cell that another cell has measured, by name: the settings are the same."""
         common = self._common(cell, weights) | {"samples": samples}
         found: dict[str, dict[str, Any]] = {}
@@ -135,16 +139,16 @@ class AttentionSuite:
                         found[name] = line["losses"][name]
         return found
 
-    def _stored(self, cell: Cell, weights: str) -> Line | None:
+    def _stored(self, cell: AttentionCell, weights: str) -> Line | None:
         if cell.error is not None:
             return None
         return self._file.find(self._known(cell, weights), self._grid.samples(cell, weights))
 
-    def _known(self, cell: Cell, weights: str) -> Line:
+    def _known(self, cell: AttentionCell, weights: str) -> Line:
         """What a cell is known by: lines that agree in all of it are the same measurement."""
         return self._common(cell, weights) | cell.known
 
-    def _common(self, cell: Cell, weights: str) -> Line:
+    def _common(self, cell: AttentionCell, weights: str) -> Line:
         """What cells have in common that see the same steps."""
         return {
             "suite": "attention",

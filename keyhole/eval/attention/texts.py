@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keyhole.errors import ConfigError
-from keyhole.eval.workloads.perplexity import Text, Windows
+from keyhole.eval.workloads.perplexity import WindowedText, Windows
 from keyhole.models.loading import Model
 
 #: Modules of the standard library, long and well documented; a window of each before the second
@@ -32,7 +32,7 @@ class Texts:
 
     def __init__(self, paths: Sequence[str | Path], model: Model, name: str | None = None) -> None:
         """name: what stands for the paths where results are stored."""
-        self._texts = [Text(path, model) for path in paths]
+        self._texts = [WindowedText(path, model) for path in paths]
         self.path: str | None = name or ", ".join(Path(path).name for path in paths)
         joined = " ".join(text.digest for text in self._texts)
         self.digest: str = hashlib.sha256(joined.encode()).hexdigest()[:16]
@@ -46,7 +46,7 @@ class Texts:
         text, own = self._order(length)[number]
         return text.window(length, own)
 
-    def _order(self, length: int) -> list[tuple[Text, int]]:
+    def _order(self, length: int) -> list[tuple[WindowedText, int]]:
         counts = {text: self._count(text, length) for text in self._texts}
         found = [
             (text, number)
@@ -62,7 +62,7 @@ class Texts:
             )
         return found
 
-    def _count(self, text: Text, length: int) -> int:
+    def _count(self, text: WindowedText, length: int) -> int:
         return text.windows(length) if text.num_tokens >= length else 0
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from keyhole.drawing import FAINT, PALE, STYLE, matplotlib
 from keyhole.errors import ConfigError
-from keyhole.planner import Plan
+from keyhole.planner import MemoryPlan
 
 #: Resident as what reads everything, offloaded as what is chosen from, as in other pictures.
 _ABOVE, _BELOW = "#0b6e75", "#e08e4f"
 _NAMES = {_ABOVE: "resident", _BELOW: "offloaded (RAM or disk)", PALE: "no room"}
 
 
-def plan_chart(plan: Plan, lengths: Sequence[int], path: str | Path, *, title: str) -> None:
+def plan_chart(plan: MemoryPlan, lengths: Sequence[int], path: str | Path, *, title: str) -> None:
     """Writes a PNG: the layers of each tier stacked, from the first to the last of `lengths`."""
     pyplot = matplotlib()[0]
     depth = len(plan.model.layers)
@@ -54,7 +54,7 @@ def plan_chart(plan: Plan, lengths: Sequence[int], path: str | Path, *, title: s
             pyplot.close(figure)
 
 
-def _spans(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int, int | None]]:
+def _spans(plan: MemoryPlan, first: int, last: int) -> Iterator[tuple[int, int, int | None]]:
     """From length, to length, offloaded layers (None: no room), without gaps from first to last."""
     left = first
     for offloaded, longest in enumerate(plan.thresholds):

@@ -12,13 +12,13 @@ from keyhole.eval.results.comparisons import ORACLE, RANDOM, RECENT, Comparison,
 from keyhole.eval.results.conditions import CONTROL
 from keyhole.eval.results.line_file import Line
 from keyhole.eval.results.paired import Gain
-from keyhole.eval.results.table import NOT_EQUAL, Table, Text, grouped, laid_out, of
+from keyhole.eval.results.table import NOT_EQUAL, EvalTable, Text, grouped, laid_out, of
 
 #: Smaller p values are written so.
 _LEAST_P = 0.001
 
 
-def table(measured: Sequence[Line], refused: Sequence[Line]) -> Table:
+def table(measured: Sequence[Line], refused: Sequence[Line]) -> EvalTable:
     """A row for each method; `refused` come last in their group of task, length and setup.
 
     Shares and gains are in points of a hundred. A value that a cell does not have is "-".

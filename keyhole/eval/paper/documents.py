@@ -52,7 +52,7 @@ class DocumentGrid:
 
 
 @dataclass(kw_only=True)
-class Asked:
+class DocumentOutcome:
     """The lines of all questions, those stored before among them, and what was refused.
 
     stored: questions that nothing had to be measured for. refused: task, length, method and error.
@@ -98,9 +98,9 @@ class DocumentEvaluation:
         """Questions of a place that are not stored under every method."""
         return sum(bool(self._lacking(task, length, seed)) for seed in self._grid.seeds)
 
-    def run(self) -> Asked:
+    def run(self) -> DocumentOutcome:
         """Asks what the file lacks, and adds a line to it after each question."""
-        asked = Asked()
+        asked = DocumentOutcome()
         total = len(self._grid.places) * self._grid.samples
         with (
             tempfile.TemporaryDirectory() as folder,

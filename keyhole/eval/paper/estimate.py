@@ -17,7 +17,7 @@ from keyhole.eval.workloads.generation import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PartEstimate:
     """A part of the evaluation: cells, or questions, those stored among them, and the seconds of
     the rest.
     """
@@ -67,7 +67,7 @@ def question_seconds(speed: Speed, sample: Sample, methods: int) -> float:
     return stored + methods * answered
 
 
-def text(parts: Sequence[Part]) -> str:
+def text(parts: Sequence[PartEstimate]) -> str:
     """For people, in a line: what there is to do, what is stored, and how long the rest takes."""
     told = [
         f"{part.name}: {part.number:,} {part.unit}{'s' * (part.number != 1)}, "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keyhole.errors import ConfigError
-from keyhole.eval.run import Grid, Group
+from keyhole.eval.run import EvalGrid, Group
 from keyhole.eval.tasks import CountTokens, Task, token_counter
 from keyhole.eval.workloads.workload import Workload
 from keyhole.models.loading import Model
@@ -22,7 +22,7 @@ _FILLED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperGrid(Grid):
+class PaperGrid(EvalGrid):
     """Cells of the tasks at the lengths that each of them can fill."""
 
     lengths_of: Mapping[Workload, tuple[int, ...]] = field(default_factory=dict)

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.paper import estimate
-from keyhole.eval.paper.documents import Asked, DocumentEvaluation, DocumentGrid
-from keyhole.eval.paper.estimate import Answers, Part
+from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid, DocumentOutcome
+from keyhole.eval.paper.estimate import Answers, PartEstimate
 from keyhole.eval.paper.plan import PaperGrid
 from keyhole.eval.paper.policy_verdicts import MethodVerdict, policy_verdicts
 from keyhole.eval.paper.reuse_verdicts import ReuseResult, reuse_results
 from keyhole.eval.paper.speed import Speed, probe
 from keyhole.eval.results.line_file import LineFile
-from keyhole.eval.run import Evaluation, Outcome
+from keyhole.eval.run import EvalOutcome, Evaluation
 from keyhole.models.loading import Model
 
 #: How, where and when: the fields of a line that say so.
@@ -29,8 +29,8 @@ Header = Callable[[], dict[str, Any]]
 class PaperOutcome:
     """What was measured, now or before, and what follows from it."""
 
-    cells: Outcome
-    questions: Asked
+    cells: EvalOutcome
+    questions: DocumentOutcome
     policies: list[MethodVerdict]
     reuses: list[ReuseResult]
 
@@ -49,14 +49,14 @@ class PaperSuite:
         documents: DocumentGrid,
         file: LineFile,
         header: Header,
-        copies: PromptCopies,
+        copies: SharedPromptCache,
     ) -> None:
         self._model, self._grid, self._documents = model, grid, documents
         self._copies = copies
         self._cells = Evaluation(model, grid, file, header, copies)
         self._questions = DocumentEvaluation(model, documents, file, header)
 
-    def estimate(self) -> list[Part]:
+    def estimate(self) -> list[PartEstimate]:
         """Cells and questions, how many are stored, and the seconds that the others take at most.
 
         Runs the probe, unless everything is stored.
@@ -79,14 +79,14 @@ class PaperSuite:
                 each = estimate.question_seconds(speed, question, len(self._documents.methods))
                 question_seconds += left * each
         return [
-            Part(
+            PartEstimate(
                 name="tasks",
                 unit="cell",
                 number=cells,
                 stored=cells - cells_left,
                 seconds=cell_seconds,
             ),
-            Part(
+            PartEstimate(
                 name="documents",
                 unit="question",
                 number=asked,

@@ -23,7 +23,7 @@ from keyhole.eval.report import tables as report_tables
 from keyhole.eval.report.pictures import Picture
 from keyhole.eval.report.plot_style import THEME, Look, looks
 from keyhole.eval.report.runs import Run
-from keyhole.eval.report.tables import Overview, Table
+from keyhole.eval.report.tables import Overview, ReportTable
 from keyhole.eval.results.cells import SETUPS, TERMS_NAMES, Cell, Line, cells, read_lines
 from keyhole.eval.settings import TERMS
 
@@ -104,7 +104,7 @@ def render(lines: Sequence[Line], first: str = "") -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ReportPart:
     """What was measured on the same terms; parts are never mixed.
 
     gains: the overview of gains, None without controls.
@@ -116,7 +116,7 @@ class Part:
     gains: Overview | None
     gain_pictures: list[Picture]
     pareto: list[Picture]
-    tables: list[Table]
+    tables: list[ReportTable]
     settings: dict[str, list[str]]
 
 
@@ -133,9 +133,9 @@ def _part(
     style: Mapping[str, Look],
     run_of: Sequence[Run],
     studio: pictures.Studio,
-) -> Part:
+) -> ReportPart:
     gained = [cell for cell in found if cell.gain is not None]
-    return Part(
+    return ReportPart(
         title=TERMS_NAMES.get(terms, terms).capitalize(),
         about=TERMS.get(terms or "given", ""),
         overview=report_tables.overview(found, style),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from keyhole.eval.controls.table import note, p_text
 from keyhole.eval.report.plot_style import NOTHING, Look, size_scale
 from keyhole.eval.report.runs import Run
-from keyhole.eval.results.cells import SETUPS, Cell, Place, place_name, places
+from keyhole.eval.results.cells import SETUPS, Cell, EvalSetting, place_name, places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ReportRow:
     """A method with a budget; run: the number of the run that measured it.
 
     note: what a reader has to know of it.
@@ -179,13 +179,13 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class ReportTable:
     """What was measured at one place."""
 
     title: str
     about: str
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
 
     @property
     def has_notes(self) -> bool:
@@ -201,10 +201,12 @@ class Overview:
     """
 
     columns: tuple[list[str], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
 
 
-def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Run]) -> list[Table]:
+def tables(
+    cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Run]
+) -> list[ReportTable]:
     """A table for each place; run_of: the run of each cell."""
     numbers = {id(cell): run.number for cell, run in zip(cells, run_of, strict=True)}
     by_place = places(cells)
@@ -213,7 +215,7 @@ def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Ru
         columns = _columns(at, own)
         by_column = [_values([_of(cell, c) for cell in own], c, own) for c in columns]
         rows = tuple(
-            Row(
+            ReportRow(
                 name=cell.name,
                 look=style[cell.name],
                 budget=_budget(cell),
@@ -225,7 +227,9 @@ def tables(cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Ru
             for index, cell in enumerate(own)
         )
         found.append(
-            Table(title=place_name(at, by_place), about=_about(at, own), columns=columns, rows=rows)
+            ReportTable(
+                title=place_name(at, by_place), about=_about(at, own), columns=columns, rows=rows
+            )
         )
     return found
 
@@ -254,7 +258,7 @@ def overview(cells: Sequence[Cell], style: Mapping[str, Look], shown: Column = S
     return Overview(
         columns=tuple(heads),
         rows=tuple(
-            Row(
+            ReportRow(
                 name=name,
                 look=style[name],
                 budget=_budget(next(c for c in cells if (c.name, c.budget) == (name, budget))),
@@ -267,7 +271,7 @@ def overview(cells: Sequence[Cell], style: Mapping[str, Look], shown: Column = S
     )
 
 
-def _columns(at: Place, cells: Sequence[Cell]) -> tuple[Column, ...]:
+def _columns(at: EvalSetting, cells: Sequence[Cell]) -> tuple[Column, ...]:
     """Those of which there is a number, sizes in a unit that suits all of them."""
     found = []
     for column in COLUMNS[at.is_perplexity :]:
@@ -334,7 +338,7 @@ def _budget(cell: Cell) -> Value:
     return Value(text=f"{cell.budget:,}", sort=float(cell.budget))
 
 
-def _about(at: Place, cells: Sequence[Cell]) -> str:
+def _about(at: EvalSetting, cells: Sequence[Cell]) -> str:
     """How many samples of which length there were, and what was sparse."""
     samples = sorted({cell.samples for cell in cells if cell.samples})
     prompts = [cell.tokens_prompt for cell in cells if cell.tokens_prompt is not None]

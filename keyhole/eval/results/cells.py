@@ -30,7 +30,7 @@ _DEPTH = "depth"
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class EvalSetting:
     """What was asked: cells of one place are compared with each other.
 
     settings: those of the task that are not its defaults, as text. terms: on which the methods were
@@ -45,7 +45,7 @@ class Place:
     terms: str = ""
 
     @property
-    def needles(self) -> Place:
+    def needles(self) -> EvalSetting:
         """What places have in common whose needles make one picture: all but length and depth."""
         others = tuple(pair for pair in self.settings if pair[0] != _DEPTH)
         return dataclasses.replace(self, length=0, settings=others)
@@ -73,7 +73,7 @@ class Cell:
     budget: tokens, None for full attention. scores, depths: one for each sample.
     """
 
-    place: Place
+    place: EvalSetting
     policy: str
     name: str
     settings: dict[str, Any]
@@ -175,9 +175,9 @@ def cells(lines: Iterable[Line]) -> list[Cell]:
     return list({(cell.place, cell.name, cell.budget): cell for cell in named}.values())
 
 
-def places(found: Iterable[Cell]) -> dict[Place, list[Cell]]:
+def places(found: Iterable[Cell]) -> dict[EvalSetting, list[Cell]]:
     """Cells by what was asked: tasks in the order of the lines, short texts before long ones."""
-    by_place: dict[Place, list[Cell]] = {}
+    by_place: dict[EvalSetting, list[Cell]] = {}
     for cell in found:
         by_place.setdefault(cell.place, []).append(cell)
     tasks = list(dict.fromkeys(dataclasses.replace(at, length=0) for at in by_place))
@@ -187,7 +187,7 @@ def places(found: Iterable[Cell]) -> dict[Place, list[Cell]]:
     return {at: by_place[at] for at in order}
 
 
-def place_name(at: Place, among: Iterable[Place]) -> str:
+def place_name(at: EvalSetting, among: Iterable[EvalSetting]) -> str:
     """What tells a place from the others: "tiny_needle:depth=0.5, 2,048 tokens"."""
     others = list(among)
     of_task = {other.settings for other in others if other.task == at.task}
@@ -251,7 +251,7 @@ def _cell(line: Line) -> Cell:
     task, asked = words(line.get("task")) or UNNAMED, line.get("task_settings")
     samples, budget = number(line.get("samples")), number(line.get("budget"))
     return Cell(
-        place=Place(
+        place=EvalSetting(
             model=words(line.get("model")) or UNNAMED,
             task=task,
             setup=words(line.get("setup")),

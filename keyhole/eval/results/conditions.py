@@ -24,7 +24,7 @@ _TOLD = ("method", "dense_layers", "outside_budget", "terms_note")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Condition:
     """A policy that is measured at one length, resolved; `error`: why there is none.
 
     control: which one it is, where it is measured only as a control. about: fields of its line that
@@ -63,9 +63,9 @@ class Asked:
 
 def asked(
     methods: Sequence[Method], terms: Terms, length: int, geometry: Geometry, with_controls: bool
-) -> list[Asked]:
+) -> list[Condition]:
     """Every method at a length, each followed by those of its controls that were not there yet."""
-    found: list[Asked] = []
+    found: list[Condition] = []
     seen: set[str] = set()
     for method in methods:
         one = _method(method, terms, length, geometry)
@@ -92,12 +92,14 @@ def settings_of(policy: Policy) -> Line:
     return {"policy": policy.name, "settings": settings}
 
 
-def _method(method: Method, terms: Terms, length: int, geometry: Geometry) -> Asked:
+def _method(method: Method, terms: Terms, length: int, geometry: Geometry) -> Condition:
     budget, policy = method.tokens(length, geometry.page_size), make_policy(None)
     try:
         policy = terms.policy(method, length, geometry).resolve(geometry)
     except KeyholeError as error:
-        return Asked(method=method, label=method.label, policy=policy, budget=budget, error=error)
+        return Condition(
+            method=method, label=method.label, policy=policy, budget=budget, error=error
+        )
     about: dict[str, Any] = {
         "method": method.label,
         "dense_layers": list(policy.dense_layers(geometry)),
@@ -106,10 +108,10 @@ def _method(method: Method, terms: Terms, length: int, geometry: Geometry) -> As
         CONTROL: None,
         **terms.about(method, length, geometry),
     }
-    return Asked(method=method, label=method.label, policy=policy, budget=budget, about=about)
+    return Condition(method=method, label=method.label, policy=policy, budget=budget, about=about)
 
 
-def _control(name: str, policy: Policy, of: Asked, geometry: Geometry) -> Asked:
+def _control(name: str, policy: Policy, of: Condition, geometry: Geometry) -> Condition:
     layers = of.about["dense_layers"]
     label = f"{name}, dense {','.join(map(str, layers)) or 'none'}"
     error = None
@@ -118,7 +120,7 @@ def _control(name: str, policy: Policy, of: Asked, geometry: Geometry) -> Asked:
     except KeyholeError as problem:
         error = problem
     about = {"method": label, "dense_layers": layers, TERMS: None, CONTROL: name}
-    return Asked(
+    return Condition(
         method=of.method,
         label=label,
         policy=policy,

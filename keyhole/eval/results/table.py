@@ -15,7 +15,7 @@ NOT_EQUAL = "not at equal terms"
 
 
 @dataclass(frozen=True)
-class Table:
+class EvalTable:
     """Heads and rows, the first `left` columns being names; `common` is what all rows share."""
 
     common: str
@@ -26,7 +26,7 @@ class Table:
 
 def table(
     measured: Sequence[Line], refused: Sequence[Line], bytes_text: Callable[[float], str]
-) -> Table:
+) -> EvalTable:
     """A row for each line, the refused ones last in their group of task, length and setup.
 
     A value that a cell does not have is "-".
@@ -54,7 +54,7 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
     return [line for group in groups.values() for line in group]
 
 
-def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> Table:
+def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> EvalTable:
     """A row for each line: what it is, and these columns; what all rows share stands above."""
     cells: dict[str, Text] = {
         "task": _task,
@@ -72,7 +72,7 @@ def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> Table:
     left = len(cells)
     cells |= columns
     rows = [[text(line) for text in cells.values()] for line in lines]
-    return Table(", ".join(shared), list(cells), rows, left)
+    return EvalTable(", ".join(shared), list(cells), rows, left)
 
 
 def of(name: str, text: Callable[[Any], str]) -> Text:

@@ -31,7 +31,7 @@ _PREFIX = " Answer: The 10 words that the list has most often are:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _List:
+class _WordList:
     """A list of words to be written: the words in order, and the common ones."""
 
     words: list[str]
@@ -74,7 +74,7 @@ class CommonWords(Task):
         return string_match_all(sample.answers, generated)
 
 
-def _list(words: Stream[str], rng: Random, size: int, often: int, seldom: int) -> _List:
+def _list(words: Stream[str], rng: Random, size: int, often: int, seldom: int) -> _WordList:
     """`size` words, or a few less, of which ten are drawn to be common."""
     known = words.first(size)
     common: list[str] = []
@@ -84,7 +84,7 @@ def _list(words: Stream[str], rng: Random, size: int, often: int, seldom: int) -
     others = [word for word in known if not any(one in word for one in common)]
     text = common * often + others * seldom
     rng.shuffle(text)
-    return _List(words=text, common=tuple(common))
+    return _WordList(words=text, common=tuple(common))
 
 
 def _numbered(words: list[str] | tuple[str, ...]) -> str:

@@ -18,7 +18,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.methods import TOKEN_BUDGET, Method
 from keyhole.eval.results.conditions import settings_of
 from keyhole.eval.results.line_file import Line
-from keyhole.eval.run import Grid, Outcome
+from keyhole.eval.run import EvalGrid, EvalOutcome
 from keyhole.eval.terms import GIVEN, Terms, trials
 from keyhole.eval.terms.trials import Chosen
 from keyhole.policies import make_policy
@@ -63,11 +63,11 @@ def is_tuned(method: Method) -> bool:
 
 
 def tune(
-    grid: Grid,
+    grid: EvalGrid,
     number: int,
     dense_size: int,
     geometry: Geometry,
-    evaluate: Callable[[Grid], Outcome],
+    evaluate: Callable[[EvalGrid], EvalOutcome],
 ) -> Tuned:
     """Tries `number` settings of each method of a grid and chooses, by length and budget.
 

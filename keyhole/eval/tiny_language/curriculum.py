@@ -66,7 +66,7 @@ STAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class TrainingBatch:
     """Rows of one length, ready for the network."""
 
     tokens: Tensor
@@ -78,9 +78,9 @@ class Batch:
     targets: Tensor
     """The token that follows each of them."""
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "TrainingBatch":
         """Give the batch on another device."""
-        return Batch(
+        return TrainingBatch(
             tokens=self.tokens.to(device),
             positions=self.positions.to(device),
             supervised=self.supervised.to(device),
@@ -116,7 +116,7 @@ def _positions(rng: Random, tokens: list[int], length: int, reach: int) -> list[
     return positions
 
 
-def batch_of(rows: list[Row], length: int, rng: Random, reach: int) -> Batch:
+def batch_of(rows: list[Row], length: int, rng: Random, reach: int) -> TrainingBatch:
     """Pad rows to `length` and turn them into tensors."""
     pad = WORD_IDS[PAD]
     tokens, positions, supervised = [], [], []
@@ -127,7 +127,7 @@ def batch_of(rows: list[Row], length: int, rng: Random, reach: int) -> Batch:
         supervised += [number * length + place - 1 for place, mark in enumerate(marks) if mark]
     table = torch.tensor(tokens)
     places = torch.tensor(supervised)
-    return Batch(
+    return TrainingBatch(
         tokens=table,
         positions=torch.tensor(positions),
         supervised=places,
@@ -145,7 +145,7 @@ def num_rows(stage: Stage, length: int) -> int:
     return max(1, stage.batch // length)
 
 
-def training_batch(seed: int, step: int, rank: int, stage: Stage) -> Batch:
+def training_batch(seed: int, step: int, rank: int, stage: Stage) -> TrainingBatch:
     """Give the rows of one process in one step."""
     length = row_length(seed, step, stage)
     rng = Random(f"{seed}/{step}/{rank}")

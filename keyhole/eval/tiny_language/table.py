@@ -46,7 +46,7 @@ def interval(right: int, items: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-class Reader:
+class ContextReader:
     """The model, and the context that it has read."""
 
     def __init__(self, checkpoint: Path) -> None:
@@ -70,7 +70,7 @@ class Reader:
 
 
 def cells(
-    reader: Reader, length: int, items: int, known: Collection[str] = ()
+    reader: ContextReader, length: int, items: int, known: Collection[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Give the cells of one length as they are done, but for the tasks that are known."""
     together: dict[str, list[bool]] = {}
@@ -135,7 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path = arguments.checkpoint / RESULTS
     found = json.loads(path.read_text()) if path.is_file() else []
-    reader = Reader(arguments.checkpoint)
+    reader = ContextReader(arguments.checkpoint)
     for length in arguments.lengths:
         known = {cell["task"] for cell in found if cell["length"] == length}
         for cell in cells(reader, length, arguments.items, known):

@@ -1,4 +1,4 @@
-"""`Wrapped(policy)`: another policy, hook by hook, for whoever wants to look on.
+"""`PolicyProxy(policy)`: another policy, hook by hook, for whoever wants to look on.
 
 A subclass overrides the hooks it looks at. All others are handed on here, in one place: a hook that
 a wrapper forgot would quietly be that of `Policy`, and the model would run under something else.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wrapped(Policy):
+class PolicyProxy(Policy):
     """Behaves as `inner`, and has its settings as attributes."""
 
     capturable: ClassVar[bool | str] = "who looks on is called by the host, in every step"
@@ -66,9 +66,9 @@ class Wrapped(Policy):
         """As the policy inside."""
         return self.inner.selection_heads(geometry)
 
-    def most_pages(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
+    def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
         """As the policy inside."""
-        return self.inner.most_pages(prompt_pages, page_size)
+        return self.inner.page_limit(prompt_pages, page_size)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """As the policy inside."""
@@ -106,9 +106,9 @@ class Wrapped(Policy):
         """As the policy inside."""
         self.inner.on_queries(layer, query, step, options)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """As the policy inside."""
-        return self.inner.branch(step)
+        return self.inner.capture_key(step)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """As the policy inside."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from keyhole.eval.trace.policy_proxy import Wrapped
+from keyhole.eval.trace.policy_proxy import PolicyProxy
 from keyhole.policies.base import ScoreRequest, Selection, Step
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Trace:
 
         Without what the layer dropped, or was evicted. Layers that share a selection share a Read.
         """
-        left = step.remaining
-        thinned = (left or step).thinned
+        left = step.retained
+        thinned = (left or step).kept_tokens
         if thinned is not None:
             selection = (
                 thinned.selection(layer) if selection is None else thinned.within(layer, selection)
@@ -122,7 +122,7 @@ def _placed(indices: np.ndarray, entries: np.ndarray, per_page: int) -> np.ndarr
 
 
 @dataclass(frozen=True)
-class Traced(Wrapped):
+class Traced(PolicyProxy):
     """A policy that behaves as `inner` and leaves a record in `trace`."""
 
     trace: Trace = field(default_factory=Trace)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from keyhole.eval.tasks import Task
 from keyhole.eval.tiny_language.text import TinyText
 from keyhole.eval.workloads.attention_recall import AttentionRecall
-from keyhole.eval.workloads.perplexity import Perplexity, Text
+from keyhole.eval.workloads.perplexity import Perplexity, WindowedText
 from keyhole.eval.workloads.workload import Answered, Workload
 from keyhole.models.loading import Model
 
@@ -22,7 +22,7 @@ def workloads(
     for a text that cannot be read.
     """
     forced = {cls.name: cls for cls in (Perplexity, AttentionRecall)}
-    windows = TinyText(model) if text is None else Text(text, model)
+    windows = TinyText(model) if text is None else WindowedText(text, model)
     return [
         forced[task](windows) if isinstance(task, str) else Answered(task, model, first_seed)
         for task in parsed

@@ -32,7 +32,7 @@ from keyhole.policies.controls.full import Full
 _Read = tuple[np.ndarray, int]
 
 
-class Rows:
+class SampleRows:
     """Which sample stands in which row of a step: a slot is a sample's until it is done."""
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Rows:
 
 
 @dataclass(eq=False)
-class Reads(Trace):
+class SampleReads(Trace):
     """What each sample read at each length, by layer; None is everything."""
 
-    rows: Rows = field(default_factory=Rows)
+    rows: SampleRows = field(default_factory=SampleRows)
     found: dict[tuple[int, int, int], _Read | None] = field(default_factory=dict)
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
@@ -71,8 +71,8 @@ class Reads(Trace):
 class Judge(Full):
     """Full attention that sums its weights where the policy read."""
 
-    reads: Reads
-    rows: Rows = field(default_factory=Rows)
+    reads: SampleReads
+    rows: SampleRows = field(default_factory=SampleRows)
     shares: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     """Per sample and layer, a share for every step: the mean over query heads."""
 
@@ -115,8 +115,8 @@ class AttentionRecall(Perplexity):
         """Forces every window under the policy and under full attention."""
         windows = [self._text.window(length, number) for number in range(samples)]
         requests, likelihood = [forced(window) for window in windows], Likelihood(windows)
-        rows = Rows()
-        reads = Reads(rows=rows)
+        rows = SampleRows()
+        reads = SampleReads(rows=rows)
         judge = Judge(reads=reads, rows=rows)
         under_policy, dense = make_engine(Traced(policy, trace=reads)), make_engine(judge)
         sequences: list[Running] = []

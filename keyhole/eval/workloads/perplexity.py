@@ -56,7 +56,7 @@ class Windows(Protocol):
         ...
 
 
-class Text:
+class WindowedText:
     """The tokens of a file; windows follow each other and do not overlap.
 
     Each begins as the tokenizer begins a text. ConfigError for a file that cannot be read.

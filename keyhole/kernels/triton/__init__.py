@@ -8,13 +8,13 @@ cannot compile; `KEYHOLE_KERNELS=reference` in the environment asks for the refe
 
     append      one program per new token and KV head
     attend      one per sequence, KV head, block of its query heads and split of what is read; then
-                one per query head that puts the splits together (`split`)
+                one per query head that combines the splits (`kv_splits`)
     scores      the same with the scores kept, and one per block of tokens that makes them weights
     bounds      one per page and KV head; one per sequence, KV head and block of pages
-    top_indices one per row of scores and block of its entries; six in turn
-    rotate      one per block of tokens
-    rotary      one per token and block of heads, queries' and keys' together
-    exchange    one per sequence, KV head and block of places of the buffer
+    top_k       one per row of scores and block of its entries; six in turn
+    shift_rope  one per block of tokens
+    apply_rope  one per token and block of heads, queries' and keys' together
+    load_missing  one per sequence, KV head and block of places of the buffer
     prefill     torch's FlashAttention over the gathered pages: no kernel of our own
     paged_flash what `attend` calls where all is read, if a FlashAttention for pages is active
 
@@ -42,18 +42,18 @@ _MODULES = {
     "prefill": "prefill",
     "page_bounds": "bounds",
     "bound_scores": "bounds",
-    "top_indices": "top_indices",
-    "rotate": "rotate",
-    "rotary": "rotary",
-    "exchange": "exchange",
+    "top_k": "top_k",
+    "shift_rope": "shift_rope",
+    "apply_rope": "apply_rope",
+    "load_missing": "load_missing",
 }
 #: Operations that take pages in pinned memory of the host; all but `prefill`, which copies them,
 #: read and write them where they are.
-_FROM_HOST = {"exchange", "append", "attend", "page_bounds", "prefill"}
+_FROM_HOST = {"load_missing", "append", "attend", "page_bounds", "prefill"}
 #: Operations that torch computes: they need no Triton.
 _BY_TORCH = {"prefill"}
 #: Operations whose first operand alone is in the model's type: angles are float64.
-_MIXED = {"rotate"}
+_MIXED = {"shift_rope"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

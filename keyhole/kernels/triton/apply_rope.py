@@ -73,7 +73,7 @@ def _rotary(
     _turned(whole[0], whole[1], mask, cos1, cos2, sin1, sin2, HALF)
 
 
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference. The heads of a token lie together in what comes out."""
     (batch, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
     out_query = query.new_empty(batch, tokens, query_heads, dim)

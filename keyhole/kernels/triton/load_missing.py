@@ -75,7 +75,7 @@ def _copy(
         tl.store(target[:, None] + d[None], tl.load(source[:, None] + d[None], mask=mask), mask)
 
 
-def exchange(
+def load_missing(
     entries: Tensor,
     keys: Tensor,
     values: Tensor | None,

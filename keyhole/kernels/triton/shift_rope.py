@@ -56,7 +56,7 @@ def _rotate(
             tl.store(target + at, tl.load(source + at, mask=rest_mask), mask=rest_mask)
 
 
-def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
+def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
     """As the reference."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():

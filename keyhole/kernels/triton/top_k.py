@@ -134,9 +134,7 @@ def _write(
         tl.store(counts + row, chosen)
 
 
-def top_indices(
-    scores: Tensor, valid: Tensor, k: int, first: int, last: int
-) -> tuple[Tensor, Tensor]:
+def top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """As the reference, the selection in parts."""
     scores, valid = scores.contiguous(), valid.contiguous()
     num_rows, lists, num_entries = scores.shape

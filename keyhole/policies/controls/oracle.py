@@ -48,7 +48,7 @@ class Oracle(Policy):
         """None: a layer's weights need all its keys."""
         return ()
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return step.max_length <= self.token_budget
 
@@ -60,8 +60,8 @@ class Oracle(Policy):
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         """Chooses for this layer alone."""
-        step.carry = kernels.top_indices(scores[0], step.lengths, self.token_budget, 1, last=1)
+        step.shared_selection = kernels.top_k(scores[0], step.lengths, self.token_budget, 1, last=1)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """What this layer's own weights chose; everything in full layers."""
-        return None if layer in self.full_layers else step.carry
+        return None if layer in self.full_layers else step.shared_selection

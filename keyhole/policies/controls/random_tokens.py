@@ -52,7 +52,7 @@ class RandomTokens(Policy):
         """All but those that read everything."""
         return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
-    def branch(self, step: Step) -> Hashable:
+    def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return step.max_length <= self.token_budget
 
@@ -62,11 +62,11 @@ class RandomTokens(Policy):
             return None
         tokens = step.page_table.shape[1] * step.page_size
         scores = _hashed(self.seed, layer, step.lengths, step.keys[layer].shape[1], tokens)
-        if step.thinned is not None:  # a token that the layer lacks is not drawn
-            there = step.thinned.pages(layer, step.page_table.shape[1], step.page_size)
+        if step.kept_tokens is not None:  # a token that the layer lacks is not drawn
+            there = step.kept_tokens.pages(layer, step.page_table.shape[1], step.page_size)
             there = there.repeat_interleave(step.page_size, 1)
             scores = scores.masked_fill(~there[:, None], float("-inf"))
-        return kernels.top_indices(
+        return kernels.top_k(
             scores, step.lengths, self.token_budget, 1, first=self.sink_size, last=1
         )
 

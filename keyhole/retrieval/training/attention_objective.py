@@ -23,7 +23,7 @@ from torch import Tensor
 
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training.recall import NOTHING, log_weights
-from keyhole.retrieval.training.teacher import Lesson
+from keyhole.retrieval.training.teacher import TeacherTargets
 
 #: First and newest tokens that are left out: the sinks and the window of SpeContext. Otherwise most
 #: of the loss is about neighbours: of 24 derivations of the bundled model at an eighth of their
@@ -31,14 +31,14 @@ from keyhole.retrieval.training.teacher import Lesson
 FIRST, LAST = 4, 64
 
 
-def attention_loss(head: RetrievalHead, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def attention_loss(head: RetrievalHead, lesson: TeacherTargets) -> tuple[Tensor, Tensor]:
     """The loss, a scalar in nats, and the log of the head's weights [heads, R, n]."""
     logs = log_weights(head, lesson)
     return mass_divergence(logs, lesson), logs
 
 
 def mass_divergence(
-    logs: Tensor, lesson: Lesson, *, first: int = FIRST, last: int = LAST
+    logs: Tensor, lesson: TeacherTargets, *, first: int = FIRST, last: int = LAST
 ) -> Tensor:
     """The loss of logs of weights [heads, R, n], a scalar in nats.
 

@@ -28,8 +28,8 @@ from keyhole.retrieval.training.attention_objective import attention_loss
 from keyhole.retrieval.training.corpus import SHORTEST, Corpus
 from keyhole.retrieval.training.draft import Draft, eagle_loss
 from keyhole.retrieval.training.selection_objective import selection_loss
-from keyhole.retrieval.training.teacher import Lesson, Teacher
-from keyhole.retrieval.training.training_config import Recipe
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
+from keyhole.retrieval.training.training_config import TrainingConfig
 
 #: Texts are this long and powers of two times that, up to the longest.
 _SHORT = 256
@@ -45,7 +45,7 @@ _PART, _FIRST, _LAST = 8, 4, 64
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """One step: mean loss of its texts and recall at a budget of an eighth of their length.
 
     recall is the share of the target's attention on what the head chose, before it learned from the
@@ -61,7 +61,7 @@ class Progress:
 class Distiller:
     """The state of a training between two steps."""
 
-    def __init__(self, network: nn.Module, corpus: Corpus, recipe: Recipe) -> None:
+    def __init__(self, network: nn.Module, corpus: Corpus, recipe: TrainingConfig) -> None:
         shape = Target.of(network.requires_grad_(False))  # from here on; the head alone learns
         given = None
         if recipe.start is not None:
@@ -92,7 +92,7 @@ class Distiller:
         """Whether all tokens were seen."""
         return self.tokens >= self.recipe.tokens
 
-    def train_step(self) -> Progress:
+    def train_step(self) -> StepProgress:
         """Learns from some texts of one length.
 
         NumericalError, with the weights as they were before, if the loss or a gradient is NaN.
@@ -124,7 +124,7 @@ class Distiller:
         self.step += 1
         self.tokens += seen
         mean = [sum(x) / count for x in (losses, shares, windows)]
-        return Progress(length, *mean)
+        return StepProgress(length, *mean)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, in plain types and tensors."""
@@ -159,7 +159,7 @@ class Distiller:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["step"], state["tokens"]
 
-    def _lesson(self, rng: Random, length: int) -> Lesson:
+    def _lesson(self, rng: Random, length: int) -> TeacherTargets:
         token_ids, recipe = self._corpus.text(rng, length), self.recipe
         selection = recipe.objective == "selection"
         steps = {"attention": 0, "selection": 1, "eagle": recipe.unroll_steps}[recipe.objective]
@@ -177,7 +177,7 @@ class Distiller:
             keep_cache=selection,
         )
 
-    def _loss(self, lesson: Lesson, rng: Random) -> tuple[Tensor, tuple[float, float]]:
+    def _loss(self, lesson: TeacherTargets, rng: Random) -> tuple[Tensor, tuple[float, float]]:
         """The loss, and the recall of head and window."""
         if isinstance(self.module, Draft):
             loss = eagle_loss(self.module, lesson)
@@ -215,7 +215,7 @@ def _lengths(longest: int) -> list[int]:
     return lengths or [longest]
 
 
-def _settled(recipe: Recipe, shape: Target, given: RetrievalHead | None) -> Recipe:
+def _settled(recipe: TrainingConfig, shape: Target, given: RetrievalHead | None) -> TrainingConfig:
     """The recipe with every None replaced for a target; of a given head what it reads."""
     length = recipe.length or min(shape.max_length, _LONG)
     require(length <= shape.max_length, "length", length, f"at most {shape.max_length}")
@@ -240,7 +240,7 @@ def _settled(recipe: Recipe, shape: Target, given: RetrievalHead | None) -> Reci
     )
 
 
-def _random(network: nn.Module, recipe: Recipe) -> RetrievalHead:
+def _random(network: nn.Module, recipe: TrainingConfig) -> RetrievalHead:
     """A head of the target's shape with random weights, float32; an eagle's has features."""
     inputs = "tokens" if recipe.feature_layers == () else "tokens+features"
     base = RetrievalHead.random(network, inputs=inputs, seed=recipe.seed)
@@ -257,7 +257,7 @@ def _random(network: nn.Module, recipe: Recipe) -> RetrievalHead:
     return head
 
 
-def _copy(given: RetrievalHead, recipe: Recipe) -> RetrievalHead:
+def _copy(given: RetrievalHead, recipe: TrainingConfig) -> RetrievalHead:
     """The given head in float32, which remembers the longest texts that it was trained on."""
     assert recipe.length is not None
     longest = max(given.config.trained_length, recipe.length)

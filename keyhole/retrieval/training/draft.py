@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training.recall import NOTHING, previous
-from keyhole.retrieval.training.teacher import Lesson
+from keyhole.retrieval.training.teacher import TeacherTargets
 
 #: A later step counts this much of the one before it: the weighting of EAGLE-3's training code.
 DECAY = 0.8
@@ -64,7 +64,7 @@ class Draft(nn.Module):
         """float32 [T, V] of the layer's output."""
         return F.linear(self.norm(hidden), self._output.to(hidden.dtype))
 
-    def unroll(self, lesson: Lesson, steps: int) -> list[Tensor]:
+    def unroll(self, lesson: TeacherTargets, steps: int) -> list[Tensor]:
         """Logits [R, V] of each step: at row r, step s predicts the token after r + s, s from 0.
 
         Queries of step s see the keys of step 0 up to row r, and the keys of their own row in the
@@ -126,7 +126,7 @@ class Draft(nn.Module):
         return mixed.flatten(1, 2)
 
 
-def eagle_loss(draft: Draft, lesson: Lesson) -> Tensor:
+def eagle_loss(draft: Draft, lesson: TeacherTargets) -> Tensor:
     """Cross-entropy with the target's distribution, later steps counting less; in nats."""
     assert lesson.logits is not None
     steps = lesson.logits.shape[1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from keyhole import kernels
 from keyhole.kernels.selection import Selection
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training.teacher import Lesson
+from keyhole.retrieval.training.teacher import TeacherTargets
 
 #: Stands for minus infinity where gradients must stay numbers.
 NOTHING = -1e30
@@ -19,12 +19,12 @@ def previous(fused: Tensor) -> Tensor:
     return torch.cat((torch.zeros_like(fused[:1]), fused[:-1]))
 
 
-def features(head: RetrievalHead, lesson: Lesson) -> Tensor | None:
+def features(head: RetrievalHead, lesson: TeacherTargets) -> Tensor | None:
     """What stands beside each token of a text, [n, H]; None for a head without features."""
     return previous(head.fuse(lesson.hidden)) if head.config.uses_features else None
 
 
-def log_weights(head: RetrievalHead, lesson: Lesson) -> Tensor:
+def log_weights(head: RetrievalHead, lesson: TeacherTargets) -> Tensor:
     """Log of the weights of each query head of the head: float32 [heads, R, n]."""
     fused, rows = features(head, lesson), lesson.rows
     places = torch.arange(len(lesson.token_ids), device=rows.device)
@@ -49,7 +49,7 @@ def chosen(scores: Tensor, rows: Tensor, budget: int, first: int, last: int) -> 
     """The tokens that SpeContext would read by scores [groups, R, n] before each row."""
     valid = (rows + 1).to(torch.int32)
     scores = scores.transpose(0, 1).float().contiguous()
-    return kernels.top_indices(scores, valid, budget, 1, first=first, last=last)
+    return kernels.top_k(scores, valid, budget, 1, first=first, last=last)
 
 
 def recent(rows: Tensor, budget: int, first: int) -> Selection:

@@ -31,7 +31,7 @@ from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training.attention_objective import mass_divergence
 from keyhole.retrieval.training.recall import best, log_weights
 from keyhole.retrieval.training.soft_selection import gated_logits, log_gates
-from keyhole.retrieval.training.teacher import Lesson
+from keyhole.retrieval.training.teacher import TeacherTargets
 
 #: First tokens that every choice takes, and the most of the newest: SpeContext's defaults.
 FIRST, LAST = 4, 64
@@ -70,7 +70,7 @@ def temperature(done: float) -> float:
 
 
 def selection_loss(
-    head: RetrievalHead, network: nn.Module, lesson: Lesson, budget: int, heat: float
+    head: RetrievalHead, network: nn.Module, lesson: TeacherTargets, budget: int, heat: float
 ) -> tuple[Tensor, Tensor]:
     """The loss, a scalar in nats, and the log of the head's weights [heads, R, n].
 

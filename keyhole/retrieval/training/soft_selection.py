@@ -21,7 +21,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from keyhole.errors import NumericalError
 from keyhole.retrieval.training.recall import NOTHING
-from keyhole.retrieval.training.teacher import Lesson, attention_weights
+from keyhole.retrieval.training.teacher import TeacherTargets, attention_weights
 
 #: Name of our function in transformers' table.
 NAME = "keyhole_gated"
@@ -53,7 +53,7 @@ class _Gates:
     rows: Tensor
 
 
-def gated_logits(network: nn.Module, lesson: Lesson, logs: Tensor) -> Tensor:
+def gated_logits(network: nn.Module, lesson: TeacherTargets, logs: Tensor) -> Tensor:
     """Logits of the target under gates, float32 [R, V], with gradients to the gates' logs.
 
     lesson: with its cache, and rows that are the last of its text: as in decoding, what stands

@@ -24,7 +24,7 @@ _BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherTargets:
     """What the target did with one text of n tokens.
 
     token_ids: int64 [n]. hidden: of each feature layer its input, float32 [n, Ht]. rows: int64 [R],
@@ -61,7 +61,7 @@ class Teacher:
     @torch.no_grad()
     def lesson(
         self, token_ids: Tensor, rows: Tensor, *, logit_steps: int = 0, keep_cache: bool = False
-    ) -> Lesson:
+    ) -> TeacherTargets:
         """Reads a text, int64 [n]; rows int64 [R], the last at most n - logit_steps.
 
         ConfigError for a model without full attention, NumericalError for one that gives NaN.
@@ -92,7 +92,7 @@ class Teacher:
             raise NumericalError(f"the target gives NaN on a text of {len(token_ids)} tokens")
         logits = out.logits[0].float()[back].unflatten(0, (len(rows), -1)) if logit_steps else None
         hidden = tuple(out.hidden_states[layer][0].float() for layer in self._layers)
-        return Lesson(token_ids, hidden, rows, mass, logits, cache)
+        return TeacherTargets(token_ids, hidden, rows, mass, logits, cache)
 
 
 def attention(

@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 
 from keyhole.errors import ConfigError, NumericalError
 from keyhole.retrieval.training.corpus import Corpus
-from keyhole.retrieval.training.distill import Distiller, Progress
-from keyhole.retrieval.training.training_config import Recipe
+from keyhole.retrieval.training.distill import Distiller, StepProgress
+from keyhole.retrieval.training.training_config import TrainingConfig
 
 #: What a run that is not finished leaves in its folder.
 SNAPSHOT = "training.pt"
@@ -28,7 +28,7 @@ _SMOOTH = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainingOutcome:
     """What a run came to; loss, recall and window are smoothed, and None if no step was made.
 
     recall, window: shares of the target's attention at a budget of an eighth of the text, of the
@@ -47,12 +47,12 @@ class Outcome:
 def train(
     network: nn.Module,
     corpus: Corpus,
-    recipe: Recipe,
+    recipe: TrainingConfig,
     folder: str | Path,
     *,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
+) -> TrainingOutcome:
     """Trains until all tokens are seen or `stop()` is true, then writes the head or a snapshot.
 
     ConfigError if the folder holds a head, or a run and `resume` is not set; NumericalError, with a
@@ -93,7 +93,7 @@ def train(
         (folder / SNAPSHOT).unlink(missing_ok=True)
     else:
         save(folder, distiller.state())
-    return Outcome(
+    return TrainingOutcome(
         finished=distiller.finished,
         steps=distiller.step,
         tokens=distiller.tokens,
@@ -136,15 +136,15 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
         raise ConfigError(f"the snapshot {str(path)!r} cannot be read: {error}") from error
 
 
-def recipe_of(folder: str | Path) -> Recipe | None:
+def recipe_of(folder: str | Path) -> TrainingConfig | None:
     """The recipe of the run in a folder; None if there is none."""
     if not (Path(folder) / SNAPSHOT).is_file():
         return None
     state = _found(Path(folder), True)
     assert state is not None
-    return Recipe(**state["recipe"])
+    return TrainingConfig(**state["recipe"])
 
 
-def _smoothed(shown: dict[str, float], progress: Progress) -> dict[str, float]:
+def _smoothed(shown: dict[str, float], progress: StepProgress) -> dict[str, float]:
     new = {"loss": progress.loss, "recall": progress.recall, "window": progress.window}
     return {name: _SMOOTH * shown.get(name, x) + (1 - _SMOOTH) * x for name, x in new.items()}

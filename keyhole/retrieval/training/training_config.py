@@ -13,7 +13,7 @@ OBJECTIVES = ("attention", "selection", "eagle")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class TrainingConfig:
     """What is trained, on how much, and how fast; ConfigError names a value that cannot be.
 
     The learning rate falls with the width, as Adam's steps on matrices should (muP, Yang et al.,

@@ -31,12 +31,12 @@ CALLED = {
     "select",
     "low_rank",
     "after_step",
-    "most_pages",
+    "page_limit",
 }
 #: What a run that reads everything has no use for: offloading, CUDA graphs, counted bytes, names.
 UNUSED = {
     "as_published",
-    "branch",
+    "capture_key",
     "dense_layers",
     "offloadable",
     "outside_budget",
@@ -68,4 +68,4 @@ def test_side_data_is_kept_apart() -> None:
 def test_nothing_is_evicted() -> None:
     found = Candidates(policies=(RaaS(token_budget=8),)).resolve(GEOMETRY)
     assert set(found.progress.retained) == {0}
-    assert type(found).most_pages is Policy.most_pages
+    assert type(found).page_limit is Policy.page_limit

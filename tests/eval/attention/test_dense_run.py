@@ -13,7 +13,7 @@ from torch import Tensor
 import keyhole
 from keyhole import Full, RaaS, StreamingLLM
 from keyhole.config import EngineConfig
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.attention import measures
 from keyhole.eval.attention.dense_run import LayerStep, run
 from keyhole.eval.workloads.generation import Request
@@ -51,7 +51,7 @@ def requests(texts: list[list[int]]) -> list[Request]:
 
 
 def observed(
-    model: Model, policies: list[Policy], copies: PromptCopies | None = None
+    model: Model, policies: list[Policy], copies: SharedPromptCache | None = None
 ) -> list[LayerStep]:
     seen: list[LayerStep] = []
     run(model, policies, requests(TEXTS), CONFIG, seen.append, copies=copies)
@@ -183,7 +183,7 @@ def test_the_model_itself_stays_dense(model: Model) -> None:
 
 
 def test_known_prompts_change_nothing(model: Model) -> None:
-    copies, policy = PromptCopies(2**24), [small("quest"), small("clusterkv")]
+    copies, policy = SharedPromptCache(2**24), [small("quest"), small("clusterkv")]
     first, again = (observed(model, policy, copies) for _ in range(2))
     assert len(copies) == len(TEXTS)
     # A prompt that is known decodes earlier, beside other rows.

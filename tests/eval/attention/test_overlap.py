@@ -11,7 +11,7 @@ import torch
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.eval.attention.dense_run import LayerStep
 from keyhole.eval.attention.overlap import KINDS, OverlapSums, kinds
-from keyhole.eval.attention.repeats import MOST_STEPS, Repeats
+from keyhole.eval.attention.repeats import MOST_STEPS, SelectionPersistence
 from keyhole.policies.base import Step
 
 PAGE, LAYERS, HEADS, KV_HEADS = 4, 3, 6, 2
@@ -156,7 +156,7 @@ def test_a_selection_is_compared_with_those_of_later_steps() -> None:
     """Every sixteenth selection is kept for 64 steps; rows come and go, lengths differ."""
     generator = np.random.default_rng(4)
     chosen: dict[tuple[int, int], list[set[int]]] = {}
-    repeats = Repeats(2, CPU)
+    repeats = SelectionPersistence(2, CPU)
     for number in range(1, 91):
         rows = (0, 1) if number <= 50 else (1,)
         at = step(number, rows)

@@ -9,10 +9,10 @@ import pytest
 
 import keyhole
 from keyhole.config import EngineConfig
-from keyhole.engine.memory.shared_prompt_cache import PromptCopies
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
-from keyhole.eval.attention.cells import METHOD, Grid
-from keyhole.eval.attention.suite import AttentionSuite, Outcome
+from keyhole.eval.attention.cells import METHOD, AttentionGrid
+from keyhole.eval.attention.suite import AttentionOutcome, AttentionSuite
 from keyhole.eval.methods import Budget, Method
 from keyhole.eval.methods import methods as budgeted
 from keyhole.eval.results.line_file import LineFile
@@ -37,10 +37,12 @@ class Numbers:
         return prompt(length, number)
 
 
-def suite(model: Model, path: Path, names: list[str], budgets: str = "16", **more: Any) -> Outcome:
+def suite(
+    model: Model, path: Path, names: list[str], budgets: str = "16", **more: Any
+) -> AttentionOutcome:
     parsed = [Budget.parse(text) for text in budgets.split(",")]
     given = [Method(label=name, name=name) for name in names]
-    grid = Grid(
+    grid = AttentionGrid(
         windows=Numbers(),
         lengths=more.get("lengths", (LENGTH,)),
         methods=[one for one in budgeted(given, parsed) if one.name != "full"],
@@ -49,7 +51,7 @@ def suite(model: Model, path: Path, names: list[str], budgets: str = "16", **mor
         config=EngineConfig(max_batch=2, page_size=PAGE, prefill_chunk=64, prefix_cache=False),
     )
     header = more.get("header", lambda: {"date": "today"})
-    return AttentionSuite(model, grid, LineFile(path), header, PromptCopies(2**24)).run()
+    return AttentionSuite(model, grid, LineFile(path), header, SharedPromptCache(2**24)).run()
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +64,20 @@ METHODS = [name for name, cls in keyhole.available_policies().items() if not cls
 
 
 @pytest.fixture(scope="module")
-def found(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def found(model: Model, tmp_path_factory: pytest.TempPathFactory) -> AttentionOutcome:
     # Half of the text: every method has room for its sinks, its window and a choice.
     path = tmp_path_factory.mktemp("lines") / "lines"
     return suite(model, path, METHODS, budgets="1/2", texts=2)
 
 
-def test_every_method_has_a_line_on_both_kinds_of_weights(found: Outcome) -> None:
+def test_every_method_has_a_line_on_both_kinds_of_weights(found: AttentionOutcome) -> None:
     assert not found.refused
     assert [(line["weights"], line["method"]) for line in found.lines] == [
         (weights, name) for weights in ("trained", "random") for name in ("overlap", *METHODS)
     ]
 
 
-def test_no_selection_keeps_more_than_the_oracle(found: Outcome) -> None:
+def test_no_selection_keeps_more_than_the_oracle(found: AttentionOutcome) -> None:
     """With a key per query head: of all choices of so many tokens it keeps the most."""
     compared = 0
     for line in found.lines:
@@ -94,7 +96,7 @@ def test_no_selection_keeps_more_than_the_oracle(found: Outcome) -> None:
     assert compared > 2 * len(METHODS)
 
 
-def test_dense_layers_lose_nothing(found: Outcome) -> None:
+def test_dense_layers_lose_nothing(found: AttentionOutcome) -> None:
     for line in found.lines:
         if line["measured"] == "loss":
             dense = [i for i, layer in enumerate(line["layers"]) if layer in line["dense_layers"]]
@@ -103,7 +105,9 @@ def test_dense_layers_lose_nothing(found: Outcome) -> None:
                 assert all(row[i] == 0 for row in loss["error"] for i in dense)
 
 
-def test_a_control_is_what_it_is_alone(model: Model, found: Outcome, tmp_path: Path) -> None:
+def test_a_control_is_what_it_is_alone(
+    model: Model, found: AttentionOutcome, tmp_path: Path
+) -> None:
     """Controls that another method had already are copied from its line, and are the same."""
     alone = suite(model, tmp_path / "alone", ["infllm"], budgets="1/2", texts=2)
     line = next(one for one in found.lines if one["method"] == "infllm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keyhole.eval.paper import estimate
-from keyhole.eval.paper.estimate import Answers, Part
+from keyhole.eval.paper.estimate import Answers, PartEstimate
 from keyhole.eval.paper.speed import Line, Speed, probe
 from keyhole.eval.tasks import make_task
 from keyhole.eval.workloads.generation import Request
@@ -71,9 +71,9 @@ def test_a_duration_is_told_in_a_unit_that_suits_it(seconds: float, text: str) -
 
 def test_the_text_says_what_is_stored_and_how_long_the_rest_takes() -> None:
     parts = [
-        Part(name="tasks", unit="cell", number=1200, stored=200, seconds=7200),
-        Part(name="documents", unit="question", number=1, stored=1, seconds=0),
-        Part(name="nothing", unit="cell", number=0, stored=0, seconds=0),
+        PartEstimate(name="tasks", unit="cell", number=1200, stored=200, seconds=7200),
+        PartEstimate(name="documents", unit="question", number=1, stored=1, seconds=0),
+        PartEstimate(name="nothing", unit="cell", number=0, stored=0, seconds=0),
     ]
     assert estimate.text(parts) == (
         "tasks: 1,200 cells, 200 stored, the rest at most 2.0 h; "

@@ -16,13 +16,13 @@ from keyhole.config import EngineConfig
 from keyhole.eval.controls import controls
 from keyhole.eval.methods import FULL, Budget, Method
 from keyhole.eval.paper import page
-from keyhole.eval.paper.documents import NO_DOCUMENTS, Asked
+from keyhole.eval.paper.documents import NO_DOCUMENTS, DocumentOutcome
 from keyhole.eval.paper.policy_verdicts import policy_verdicts
 from keyhole.eval.paper.recommend import recommended
 from keyhole.eval.paper.reuse_verdicts import reuse_results
 from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.results.conditions import settings_of
-from keyhole.eval.run import Outcome
+from keyhole.eval.run import EvalOutcome
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
@@ -71,8 +71,8 @@ def outcome(model: Model, quest: list[float], epic: float) -> PaperOutcome:
         for seed in range(SAMPLES)
     ]
     return PaperOutcome(
-        cells=Outcome(lines=lines),
-        questions=Asked(lines=questions),
+        cells=EvalOutcome(lines=lines),
+        questions=DocumentOutcome(lines=questions),
         policies=policy_verdicts(lines, [], methods, 16),
         reuses=reuse_results(questions, ("recompute", "epic")),
     )

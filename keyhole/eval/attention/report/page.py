@@ -12,7 +12,7 @@ from markupsafe import Markup
 from keyhole.drawing import STYLE, matplotlib, save
 from keyhole.errors import ConfigError
 from keyhole.eval.attention.report import pictures, table
-from keyhole.eval.attention.report.summary import Place, places
+from keyhole.eval.attention.report.summary import AttentionSetting, places
 from keyhole.eval.report.inline_svg import SVG_STYLE, inline_svg
 from keyhole.eval.report.page import style_sheet
 from keyhole.eval.results.line_file import Line
@@ -53,7 +53,7 @@ def render(lines: Sequence[Line]) -> str:
     )
 
 
-def write_pictures(place: Place, paths: dict[str, Path]) -> None:
+def write_pictures(place: AttentionSetting, paths: dict[str, Path]) -> None:
     """Writes the pictures "loss" and "overlap" of a place; paths: by these names."""
     pyplot = matplotlib()[0]
     for drawing in pictures.drawings(place):
@@ -64,7 +64,7 @@ def write_pictures(place: Place, paths: dict[str, Path]) -> None:
             pyplot.close(figure)
 
 
-def _inline(place: Place, number: int) -> list[Markup]:
+def _inline(place: AttentionSetting, number: int) -> list[Markup]:
     pyplot, found = matplotlib()[0], []
     for drawing in pictures.drawings(place):
         with pyplot.rc_context(SVG_STYLE):

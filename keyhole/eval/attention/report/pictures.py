@@ -13,7 +13,13 @@ from typing import Any
 
 from keyhole.drawing import FAINT, INK, PALE
 from keyhole.eval.attention.cells import METHOD
-from keyhole.eval.attention.report.summary import RANDOM, TRAINED, Place, Row, curve
+from keyhole.eval.attention.report.summary import (
+    RANDOM,
+    TRAINED,
+    AttentionSetting,
+    SummaryRow,
+    curve,
+)
 from keyhole.eval.report.plot_style import FILL, Look, looks
 from keyhole.eval.results.line_file import Line
 
@@ -46,7 +52,7 @@ class Drawing:
     draw: Callable[[Any], None]
 
 
-def drawings(place: Place) -> list[Drawing]:
+def drawings(place: AttentionSetting) -> list[Drawing]:
     """The pictures of one length, budget and terms."""
     found = []
     rows = [row for name in place.methods if (row := place.row(name)) and row.read]
@@ -72,7 +78,7 @@ def drawings(place: Place) -> list[Drawing]:
     return found
 
 
-def _losses(figure: Any, place: Place, rows: list[Row]) -> None:
+def _losses(figure: Any, place: AttentionSetting, rows: list[SummaryRow]) -> None:
     style = looks((row.line["policy"], row.name) for row in rows)
     columns = min(len(rows), _COLUMNS)
     lines = math.ceil(len(rows) / columns)
@@ -102,7 +108,7 @@ def _losses(figure: Any, place: Place, rows: list[Row]) -> None:
     )
 
 
-def _loss(axis: Any, row: Row, look: Look, twin: Row | None) -> None:
+def _loss(axis: Any, row: SummaryRow, look: Look, twin: SummaryRow | None) -> None:
     layers = row.line["layers"]
     axis.set_title(row.name)
     axis.grid(axis="y")
@@ -130,7 +136,7 @@ def _by_layer(line: Line, who: str) -> list[float]:
     ]
 
 
-def _overlaps(figure: Any, place: Place) -> None:
+def _overlaps(figure: Any, place: AttentionSetting) -> None:
     axes = figure.subplots(2, 2, sharey=True, squeeze=False, width_ratios=(1, 1.6))
     for (near, later), (kind, title) in zip(axes, _LISTS.items(), strict=True):
         for weights, style in ((TRAINED, {"color": FILL}), (RANDOM, {"color": FAINT})):
@@ -177,7 +183,7 @@ def _overlaps(figure: Any, place: Place) -> None:
     )
 
 
-def _recency(axis: Any, kind: str, place: Place) -> None:
+def _recency(axis: Any, kind: str, place: AttentionSetting) -> None:
     """How much of a window of the newest tokens is in the same window some steps later."""
     assert place.budget is not None
     budget = place.budget

@@ -38,7 +38,7 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SummaryRow:
     """A policy at one length and budget on one kind of weights, over its sparse layers.
 
     mass, error: of the policy (METHOD) and of each control. read: tokens of the policy, and of its
@@ -73,7 +73,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class AttentionSetting:
     """What is compared with each other: all but the method. Rows by method and kind of weights.
 
     overlaps: the line of the top lists, by kind of weights.
@@ -84,7 +84,7 @@ class Place:
     length: int
     budget: int | None
     terms: str
-    rows: dict[tuple[str, str], Row] = field(default_factory=dict)
+    rows: dict[tuple[str, str], SummaryRow] = field(default_factory=dict)
     overlaps: dict[str, Line] = field(default_factory=dict)
 
     @property
@@ -92,24 +92,24 @@ class Place:
         """Methods in their order."""
         return list(dict.fromkeys(name for name, _ in self.rows))
 
-    def row(self, method: str, weights: str = TRAINED) -> Row | None:
+    def row(self, method: str, weights: str = TRAINED) -> SummaryRow | None:
         """The row of a method, if it was measured."""
         return self.rows.get((method, weights))
 
 
-def places(lines: Iterable[Line]) -> list[Place]:
+def places(lines: Iterable[Line]) -> list[AttentionSetting]:
     """The lines, sorted into what is compared; of two that measure the same the last one counts.
 
     Overlaps stand in every place of their length and budget.
     """
     known = list(lines)
-    found: dict[tuple[Any, ...], Place] = {}
+    found: dict[tuple[Any, ...], AttentionSetting] = {}
     for line in known:
         if line["measured"] == LOSS:
             key = _key(line)
             place = found.setdefault(
                 (*key, line["terms"]),
-                Place(**dict(zip(_KEY, key, strict=True)), terms=line["terms"]),
+                AttentionSetting(**dict(zip(_KEY, key, strict=True)), terms=line["terms"]),
             )
             place.rows[line["method"], line["weights"]] = row(line)
     for line in known:
@@ -120,7 +120,7 @@ def places(lines: Iterable[Line]) -> list[Place]:
     return list(found.values())
 
 
-def row(line: Line) -> Row:
+def row(line: Line) -> SummaryRow:
     """The means of one line over the layers that its policy does not read densely."""
     sparse = [i for i, layer in enumerate(line["layers"]) if layer not in line["dense_layers"]]
     losses = line["losses"]
@@ -132,7 +132,7 @@ def row(line: Line) -> Row:
     if not sparse:
         nothing = {METHOD: Estimate(0.0, 0.0)}
         everything = {METHOD: Estimate(1.0, 0.0)}
-        return Row(
+        return SummaryRow(
             line=line,
             mass=everything,
             error=nothing,
@@ -145,7 +145,7 @@ def row(line: Line) -> Row:
     read = {who: statistics.fmean(texts(who, "read")) for who in losses}
     comparable = "recent" in error and read[METHOD] <= _MORE * read["recent"]
     again = [one[0] for one in line["repeats"] if one[0] is not None]
-    return Row(
+    return SummaryRow(
         line=line,
         mass={who: estimate(texts(who, "mass")) for who in losses},
         error={who: estimate(values) for who, values in error.items()},
@@ -194,4 +194,14 @@ def _way(error: dict[str, list[float]]) -> Estimate | None:
     return estimate([(recent - own) / (recent - best) for own, recent, best in rows])
 
 
-__all__ = ["RANDOM", "TRAINED", "Estimate", "Place", "Row", "curve", "estimate", "places", "row"]
+__all__ = [
+    "RANDOM",
+    "TRAINED",
+    "AttentionSetting",
+    "Estimate",
+    "SummaryRow",
+    "curve",
+    "estimate",
+    "places",
+    "row",
+]

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keyhole.eval.attention.cells import METHOD
-from keyhole.eval.attention.report.summary import RANDOM, TRAINED, Estimate, Place, Row, curve
+from keyhole.eval.attention.report.summary import (
+    RANDOM,
+    TRAINED,
+    AttentionSetting,
+    Estimate,
+    SummaryRow,
+    curve,
+)
 from keyhole.eval.results.line_file import Line
 
 NOTHING = "-"
@@ -27,7 +34,7 @@ HOW_TO_READ = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class AttentionTable:
     """A title, heads and rows, the first `left` columns being names."""
 
     title: str
@@ -36,20 +43,20 @@ class Table:
     left: int
 
 
-def tables(place: Place) -> list[Table]:
+def tables(place: AttentionSetting) -> list[AttentionTable]:
     """All tables of one length, budget and terms."""
     found = [_errors(place), _masses(place), _layers(place), _overlaps(place)]
     return [table for table in found if table.rows]
 
 
-def title(place: Place) -> str:
+def title(place: AttentionSetting) -> str:
     """What all tables of a place have in common."""
     budget = "no budget" if place.budget is None else f"budget {place.budget:,}"
     parts = [f"{place.length:,} tokens", budget, f"terms {place.terms}", place.texts]
     return ", ".join(part for part in parts if part)
 
 
-def verdict(row: Row, twin: Row | None = None) -> str:
+def verdict(row: SummaryRow, twin: SummaryRow | None = None) -> str:
     """What the interval of the gain says; twin: the same method with random weights."""
     if row.reads_more:
         return "reads more"
@@ -63,7 +70,7 @@ def verdict(row: Row, twin: Row | None = None) -> str:
     return "worse" if row.gain.high < 0 else "undecided"
 
 
-def _errors(place: Place) -> Table:
+def _errors(place: AttentionSetting) -> AttentionTable:
     heads = ["method", "dense layers", "read", "error", "recent", "random", "oracle", "gain"]
     heads += ["verdict", "way", "random weights: error", "recent", "gain"]
     rows = []
@@ -80,7 +87,7 @@ def _errors(place: Place) -> Table:
             beside = [_number(twin.error.get(who)) for who in (METHOD, "recent")]
             beside.append(_signed(twin.gain))
         rows.append([name, layers, read, *own, _signed(row.gain), verdict(row, twin), way, *beside])
-    return Table(
+    return AttentionTable(
         title="Relative error of the attention output, mean over the layers that are not dense",
         heads=heads,
         rows=rows,
@@ -88,7 +95,7 @@ def _errors(place: Place) -> Table:
     )
 
 
-def _masses(place: Place) -> Table:
+def _masses(place: AttentionSetting) -> AttentionTable:
     heads = ["method", "mass kept", "recent", "random", "oracle", "selected again next step"]
     heads += ["random weights: mass kept", "oracle"]
     rows = []
@@ -102,7 +109,7 @@ def _masses(place: Place) -> Table:
         if twin is not None:
             beside = [_percent(twin.mass.get(who)) for who in (METHOD, "oracle")]
         rows.append([name, *own, again, *beside])
-    return Table(
+    return AttentionTable(
         title="Attention mass kept, mean over the layers that are not dense",
         heads=heads,
         rows=rows,
@@ -110,7 +117,7 @@ def _masses(place: Place) -> Table:
     )
 
 
-def _layers(place: Place) -> Table:
+def _layers(place: AttentionSetting) -> AttentionTable:
     """A row per layer, a column per method: its error, and that of its recent control."""
     rows_of = {name: place.row(name) for name in place.methods}
     there = {name: row for name, row in rows_of.items() if row is not None}
@@ -119,7 +126,7 @@ def _layers(place: Place) -> Table:
         [str(layer), *(_layer(row.line, number) for row in there.values())]
         for number, layer in enumerate(layers)
     ]
-    return Table(
+    return AttentionTable(
         title="Error by layer: the method's / its recent control's",
         heads=["layer", *there],
         rows=rows,
@@ -137,7 +144,7 @@ def _layer(line: Line, number: int) -> str:
     return " / ".join(shown)
 
 
-def _overlaps(place: Place) -> Table:
+def _overlaps(place: AttentionSetting) -> AttentionTable:
     lines = [(weights, place.overlaps.get(weights)) for weights in (TRAINED, RANDOM)]
     depth = max((len(line["layers"]) for _, line in lines if line), default=0)
     distances = [d for d in dict.fromkeys((1, 2, depth // 2, depth - 1)) if 0 < d < depth]
@@ -155,7 +162,7 @@ def _overlaps(place: Place) -> Table:
             newest = sum(found["newest"]) / len(found["newest"])
             shown = [NOTHING if x is None else f"{x:.0%}" for x in (*cells, newest)]
             rows.append([name, weights, *shown, f"{found['chance']:.0%}"])
-    return Table(
+    return AttentionTable(
         title="Overlap of the entries of largest attention, under full attention",
         heads=heads,
         rows=rows,
@@ -178,7 +185,7 @@ def _signed(found: Estimate | None) -> str:
     return f"{100 * found.mean:+.1f}{width} %"
 
 
-def markdown(table: Table) -> str:
+def markdown(table: AttentionTable) -> str:
     """The table as GitHub shows it."""
     ends = [":--" if i < table.left else "--:" for i in range(len(table.heads))]
     rows: Sequence[Sequence[str]] = [table.heads, ends, *table.rows]

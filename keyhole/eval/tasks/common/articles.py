@@ -30,7 +30,7 @@ class Article:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ArticleQuestion:
     """A question, its answer, and the articles with the facts that are needed, in that order."""
 
     question: str
@@ -86,7 +86,7 @@ class Articles:
         self._name: Callable[[], str] = unique(lambda: name(rng))
         self._waiting: list[Article] = []
 
-    def ask(self, hops: int) -> Asked:
+    def ask(self, hops: int) -> ArticleQuestion:
         """A question of one or two hops about a person or a town of its own."""
         home = self._home()
         river = "Which river flows through"
@@ -96,7 +96,7 @@ class Articles:
             question, answer, fact = self._rng.choice(
                 [(river, home.river, home.flows), (founder, home.founder, home.founded)]
             )
-            return Asked(
+            return ArticleQuestion(
                 question=f"{question} {there}",
                 answer=answer,
                 articles=(home.about_person, home.about_town),
@@ -110,7 +110,7 @@ class Articles:
                 (f"{founder} {home.town}?", home.founder, home.founded, home.about_town),
             ]
         )
-        return Asked(question=question, answer=answer, articles=(article,), facts=(fact,))
+        return ArticleQuestion(question=question, answer=answer, articles=(article,), facts=(fact,))
 
     def other(self) -> Article:
         """An article about something else, of the same form."""

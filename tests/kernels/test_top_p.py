@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole import kernels
-from tests.kernels.test_top_indices import check_form
+from tests.kernels.test_top_k import check_form
 from tests.oracle import best, enough
 
 #: Sums of these are exact in float32, and many are equal.
@@ -33,7 +33,7 @@ def test_entries_are_taken_until_the_share_is_there(
     for b, n in enumerate(valid):
         given_scores[b, :, n:] = math.nan  # nobody looks beyond the end
     lengths = torch.tensor(valid, dtype=torch.int32)
-    chosen = kernels.top_indices(given_scores, lengths, k, unit, first=first, last=last)
+    chosen = kernels.top_k(given_scores, lengths, k, unit, first=first, last=last)
     found = kernels.trim(chosen, given_scores, lengths, share, least=least, **places)
     wanted = [
         [enough(head[:n], best(head[:n], k, **places), share, least, **places) for head in heads]

@@ -78,7 +78,7 @@ class World:
     def exchange(self, lengths: dict[int, int], selection: Selection) -> tuple[Selection, Tensor]:
         rows = list(lengths)
         keys, values = self.lower(lengths)
-        return kernels.exchange(
+        return kernels.load_missing(
             self.entries,
             self.keys,
             None if self.shared else self.values,
@@ -207,7 +207,10 @@ def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
                 *operands,
                 selection=selection,
             )
-            for operation, w in ((kernels.exchange, world), (resident_buffer.exchange, twin))
+            for operation, w in (
+                (kernels.load_missing, world),
+                (resident_buffer.load_missing, twin),
+            )
         ]
         (found, moved), (wanted, twin_moved) = results
         assert torch.equal(found.indices, wanted.indices)
@@ -235,7 +238,9 @@ def test_thousands_of_tokens_and_what_comes_back_is_still_there() -> None:
         chosen[-1] = length - 1
         selection = Selection(chosen.expand(1, heads, -1), torch.tensor([[budget]]).int(), 1)
         place = torch.tensor([length]).int(), torch.tensor([1])
-        return kernels.exchange(entries, *buffers, keys, values, table, *place, selection=selection)
+        return kernels.load_missing(
+            entries, *buffers, keys, values, table, *place, selection=selection
+        )
 
     assert load(0)[1].tolist() == [[budget - 1] * heads]
     assert load(3)[1].tolist() == [[1] * heads]

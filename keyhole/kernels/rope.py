@@ -27,7 +27,7 @@ _kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """What turns the keys of a layer: frequencies and last as in `rotate`; None: nothing does."""
+    """How keys of a layer shift: frequencies and last as in `shift_rope`; None: they do not."""
 
     frequencies: Tensor | None
     last: bool = False
@@ -36,11 +36,11 @@ class Rotation:
         """Keys [..., D], rotated at any positions p, as they are at p + by, int64."""
         if self.frequencies is None:
             return x
-        turned: Tensor = torch.ops.keyhole.rotate(x, by, self.frequencies, self.last)
+        turned: Tensor = torch.ops.keyhole.shift_rope(x, by, self.frequencies, self.last)
         return turned
 
 
-def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
+def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
     """Vectors rotated at any positions p, as rotated at p + by.
 
     x: [..., D], any float dtype. by: int64, broadcasts against x.shape[:-1]; negative too.

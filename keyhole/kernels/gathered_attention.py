@@ -28,7 +28,7 @@ def gather_tokens(pages_of: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
     return pages_of[place[0], :, place[1]].to(tokens.device)
 
 
-def prefill_chosen(
+def sparse_prefill(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,

@@ -42,7 +42,7 @@ def test_queries_see_the_chosen_tokens_that_are_not_after_them(
     random = torch.Generator().manual_seed(length)
     shape = (len(positions), *case.query.shape[1:])
     query = torch.randn(shape, generator=random).to(case.query.dtype)
-    found = kernels.prefill_chosen(
+    found = kernels.sparse_prefill(
         query,
         case.keys,
         case.values,

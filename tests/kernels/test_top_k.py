@@ -63,7 +63,7 @@ def test_the_best_entries_ties_to_the_earlier(
     scores, valid, _ = example
     first = data.draw(st.integers(0, k)) if data else 0
     last = data.draw(st.integers(0, k - first)) if data else 1
-    found = kernels.top_indices(
+    found = kernels.top_k(
         torch.tensor(scores),
         torch.tensor(valid, dtype=torch.int32),
         k,
