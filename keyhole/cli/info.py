@@ -9,8 +9,8 @@ from importlib import metadata
 from typing import Any
 
 import keyhole
-from keyhole.cache.document_defaults import default_place
-from keyhole.cli import show
+from keyhole.cli.common import show
+from keyhole.documents.defaults import default_place
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "tokenizers", "numpy")
 #: Extras of the package, each with a module that only it installs.
