@@ -170,7 +170,8 @@ class _Eager:
                 out = self._model.network(input_ids=ids, use_cache=False)
         finally:
             handle.remove()
-        return out.logits[0].float().cpu()
+        logits: Tensor = out.logits[0].float().cpu()
+        return logits
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
