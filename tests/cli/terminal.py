@@ -15,8 +15,12 @@ from tests.cli.conftest import Ran
 def run_on_terminal(*arguments: str, out: bool = True, err: bool = True) -> Ran:
     """What `keyhole` writes where stdout, stderr or both are a terminal; the others are pipes."""
     with _written(out) as (stdout, written), _written(err) as (stderr, said):
-        a, b = (open(where, "w", closefd=False) for where in (stdout, stderr))
-        with a, b, redirect_stdout(a), redirect_stderr(b):
+        with (
+            open(stdout, "w", closefd=False) as a,
+            open(stderr, "w", closefd=False) as b,
+            redirect_stdout(a),
+            redirect_stderr(b),
+        ):
             status = main(arguments)
     return Ran(status, b"".join(written).decode(), b"".join(said).decode())
 
