@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -15,20 +16,26 @@ from tests.cli.conftest import Ran
 def run_on_terminal(*arguments: str, out: bool = True, err: bool = True) -> Ran:
     """What `keyhole` writes where stdout, stderr or both are a terminal; the others are pipes."""
     with _written(out) as (stdout, written), _written(err) as (stderr, said):
-        with (
-            open(stdout, "w", closefd=False) as a,
-            open(stderr, "w", closefd=False) as b,
-            redirect_stdout(a),
-            redirect_stderr(b),
-        ):
-            status = main(arguments)
+        status = _run(arguments, stdout, stderr)
     return Ran(status, b"".join(written).decode(), b"".join(said).decode())
+
+
+def _run(arguments: tuple[str, ...], stdout: int, stderr: int) -> int:
+    with (
+        open(stdout, "w", closefd=False) as out,
+        open(stderr, "w", closefd=False) as err,
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        return main(arguments)
 
 
 @contextmanager
 def _written(terminal: bool) -> Iterator[tuple[int, list[bytes]]]:
     """A file descriptor to write to, and what came out at its other end, complete at the end."""
     reading, writing = pty.openpty() if terminal else os.pipe()
+    if terminal:  # as large as one; a bar has no room in a new one
+        termios.tcsetwinsize(writing, (24, 100))
     found: list[bytes] = []
 
     def read() -> None:
