@@ -35,11 +35,6 @@ def short_repr(settings: Any) -> str:
     return f"{type(settings).__name__}({', '.join(shown)})"
 
 
-def is_flag(field: dataclasses.Field[Any]) -> bool:
-    """Whether a command has a flag for a setting: it streams one completion, and takes no dict."""
-    return field.name != "n" and not kind_of(field).startswith("Mapping")
-
-
 def help_of(field: dataclasses.Field[Any]) -> str:
     """The help text of a field made with `setting()`."""
     return str(field.metadata["help"])
@@ -70,6 +65,8 @@ def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:
     name: as the user wrote it, for the ConfigError that says what would be right.
     """
     kind = kind_of(field)
+    if kind == "Mapping[int, float]":
+        return _read_biases([text] if isinstance(text, str) else text, name)
     if not isinstance(text, str):
         return tuple(text)
     if is_size(field):
@@ -79,6 +76,19 @@ def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:
     except (KeyError, ValueError) as error:
         right = _RIGHT.get(kind, "numbers such as 0,1")
         raise ConfigError(f"{name} {text!r} must be {right}") from error
+
+
+def _read_biases(texts: Sequence[str], name: str) -> dict[int, float]:
+    """Token ids and numbers from texts such as "15=-100"."""
+    found: dict[int, float] = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            found[int(token)] = float(value)
+        except ValueError as error:
+            right = "a token id and a number such as 15=-100"
+            raise ConfigError(f"{name} {text!r} must be {right}") from error
+    return found
 
 
 _TRUTH = {"true": True, "false": False}

@@ -29,11 +29,10 @@ from keyhole.bench.settings import (
     LOWERED,
     PAGE_SIZE,
     ThroughputSettings,
-    require_known,
+    require_systems,
 )
 from keyhole.kernels import operations
 from keyhole.models.loading import Model
-from keyhole.policies import available_policies
 
 
 def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
 
     Gives each length's step times to `report`, with notes on what was left out.
     """
-    require_known("system", settings.decode.systems, (*ALL_PEERS, *available_policies(), *LOWERED))
+    require_systems(settings.decode.systems, (*ALL_PEERS, *LOWERED))
     lengths = lengths_along(settings.prompt, settings.answer, settings.points)
     asked = replace(settings.decode, contexts=lengths)
     device = measure.device(asked.device)

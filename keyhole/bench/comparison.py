@@ -134,8 +134,9 @@ def compare(
 
 
 def _fill(caches: Sequence[Pages | Past], numbers: RandomKV) -> None:
-    for cache in caches:
-        cache.fill(numbers)
+    with numbers.filling(len(caches)):
+        for cache in caches:
+            cache.fill(numbers)
 
 
 def allowed(name: str, tolerance: float) -> float:

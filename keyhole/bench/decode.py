@@ -21,11 +21,11 @@ from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.memory_fit import Skipped
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PAGE_SIZE, DecodeSettings, require_known
+from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PAGE_SIZE, DecodeSettings, require_systems
 from keyhole.bench.targets import step_bars
 from keyhole.config import require
 from keyhole.kernels import operations
-from keyhole.policies import available_policies
+from keyhole.policies import make_policy
 
 
 def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
 
     Gives each context's results to `report`, with notes on what was left out.
     """
-    require_known("system", settings.systems, (*ALL_PEERS, *OUTSIDE, *available_policies()))
+    require_systems(settings.systems, (*ALL_PEERS, *OUTSIDE))
     if not set(OUTSIDE) & set(settings.systems):
         return _run(settings, report, None)
     device = measure.device(settings.device).type
@@ -140,9 +140,16 @@ def _ratio(sittings: Iterable[Sitting], name: str, other: str) -> float | None:
 
 def _load_libraries(settings: DecodeSettings) -> None:
     """Runs every system once over a small model, so that the program has what it will load."""
-    inside = tuple(name for name in settings.systems if name not in OUTSIDE) or ("full",)
+    # Without their settings: layers that these name are not in the small model.
+    inside = tuple(
+        dict.fromkeys(
+            name if name in ALL_PEERS else make_policy(name).name
+            for name in settings.systems
+            if name not in OUTSIDE
+        )
+    )
     small = replace(settings, shape="smoke", layers=1, contexts=(PAGE_SIZE,), batch=1, repeat=1)
-    small = replace(small, systems=inside, token_budget=None)
+    small = replace(small, systems=inside or ("full",), token_budget=None)
     measure_context(make_weights(small), small, PAGE_SIZE)
     memory.give_back()
 

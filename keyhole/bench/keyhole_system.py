@@ -16,14 +16,13 @@ from torch import Tensor
 
 from keyhole.bench import launches
 from keyhole.bench.model import RandomKV
-from keyhole.bench.settings import PAGE_SIZE
+from keyhole.bench.settings import PAGE_SIZE, brings_budget
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
-from keyhole.policies import available_policies as table
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
@@ -82,7 +81,7 @@ class KeyholeSystem:
         steps = [len(sequence.step_ms) for sequence in self.sequences]
         fractions = [s.attended_fraction for s in stats if s.attended_fraction is not None]
         return {
-            "policy": {"name": self.name} | asdict(self.engine.policy),
+            "policy": {"name": self.engine.policy.name} | asdict(self.engine.policy),
             "kv_bytes": sum(s.kv_bytes_read / n for s, n in zip(stats, steps, strict=True)),
             "other_bytes": sum(s.other_bytes_read / n for s, n in zip(stats, steps, strict=True)),
             "attended_fraction": statistics.mean(fractions),
@@ -161,9 +160,12 @@ def needed_bytes(model: Model, policies: Several[str], batch: int, context: int,
 
 
 def _policy(name: str, token_budget: int | None) -> Policy:
-    """A policy, with that budget if it has one at all."""
-    settings = {field.name for field in fields(table()[name])} & {"token_budget"}
-    return make_policy(name, {} if token_budget is None else dict.fromkeys(settings, token_budget))
+    """A policy, with that budget if it has one at all and brings none of its own."""
+    policy = make_policy(name)
+    has_budget = "token_budget" in {field.name for field in fields(policy)}
+    if token_budget is None or not has_budget or brings_budget(name):
+        return policy
+    return make_policy(name, {"token_budget": token_budget})
 
 
 def _num_pages(policies: Several[str], batch: int, context: int, steps: int) -> int:

@@ -14,13 +14,14 @@ from torch import Tensor
 from keyhole.bench.interleaved_timer import Turn, take_turns
 from keyhole.bench.launches import Launches, checked
 from keyhole.bench.model import RandomKV
-from keyhole.bench.settings import PAGE_SIZE
+from keyhole.bench.settings import PAGE_SIZE, brings_budget
 from keyhole.cache.offload.prefetch import Prefetcher, Traffic
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model
+from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
@@ -60,6 +61,18 @@ SYSTEMS: Mapping[str, type[Prefetcher] | None] = {
     NO_OVERLAP: Waiting,
     NO_ELASTIC: Forgetful,
 }
+
+
+def at_budgets(name: str, budgets: Several[int]) -> list[Policy]:
+    """A policy under every budget, or just under its own if it brings one."""
+    if brings_budget(name):
+        return [make_policy(name)]
+    return [make_policy(name, {"token_budget": budget}) for budget in budgets]
+
+
+def budget_of(policy: Policy) -> int:
+    """Tokens that a policy which selects may read."""
+    return int(getattr(policy, "token_budget"))  # noqa: B009  (of most policies, not of their base)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from keyhole.bench import measure
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
@@ -41,9 +45,10 @@ def make_weights(settings: DecodeSettings) -> Weights:
     device = measure.device(settings.device)
     dtype = getattr(torch, settings.dtype)
     torch.manual_seed(0)
-    with device:
+    # Drawn below, where a bar shows how far that is: a minute for larger shapes.
+    with device, no_init_weights():
         network = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
-    network.eval()
+    _draw_weights(network.eval(), config.initializer_range)
     theirs = without_copying_weights(network)
     speed_up(network, device)
     length, reason = families.max_length(config)
@@ -59,6 +64,20 @@ def make_weights(settings: DecodeSettings) -> Weights:
         defaults={},
     )
     return Weights(ours, theirs)
+
+
+@torch.no_grad()
+def _draw_weights(network: Any, std: float) -> None:
+    """Random matrices, and ones for norms, as transformers initialises a Llama."""
+    parameters = list(network.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    with tqdm(total=total, desc="weights", unit_scale=True, leave=False, disable=None) as bar:
+        for parameter in parameters:
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=std)
+            bar.update(parameter.numel())
 
 
 def without_copying_weights(network: Any) -> Any:
@@ -80,6 +99,7 @@ class RandomKV:
         self.head_dim = layout.key_dim
         self.device = model.device
         self._like = torch.empty(0, dtype=model.dtype, device=model.device)
+        self._bar: Any = None
         size = (self.num_layers, batch, 2)
         generator = torch.Generator().manual_seed(context)
         self._seeds = torch.randint(2**31, size, generator=generator).tolist()
@@ -92,12 +112,23 @@ class RandomKV:
         """[Hkv, N, D] of one sequence."""
         return self._draw(layer, sequence, 1)
 
+    @contextmanager
+    def filling(self, caches: int) -> Iterator[None]:
+        """Shows how far it is, while so many caches are filled with all of them."""
+        total = caches * 2 * self.num_layers * self.batch
+        with tqdm(total=total, desc="fill caches", leave=False, disable=None) as self._bar:
+            yield
+        self._bar = None
+
     def _draw(self, layer: int, sequence: int, kind: int) -> Tensor:
         generator = torch.Generator(self._like.device).manual_seed(
             self._seeds[layer][sequence][kind]
         )
         size = (self.num_kv_heads, self.context, self.head_dim)
-        return self._like.new_empty(size).normal_(generator=generator)
+        drawn = self._like.new_empty(size).normal_(generator=generator)
+        if self._bar is not None:
+            self._bar.update()
+        return drawn
 
 
 def prompts(model: Model, batch: int, context: int, more: int) -> tuple[list[list[int]], list[int]]:

@@ -18,19 +18,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from keyhole.bench import agreement, measure, offload_large, trace
 from keyhole.bench.launches import Launches, together
-from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, ForcedText, Loading, timed
+from keyhole.bench.loading import (
+    ABOVE,
+    ELASTIC,
+    SYSTEMS,
+    WARM_UP,
+    ForcedText,
+    Loading,
+    at_budgets,
+    budget_of,
+    timed,
+)
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.selection_overlap import SelectionOverlap, recording
-from keyhole.bench.settings import PAGE_SIZE, OffloadSettings, require_known
+from keyhole.bench.settings import PAGE_SIZE, OffloadSettings
 from keyhole.cache.offload.prefetch import Traffic
 from keyhole.config import require
 from keyhole.engine.head_runner import load_head
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model
-from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
@@ -47,11 +57,13 @@ def run(
     it has none.
     Gives the results of each budget to `report`.
     """
-    require_known("policy", settings.policies, available_policies())
-    for policy in map(make_policy, settings.policies):
+    asked = {name: at_budgets(name, settings.budgets) for name in settings.policies}
+    everyone = [policy for policies in asked.values() for policy in policies]
+    for policy in everyone:
         if policy.wants_head and head is None:
             head = load_head(policy, model)
-    texts = [_text(model, settings, seed) for seed in range(settings.items)]
+    largest = max(budget_of(policy) for policy in everyone)
+    texts = [_text(model, settings, largest, seed) for seed in range(settings.items)]
     line: dict[str, Any] = {
         "settings": asdict(settings) | {"page_size": PAGE_SIZE, "warm_up": WARM_UP},
         "model": model.name,
@@ -61,14 +73,15 @@ def run(
         "results": [],
     }
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        for name in settings.policies:
-            for budget in settings.budgets:
-                policy = make_policy(name, {"token_budget": budget})
-                found = measure_budget(model, policy, head, texts, settings.repeat, folder)
-                line["results"] += [{"policy": name, "budget": budget} | one for one in found]
-                report(line["results"][-len(found) :], [])
+        work = [(name, policy) for name, policies in asked.items() for policy in policies]
+        for name, policy in tqdm(work, desc="budgets", leave=False, disable=None):
+            found = measure_budget(model, policy, head, texts, settings.repeat, folder)
+            named = {"policy": name, "budget": budget_of(policy)}
+            line["results"] += [named | one for one in found]
+            report(line["results"][-len(found) :], [])
         if settings.trace is not None and settings.context is None:
-            _trace(model, head, texts[0], settings, folder)
+            policy = next(iter(asked.values()))[-1]
+            _trace(model, policy, head, texts[0], settings.trace, folder)
         if settings.context is not None:
             line["large"] = offload_large.run(settings, folder)
             about = (
@@ -98,7 +111,8 @@ def measure_budget(
             expected = system.logits(text)
         right += int((expected[:-1].argmax(-1) == torch.tensor(text.answer)).sum())
         repeats.forget()
-        for name, kind in SYSTEMS.items():
+        loading = tqdm(SYSTEMS.items(), desc="compare", leave=False, disable=None)
+        for name, kind in loading:
             if kind is None:
                 continue
             kind = recording(repeats) if name == ELASTIC else kind
@@ -161,29 +175,28 @@ def _timed(
 
 def _trace(
     model: Model,
+    policy: Policy,
     head: RetrievalHead | None,
     text: ForcedText,
-    settings: OffloadSettings,
+    path: str,
     folder: str,
 ) -> None:
-    """Of the last steps of a text, under the first policy and the largest budget."""
-    assert settings.trace is not None
-    policy = make_policy(settings.policies[0], {"token_budget": settings.budgets[-1]})
+    """Of the last steps of a text."""
     with Loading(SYSTEMS[ELASTIC], model, policy, head, folder) as system:
         system.start(text.last(WARM_UP + trace.STEPS))
         for _ in range(WARM_UP):
             system.engine.step()
-        trace.write(Path(settings.trace), system.engine.step, model.device)
+        trace.write(Path(path), system.engine.step, model.device)
 
 
-def _text(model: Model, settings: OffloadSettings, seed: int) -> ForcedText:
+def _text(model: Model, settings: OffloadSettings, largest: int, seed: int) -> ForcedText:
     """A derivation with its answer; ConfigError if it is too short to be measured."""
     item = make("derive", settings.words, seed)
     assert model.tokenizer is not None, "the bundled model has one"
     prompt = model.tokenizer(item.prompt).input_ids
     answer = model.tokenizer(item.answer, add_special_tokens=False).input_ids
     text = ForcedText(prompt=prompt, answer=answer)
-    least = settings.budgets[-1] + WARM_UP + settings.repeat
+    least = largest + WARM_UP + settings.repeat
     right = f"so many that a derivation has more than {least} tokens: the largest budget and the "
     right += f"timed steps (it has {len(text)}); give less budgets or a smaller repeat"
     good = len(text) > least and len(answer) > WARM_UP + settings.repeat

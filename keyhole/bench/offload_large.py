@@ -17,13 +17,22 @@ from keyhole.bench import agreement, memory, trace
 from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.comparison import TOLERANCE, allowed
 from keyhole.bench.interleaved_timer import Turn
-from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, ForcedText, Loading, timed
+from keyhole.bench.loading import (
+    ABOVE,
+    ELASTIC,
+    SYSTEMS,
+    WARM_UP,
+    ForcedText,
+    Loading,
+    at_budgets,
+    budget_of,
+    timed,
+)
 from keyhole.bench.measure import Result
 from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, OffloadSettings
 from keyhole.config import require
-from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.policies.controls.full import Full
 from keyhole.retrieval.head import RetrievalHead
@@ -59,9 +68,11 @@ def run(
     )
     results: list[Result] = []
     for name in settings.policies:
-        policy = make_policy(name, {"token_budget": settings.budgets[-1]})
-        found = _measure(case, policy, head if policy.wants_head else None, theirs)
-        results += [{"policy": name, "budget": settings.budgets[-1]} | one for one in found]
+        policy = at_budgets(name, settings.budgets)[-1]
+        # The trace is of the first policy.
+        traced = settings.trace if name == settings.policies[0] else None
+        found = _measure(case, policy, head if policy.wants_head else None, theirs, traced)
+        results += [{"policy": name, "budget": budget_of(policy)} | one for one in found]
         memory.give_back()
     return results
 
@@ -89,22 +100,25 @@ def _room(settings: OffloadSettings, weights: Weights, head: RetrievalHead) -> i
 
 
 def _measure(
-    case: _Case, policy: Policy, head: RetrievalHead | None, theirs: Several[str]
+    case: _Case,
+    policy: Policy,
+    head: RetrievalHead | None,
+    theirs: Several[str],
+    trace_file: str | None,
 ) -> list[Result]:
-    model, repeat, trace_file = case.weights.ours, case.settings.repeat, case.settings.trace
-    # The trace is of the first policy.
-    traced = trace.STEPS if policy.name == case.settings.policies[0] and trace_file else 0
-    steps = _COMPARED + WARM_UP + repeat + traced
+    model, repeat = case.weights.ours, case.settings.repeat
+    steps = _COMPARED + WARM_UP + repeat + (trace.STEPS if trace_file else 0)
     texts, given = prompts(model, 1, case.numbers.context, steps)
     short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
     errors: dict[str, float] = {}
     with ExitStack() as stack:
         systems: dict[str, Loading] = {}
-        for name, kind in SYSTEMS.items():
-            settings = (model, policy, head, case.folder, case.room)
-            system = stack.enter_context(Loading(kind, *settings))
-            system.fill(case.numbers, texts)
-            systems[name] = system
+        with case.numbers.filling(len(SYSTEMS)):
+            for name, kind in SYSTEMS.items():
+                settings = (model, policy, head, case.folder, case.room)
+                system = stack.enter_context(Loading(kind, *settings))
+                system.fill(case.numbers, texts)
+                systems[name] = system
         expected = systems[ABOVE].logits(short)
         for name, system in systems.items():
             found = expected if name == ABOVE else system.logits(short)
@@ -117,7 +131,7 @@ def _measure(
         launched = {name: system.launches(name) for name, system in systems.items()}
         launched |= {peer.name: peer.launches for peer in peers}
         below = {name: system.layers_below for name, system in systems.items()}
-        if traced and trace_file:
+        if trace_file:
             trace.write(Path(trace_file), systems[ELASTIC].engine.step, model.device)
     errors |= wrong
     loads = traffic | dict.fromkeys(turns)

@@ -8,7 +8,10 @@ from typing import ClassVar
 
 from keyhole.bench.shapes import SHAPES
 from keyhole.config import is_count, require, setting
-from keyhole.errors import UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.method_specs import parse, parse_one, written
+from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.settings_file import is_settings_file
 
 #: Names that one flag gives: a,b,c.
 Names = tuple[str, ...]
@@ -115,19 +118,23 @@ class DecodeSettings(BenchSettings):
 
     systems: Names = setting(  # noqa: RUF009
         (),
-        f"{', '.join(PEERS)}, and policies; default: these and {', '.join(POLICIES)}; "
+        f"{', '.join(PEERS)}, and policies, also with settings such as "
+        "delta:token_budget=512,full_layers=0,1; "
+        f"default: these and {', '.join(POLICIES)}; "
         f"{' and '.join(OUTSIDE)} need what `make bench-peers` sets up; also "
         f"{', '.join(name for name in MORE_PEERS if name not in BELOW)}, and on a GPU "
         f"{', '.join(BELOW)}",
     )
     token_budget: int | None = setting(
-        None, "tokens that a policy may read in a layer; None: each policy's own default"
+        None,
+        "tokens that a policy may read in a layer, if none stand behind its name; None: each "
+        "policy's own default",
     )
     layers: int | None = setting(None, "layers of the model; None: as the shape has")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "systems", self.systems or (*PEERS, *POLICIES))
+        object.__setattr__(self, "systems", specs(self.systems) or (*PEERS, *POLICIES))
         for name in ("layers", "token_budget"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "a whole number >= 1")
@@ -180,7 +187,9 @@ class OffloadSettings:
 
     budgets: tuple[int, ...] = setting((64, 128, 256, 512, 1024), "token budgets, the least first")
     policies: Names = setting(  # noqa: RUF009
-        ("spe_context", "delta"), "policies that select"
+        ("spe_context", "delta"),
+        "policies that select, with settings as in delta:recent_pages=4; one with a token_budget "
+        "of its own is measured at that alone",
     )
     words: int = setting(2048, "words of a derivation, its answer included")
     items: int = setting(2, "derivations")
@@ -204,6 +213,7 @@ class OffloadSettings:
         counts = all(is_count(budget) for budget in self.budgets) and bool(self.budgets)
         good = counts and sorted(set(self.budgets)) == list(self.budgets)
         require(good, "budgets", self.budgets, "numbers of tokens, the least first")
+        object.__setattr__(self, "policies", specs(self.policies))
         require(bool(self.policies), "policies", self.policies, "at least one")
         # What the task itself asks for (keyhole.eval.tiny_language.tasks).
         require(is_count(self.words, 96), "words", self.words, "at least 96")
@@ -241,6 +251,33 @@ class DocumentSettings:
         require(bool(self.methods), "methods", self.methods, "at least one")
         require_known("shape", [self.shape], SHAPES)
         require_known("dtype", [self.dtype], DTYPES)
+
+
+def specs(names: Iterable[str]) -> Names:
+    """Names with their settings, put together again where a comma between two of these parted them.
+
+    Policies get their names in the table: DELTA is delta.
+    """
+    return tuple(written(policy_name(s.name), s.settings) for s in parse(",".join(names)))
+
+
+def brings_budget(name: str) -> bool:
+    """Whether the name of a policy has a token_budget behind it, or is that of a settings file."""
+    spec = parse_one(name, "policy")
+    given = [setting.replace("-", "_") for setting, _ in spec.settings]
+    return "token_budget" in given or is_settings_file(spec.name)
+
+
+def require_systems(names: Iterable[str], others: Collection[str]) -> None:
+    """Raises ConfigError for what is neither a policy with its settings nor one of the others."""
+    for name in names:
+        spec = parse_one(name, "system")
+        if not is_settings_file(spec.name):
+            require_known("system", [spec.name], [*others, *available_policies()])
+        if spec.name not in others:
+            make_policy(name)
+        elif spec.settings:
+            raise ConfigError(f"system {name!r}: {spec.name} has no settings; only policies do")
 
 
 def require_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:

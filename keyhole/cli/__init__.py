@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import keyhole
-from keyhole.cli.common import config_file
+from keyhole.cli.common import config_file, show
 from keyhole.cli.common.parser import Parser, add_command, check_leftover
 from keyhole.errors import KeyholeError
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyholeError as error:
         if "--debug" in given:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        show.error(str(error))
         return 2
     except BrokenPipeError:  # the reader of our output has gone, as in `keyhole generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in given:
             traceback.print_exc()
         where = f" {error.filename!r}" if error.filename is not None else ""
-        print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+        show.error(f"{error.strerror or error}{where}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -12,10 +12,11 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import keyhole
 from keyhole.bench.settings import BenchSettings, DecodeSettings, KernelSettings, OffloadSettings
+from keyhole.cli import colours
 from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def report(results: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
         if results:
-            print(_table(name, results), end="\n\n", file=stream)
+            print(_table(name, results, stream), end="\n\n", file=stream)
         for note in notes:
             print(note, file=stream)
         stream.flush()
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
+        met = colours.styled(met, colours.MARKS[met], sys.stdout)
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
     bandwidth = line["read_bytes_per_s"] / 1e9
     print(f"memory is read at {bandwidth:.1f} GB/s; written: {arguments.output}")
@@ -158,10 +160,10 @@ _OFFLOAD: _Columns = (
 _TABLES = {"kernels": (_KERNELS, 3), "decode": (_DECODE, 2), "offload": (_OFFLOAD, 3)}
 
 
-def _table(benchmark: str, results: Sequence[dict[str, Any]]) -> str:
+def _table(benchmark: str, results: Sequence[dict[str, Any]], stream: TextIO) -> str:
     columns, names = _TABLES[benchmark]
     rows = [
         ["-" if result[field] is None else text(result[field]) for _, field, text in columns]
         for result in results
     ]
-    return show.table([head for head, _, _ in columns], rows, left=names)
+    return show.table([head for head, _, _ in columns], rows, left=names, stream=stream)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole chat`."""
     flags.add_model(parser)
     flags.add_policy(parser)
-    flags.add_settings(parser, SamplingParams, "sampling")
+    flags.add_settings(parser, SamplingParams, "sampling", without=("n",))
     flags.add_settings(parser, EngineConfig, "engine")
 
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             messages.clear()
             print("forgotten", file=sys.stderr)
         elif line.startswith("/"):
-            print(f"error: unknown command {line!r}; there are /reset and /quit", file=sys.stderr)
+            show.error(f"unknown command {line!r}; there are /reset and /quit")
         elif line:
             _turn(llm, messages, line, params)
     return 0
@@ -58,7 +58,7 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
         result = streaming.answer(llm, llm.submit_chat(messages, params, reuse_generated=True))
     except RequestError as error:
         del messages[-1]
-        print(f"error: {error}; /reset starts anew", file=sys.stderr)
+        show.error(f"{error}; /reset starts anew")
         return
     stats = result.stats
     if result.finish_reason == "abort" and not result.text:

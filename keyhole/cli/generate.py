@@ -1,7 +1,8 @@
 """Continues a prompt and streams the text; the counters follow on stderr.
 
 The prompt is an argument, a file (--file), or what comes on stdin ("-", or nothing and a pipe).
-Ctrl-C ends the answer and keeps what there is, with --json as finish_reason "abort".
+Ctrl-C ends the answer and keeps what there is, with --json as finish_reason "abort". Several
+completions (--n) run in one batch and follow each other; with --json the others are in `others`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, show
 from keyhole.cli.common.interrupt import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
+
+if TYPE_CHECKING:
+    from keyhole.engine.sequence import Sequence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +37,27 @@ def run(arguments: argparse.Namespace) -> int:
     prompt, params = _prompt(arguments), flags.sampling_of(arguments)
     llm = flags.make_llm(arguments)
     from keyhole.cli.common import streaming
+    from keyhole.engine.result import Result
 
-    result = streaming.answer(llm, llm.submit(prompt, params), silent=arguments.json)
+    sequences: list[Sequence] = []
+    for one in params.each():
+        after = sequences[0] if sequences else None
+        sequences.append(llm.submit(prompt, one, after=after))
+    results = []
+    for number, sequence in enumerate(sequences, 1):
+        if len(sequences) > 1 and not arguments.json:
+            print(f"completion {number} of {len(sequences)}:")
+        results.append(streaming.answer(llm, sequence, silent=arguments.json))
+        if not arguments.json:
+            print(show.closing_line(results[-1].stats), file=sys.stderr)
+        if results[-1].finish_reason == "abort":
+            streaming.abort(llm, sequences)
+    result = Result.of_all(results)
     if arguments.json:
         settings = {"model": llm.engine.model.name, "policy": show.describe(llm.policy)}
         print(show.to_json(vars(result) | settings))
-    else:
-        print(show.closing_line(result.stats), file=sys.stderr)
-    return INTERRUPTED if result.finish_reason == "abort" else 0
+    aborted = any(one.finish_reason == "abort" for one in results)
+    return INTERRUPTED if aborted else 0
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

@@ -5,7 +5,8 @@ same tokens: one request alone, requests of cruel lengths in one batch, a prefil
 every token through the decode path, and every policy of the table with a budget that covers the
 whole length. Token ids are random (fixed seed), so that it works without a tokenizer. Quantised
 weights round by themselves, by how many tokens are in a call: there the tolerance follows from how
-far the eager model is from itself when it decodes token by token.
+far the eager model is from itself when it decodes token by token, or starts from embeddings whose
+last bits differ.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 #: have, so that a page that is not read is still found.
 _NOISE = 4.0
 _MOST = _TOLERANCE[torch.bfloat16]
+#: What a sum of float32 in another order changes, as a share: a few of its last bits.
+_REORDERED = 2.0**-20
 
 _PAGE = EngineConfig.page_size
 #: One token, a page and its neighbours, two lengths that are no multiple of anything.
@@ -131,14 +134,44 @@ class _Eager:
 
     @torch.no_grad()
     def noise(self, tokens: list[int]) -> float:
-        """How far it is from itself: decoded token by token, against all tokens in one call."""
+        """How far it is from itself: the larger of two differences from all tokens in one call.
+
+        Decoded token by token, as layers may round by how many tokens are in a call; and with
+        embeddings changed by what a sum in another order changes, as layers that round activations
+        carry that far (bitsandbytes rounds them to bfloat16 on some CPUs).
+        """
+        expected = self.logits(tuple(tokens), len(tokens))
+        decoded, changed = self._decoded(tokens), self._changed(tokens)
+        return max(_typical(decoded, expected), _typical(changed, expected))
+
+    def _decoded(self, tokens: list[int]) -> Tensor:
+        """Logits [T, vocabulary] of decoding token by token."""
         cache, rows = DynamicCache(), []
         with self._switched():
             for token in tokens:
                 ids = torch.tensor([[token]], device=self._model.device)
                 out = self._model.network(input_ids=ids, past_key_values=cache, use_cache=True)
                 rows.append(out.logits[0, -1].float().cpu())
-        return _typical(torch.stack(rows), self.logits(tuple(tokens), len(tokens)))
+        return torch.stack(rows)
+
+    def _changed(self, tokens: list[int]) -> Tensor:
+        """Logits [T, vocabulary] of embeddings that are a little off."""
+        generator = torch.Generator().manual_seed(0)
+
+        def change(module: object, given: object, out: Tensor) -> Tensor:
+            off = torch.randn(out.shape, generator=generator).to(out)
+            return out * (1 + _REORDERED * off)
+
+        embeddings = self._model.network.get_input_embeddings()
+        handle = embeddings.register_forward_hook(change)
+        try:
+            ids = torch.tensor([tokens], device=self._model.device)
+            with self._switched():
+                out = self._model.network(input_ids=ids, use_cache=False)
+        finally:
+            handle.remove()
+        logits: Tensor = out.logits[0].float().cpu()
+        return logits
 
     @contextmanager
     def _switched(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import families, linear, norms, rotary
+from keyhole.models import families, linear, norms, quantised, rotary
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.bundled import TINY, is_tiny, named
@@ -174,6 +174,9 @@ def load(
             f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of another "
             f"shape, the first is {missing[0]}"
         )
+    if getattr(config, "quantization_config", None) is not None:
+        quantised.check(network, name)
+        quantised.say_once()
     try:
         network = network.to(place).eval()
     except (RuntimeError, MemoryError) as error:

@@ -56,6 +56,11 @@ def test_values_are_as_if_they_were_given(file: Path) -> None:
     assert parsed(file, "verify").model == "mine"
 
 
+def test_biases_of_tokens_are_a_table(file: Path) -> None:
+    file.write_text("[generate.logit_bias]\n15 = -100\n7 = 1.5\n")
+    assert parsed(file, "generate", "x").logit_bias == ["15=-100", "7=1.5"]
+
+
 def test_flags_come_before_the_file(file: Path) -> None:
     found = parsed(file, "generate", "x", "--model", "other", "--max-tokens", "7")
     assert (found.model, found.max_tokens) == ("other", "7")

@@ -23,6 +23,8 @@ def test_sampling_parameters_are_made_of_their_flags() -> None:
         max_tokens=7, temperature=0.5, stop=(".", "!!"), stop_token_ids=(3, 4), ignore_eos=True
     )
     assert flags.sampling_of(parse("")) == SamplingParams()
+    biased = flags.sampling_of(parse("--n 3 --logit-bias 15=-100 --logit-bias 7=1.5"))
+    assert biased == SamplingParams(n=3, logit_bias={15: -100.0, 7: 1.5})
 
 
 def test_engine_settings_are_made_of_their_flags() -> None:

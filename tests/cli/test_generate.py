@@ -58,6 +58,30 @@ def test_json_is_one_object_with_python_names(path: str, run: Run) -> None:
     assert 0 < found["stats"]["attended_fraction"] < 1
 
 
+def test_several_completions_follow_each_other(path: str, run: Run) -> None:
+    params = SamplingParams(
+        n=3, max_tokens=8, ignore_eos=True, temperature=1.0, seed=5, logit_bias={40: -100.0}
+    )
+    wanted = LLM(path, device="cpu").generate(PROMPT, params).completions
+    given = ("--n", "3", "--temperature", "1", "--seed", "5", "--logit-bias", "40=-100")
+    ran = run("generate", PROMPT, "--model", path, *OPTIONS, *given)
+    texts = [f"completion {i} of 3:\n{one.text}\n" for i, one in enumerate(wanted, 1)]
+    assert ran.out == "".join(texts)
+    assert ran.err.count("8 tokens |") == 3
+    found = json.loads(run("generate", PROMPT, "--model", path, *OPTIONS, *given, "--json").out)
+    completions = [found, *found["others"]]
+    assert [one["token_ids"] for one in completions] == [one.token_ids for one in wanted]
+    assert len({tuple(one["token_ids"]) for one in completions}) == 3
+
+
+def test_a_bias_forbids_and_forces_tokens(path: str, run: Run) -> None:
+    given = ("generate", PROMPT, "--model", path, *OPTIONS, "--json")
+    first = json.loads(run(*given).out)["token_ids"][0]
+    assert first not in json.loads(run(*given, "--logit-bias", f"{first}=-1000").out)["token_ids"]
+    forced = run(*given, "--logit-bias", "77=1000", "--logit-bias", f"{first}=-1000")
+    assert json.loads(forced.out)["token_ids"] == [77] * 8
+
+
 def test_a_long_prompt_shows_how_far_it_is(
     path: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

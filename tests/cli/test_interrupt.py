@@ -45,6 +45,17 @@ def test_json_has_what_there_is(path: str, run: Run, ctrl_c: Callable[..., None]
     assert found["token_ids"] == whole["token_ids"][:4]
 
 
+def test_all_completions_end(path: str, run: Run, ctrl_c: Callable[..., None]) -> None:
+    given = ("--n", "3", "--json", "--seed", "1", "--temperature", "1")
+    ctrl_c(4)
+    ran = run("generate", PROMPT, "--model", path, *OPTIONS, *given)
+    assert ran.status == 130
+    found = json.loads(ran.out)
+    completions = [found, *found["others"]]
+    assert [one["finish_reason"] for one in completions] == ["abort"] * 3
+    assert all(len(one["token_ids"]) <= 4 for one in completions)
+
+
 def test_a_text_ends_with_its_counters(path: str, run: Run, ctrl_c: Callable[..., None]) -> None:
     ctrl_c(4)
     ran = run("generate", PROMPT, "--model", path, *OPTIONS)

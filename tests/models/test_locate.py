@@ -134,7 +134,10 @@ def test_other_formats_are_refused_by_what_they_are(path: Path, tmp_path: Path) 
         LLM(path / "config.json")
 
 
-def test_adapters_are_never_ignored(path: Path, tmp_path: Path) -> None:
+def test_adapters_are_never_ignored(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyhole.models.loading.is_peft_available", lambda: False)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))

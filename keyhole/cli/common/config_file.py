@@ -60,7 +60,7 @@ def apply(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> None:
     shared = {name: config[name] for name in _SHARED if name in config and name in actions}
     for given, value in {**shared, **own}.items():
         name = given.replace("-", "_")
-        if isinstance(value, Mapping):  # of an action
+        if isinstance(value, Mapping) and name not in actions:  # of an action
             continue
         if name not in actions:
             raise UnknownNameError(f"flag of {parser.prog} in the config file", given, actions)
@@ -74,7 +74,11 @@ def _value(action: argparse.Action, name: str, value: Any) -> Any:
             raise ConfigError(f"{name} {value!r} in the config file must be true or false")
         return str(value) if isinstance(action.const, str) else value
     if isinstance(action, argparse._AppendAction) or action.nargs == "+":
+        if isinstance(value, Mapping):  # of numbers by token id
+            return [f"{key}={one}" for key, one in value.items()]
         return [str(one) for one in (value if isinstance(value, list) else [value])]
+    if isinstance(value, Mapping):
+        raise ConfigError(f"{name} {dict(value)!r} in the config file must be one value")
     if isinstance(value, list):
         return ",".join(map(str, value))
     return action.type(str(value)) if callable(action.type) else str(value)

@@ -14,7 +14,6 @@ from keyhole.config import (
     EngineConfig,
     SamplingParams,
     help_of,
-    is_flag,
     is_size,
     kind_of,
     read_setting,
@@ -36,6 +35,9 @@ _METAVARS = {
     "Budgets": "N,1/N",
 }
 
+#: What may be given several times, and one of it.
+_REPEATED = {"tuple[str, ...]": "TEXT", "Mapping[int, float]": "ID=X"}
+
 
 def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
     """--model; --device and --dtype where the model is loaded."""
@@ -48,12 +50,16 @@ def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, cls: type[Any], title: str, only: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    cls: type[Any],
+    title: str,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> None:
     """A flag for every field of a settings class, or for some."""
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(cls):
-        if is_flag(field) and (not only or field.name in only):
+        if field.name not in without and (not only or field.name in only):
             _add_field(group, field)
 
 
@@ -142,9 +148,10 @@ def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
         _add_switch(group, field.name, field, text)
         return
     text = text.replace("%", "%%")
-    if field.type == "tuple[str, ...]":
+    if kind_of(field) in _REPEATED:
         text += "; may be given several times"
-        group.add_argument(flag, dest=field.name, metavar="TEXT", action="append", help=text)
+        metavar = _REPEATED[kind_of(field)]
+        group.add_argument(flag, dest=field.name, metavar=metavar, action="append", help=text)
     else:
         group.add_argument(flag, dest=field.name, metavar=_metavar(field), help=text)
 

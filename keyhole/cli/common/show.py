@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from keyhole.cli import colours
 
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Stats
@@ -13,18 +16,38 @@ if TYPE_CHECKING:
     from keyhole.reuse.base import Reuse
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns as wide as their content; the first `left` are left-aligned, the others right."""
-    lines = [heads, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    lines = [heads, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    stream: TextIO | None = None,
+) -> str:
+    """Columns as wide as their content; the first `left` are left-aligned, the others right.
+
+    stream: where it will be printed, for colours; None: stdout.
+    """
+    out = sys.stdout if stream is None else stream
+    widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
+
+    def padded(cells: Sequence[str]) -> list[str]:
+        return [
             cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+
+    lines = [colours.styled("  ".join(padded(heads)).rstrip(), colours.HEADING, out)]
+    for cells in [["-" * width for width in widths], *rows]:
+        marked = [
+            text.replace(cell, colours.styled(cell, colours.MARKS.get(cell, ""), out))
+            for cell, text in zip(cells, padded(cells), strict=True)
+        ]
+        lines.append("  ".join(marked).rstrip())
+    return "\n".join(lines)
+
+
+def error(text: str) -> None:
+    """Prints the line of an error on stderr."""
+    print(f"{colours.styled('error:', colours.ERROR, sys.stderr)} {text}", file=sys.stderr)
 
 
 def to_json(value: Any) -> str:

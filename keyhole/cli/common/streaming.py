@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -31,6 +31,12 @@ def answer(llm: LLM, sequence: Sequence, *, silent: bool = False) -> Result:
     return result
 
 
+def abort(llm: LLM, sequences: Iterable[Sequence]) -> None:
+    """Ends requests; what they have stays."""
+    for sequence in sequences:
+        llm.engine.abort(sequence)
+
+
 def _pieces(llm: LLM, sequence: Sequence) -> Iterator[Piece]:
     """The pieces of a request, the result in the last; a bar tells how far its prompt is."""
     given, total = 0, len(sequence.prompt)
@@ -40,8 +46,8 @@ def _pieces(llm: LLM, sequence: Sequence) -> Iterator[Piece]:
             while True:
                 if interrupt.seen:
                     llm.engine.abort(sequence)
-                else:
-                    llm.engine.step()
+                elif not sequence.is_finished and len(sequence.generated) == given:
+                    llm.engine.step()  # other requests of the batch have steps of their own
                 piece = piece_of(sequence, given)
                 if piece is None:
                     bar.update(min(sequence.num_computed, total) - bar.n)

@@ -8,7 +8,6 @@ Exit status 1 if something is wrong and was not repaired.
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, show
@@ -68,7 +67,7 @@ def _repair(documents: Documents, problems: list[Problem]) -> list[str]:
         try:
             documents.verify([name], repair=True)
         except KeyholeError as error:  # the others are repaired all the same
-            print(f"error: {name}: {error}", file=sys.stderr)
+            show.error(f"{name}: {error}")
             continue
         repaired.append(name)
     return repaired

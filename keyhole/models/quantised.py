@@ -1,0 +1,61 @@
+"""Weights in few bits, as bitsandbytes packs them: what nobody checks while they are loaded."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from keyhole.errors import ModelError
+
+#: Says at every product of 8-bit weights that it casts what is not in float16.
+_TALKATIVE = "bitsandbytes.autograd._functions"
+
+
+def check(network: Any, name: str) -> None:
+    """ModelError for packed weights and scales that are too many or too few for their layers.
+
+    transformers compares no shapes of packed weights, and kernels would read what is not theirs.
+    """
+    for key, layer in network.named_modules():
+        weight = getattr(layer, "weight", None)
+        if weight is not None and not _fits(layer, weight):
+            raise ModelError(
+                f"the checkpoint {name!r} is damaged: the packed weights of {key} are not those "
+                f"of a layer of {layer.out_features} x {layer.in_features}"
+            )
+
+
+def say_once() -> None:
+    """Lets bitsandbytes say a thing once."""
+    logger = logging.getLogger(_TALKATIVE)
+    if not any(isinstance(one, _Once) for one in logger.filters):
+        logger.addFilter(_Once())
+
+
+def _fits(layer: Any, weight: Any) -> bool:
+    """Whether weights and scales are as many as the layer has; others than packed ones do."""
+    state, scales = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
+    if state is not None:  # 4 bits, two in a byte, and a scale for each block
+        size = layer.out_features * layer.in_features
+        shape = (layer.out_features, layer.in_features)
+        blocks = -(-size // state.blocksize)
+        packed = weight.nbytes == -(-size // 2) and state.absmax.numel() == blocks
+        return bool(packed and tuple(state.shape) == shape)
+    if scales is not None:  # 8 bits, and a scale for each row
+        shape = (layer.out_features, layer.in_features)
+        return bool(tuple(weight.shape) == shape and scales.numel() == layer.out_features)
+    return True
+
+
+class _Once(logging.Filter):
+    """Passes a message the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is new."""
+        new = record.getMessage() not in self._seen
+        self._seen.add(record.getMessage())
+        return new
