@@ -1,9 +1,11 @@
 # `make demo` and `make test` set up .venv by themselves, once; nothing after that needs a network.
+# A comment after a target is its line in `make help`, which is what `make` alone prints.
 PYTHON ?= python3
 READY := .venv/.ready
 PEERS_READY := .venv-peers/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
 KVPRESS_READY := .venv-kvpress/.ready
+DOCS_READY := .venv-docs/.ready
 
 # Spinning OpenMP threads starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -11,55 +13,95 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-lm-eval test-kvpress lint docs gpu bench-peers sanitize tiny-model tiny-head clean
+.PHONY: help demo test test-lm-eval test-kvpress lint docs reference site serve-docs licences package lock gpu \
+  bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
-demo: $(READY)
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## a first look, on the bundled model
 	@.venv/bin/keyhole demo
 
 # Two at a time, and no file waits for another.
-test: lint
+test: lint ## ruff, mypy and all tests
 	@.venv/bin/python -m pytest --numprocesses=2 --dist=worksteal
 
 # The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
-test-lm-eval: $(LM_EVAL_READY)
+test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .venv-lm-eval
 	@.venv-lm-eval/bin/python -m pytest tests/integrations/test_lm_eval.py
 
 # kvpress's compressors on our tasks, in an environment of their own too.
-test-kvpress: $(KVPRESS_READY)
+test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress*.py
 
-lint: $(READY)
+lint: $(READY) ## ruff and mypy
 	@.venv/bin/python -m ruff check --quiet .
 	@.venv/bin/python -m ruff format --check --quiet .
 	@.venv/bin/python -m mypy --no-error-summary
 
-docs: $(READY)
+docs: reference site ## the generated pages, then the site in site/
+
+reference: $(READY) ## the pages that the program itself knows: commands, methods, settings
 	@.venv/bin/python -m keyhole.cli.docs
 
-gpu:
+# The site needs no network, neither to be built nor to be read.
+site: $(DOCS_READY) ## docs/ as a site with search, in site/
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "written: site/index.html"
+
+serve-docs: $(DOCS_READY) ## the site at http://127.0.0.1:8001, rebuilt at every change
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:8001
+
+# Of the packages in .venv: what a user installs, with all extras, and what tests it.
+licences: $(READY) $(DOCS_READY) ## docs/licences.md: the licence of every dependency
+	@{ sed '/^| Name/,$$d' docs/licences.md; \
+	  .venv-docs/bin/pip-licenses --python=.venv/bin/python --ignore-packages keyhole \
+	  --format=markdown --from=mixed --no-version --with-urls --order=name; } > docs/licences.new
+	@mv docs/licences.new docs/licences.md
+
+package: ## sdist and wheel in dist/, checked as a package index would
+	@rm -rf dist
+	@$(PYTHON) -m venv .venv-release
+	@.venv-release/bin/python -m pip install -qq --require-hashes --requirement requirements/release.txt
+	@.venv-release/bin/python -m build
+	@.venv-release/bin/twine check --strict dist/*
+	@.venv-release/bin/check-wheel-contents dist/*.whl
+
+# The workflows install nothing else. It needs uv (pip install uv); COMPILE="... --upgrade" for newer versions.
+COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
+CI_INPUT := --extra dev --excludes requirements/unlocked.in pyproject.toml requirements/ci.in
+OLDEST_TRANSFORMERS := 5.16.1
+lock: ## requirements/*.txt: exact versions with hashes, for the workflows
+	@$(COMPILE) $(CI_INPUT) --constraint constraints.txt -o requirements/ci.txt
+	@sed -e 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/' -e '/^huggingface_hub==/d' constraints.txt | \
+	  $(COMPILE) $(CI_INPUT) --constraint - -o requirements/ci-oldest.txt
+	@$(COMPILE) requirements/docs.in -o requirements/docs.txt
+	@$(COMPILE) requirements/release.in -o requirements/release.txt
+
+gpu: ## checks and measurements that need a CUDA device; PART=n for one of them
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
 
 # Decode steps beside llama.cpp, which has an environment of its own; ARGS="--contexts 2048" and the like.
-bench-peers: $(READY) $(PEERS_READY)
+bench-peers: $(READY) $(PEERS_READY) ## decode steps beside llama.cpp, compiled once into .venv-peers; ARGS=... for flags
 	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768,131072 \
 	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm --output benchmarks/results/decode.jsonl $(ARGS)
 	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768 --batch 8 \
 	  --systems llama_cpp,llama_cpp_flash,full --output benchmarks/results/decode.jsonl $(ARGS)
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
-sanitize: $(READY)
+sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@.venv/bin/cmake -S keyhole/kernels/csrc -B build/sanitize -DCMAKE_BUILD_TYPE=Release -DKEYHOLE_SANITIZE=ON \
 	  -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -Dnanobind_DIR=$$(.venv/bin/python -m nanobind --cmake_dir)
 	@.venv/bin/cmake --build build/sanitize
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 .venv/bin/python tests/kernels/sanitized.py build/sanitize/_cpu.*.so
 
-tiny-model: $(READY)
+tiny-model: $(READY) ## trains the bundled model again
 	@.venv/bin/python -m recipes.tiny_model.train --ranks 2
 
 # The second head begins with the first one, and is the one in the package.
-tiny-head: $(READY)
+tiny-head: $(READY) ## trains its retrieval head again
 	@.venv/bin/keyhole train-head --tokens 3000000 --output runs/head-attention
 	@.venv/bin/keyhole train-head --objective selection --start runs/head-attention \
 	  --tokens 1000000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
@@ -94,6 +136,12 @@ $(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt 
 	  --requirement tests/integrations/kvpress.txt pytest --editable '.[kvpress]'
 	@touch $@
 
-clean:
-	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(READY)
+$(DOCS_READY): requirements/docs.txt
+	@echo "setting up .venv-docs"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --require-hashes --requirement requirements/docs.txt
+	@touch $@
+
+clean: ## removes what builds and tests leave, and sets .venv up again at the next make
+	@rm -rf build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(READY)
 	@find keyhole tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

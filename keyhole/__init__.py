@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from keyhole.async_llm import AsyncLLM
     from keyhole.config import SamplingParams
     from keyhole.engine.documents.context import Reused
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from keyhole.reuse.multi_infllm import MultiInfLLM
     from keyhole.reuse.recompute import Recompute
     from keyhole.reuse.sam_kv import SamKV
-
-__version__ = "0.1.0"
 
 _PLACES = {
     "LLM": "keyhole.llm",
@@ -150,7 +149,18 @@ def tiny() -> str:
     return str(Path(__file__).parent / "models" / "tiny" / "keyhole-tiny")
 
 
+def _version() -> str:
+    metadata = importlib.import_module("importlib.metadata")  # 20 ms that few programs need
+    try:
+        return str(metadata.version("keyhole"))
+    except metadata.PackageNotFoundError:  # a bare copy of the source, not installed
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        globals()[name] = value = _version()
+        return value
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_PLACES[name]), name)

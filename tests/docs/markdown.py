@@ -1,13 +1,39 @@
 """Code blocks and tables of a Markdown page."""
 
 import re
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+_ANY_BLOCK = re.compile(
+    r"^(?:[ ]*<!-- not run: (?P<reason>[^\n]+?) -->\n)?"
+    r"(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    """A block of Python or shell; reason: why no test runs it, nothing where one does."""
+
+    language: str
+    code: str
+    reason: str
+
+
+def code_blocks(text: str) -> list[Block]:
+    """The blocks of Python and shell of a page, in their order."""
+    return [
+        Block(found["language"], textwrap.dedent(found["code"]), found["reason"] or "")
+        for found in _ANY_BLOCK.finditer(text)
+        if found["language"] in ("python", "sh", "bash")
+    ]
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -1,10 +1,13 @@
 """What the package says of itself: its page, its wheel, and a build without a compiler."""
 
+import importlib.metadata
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from packaging.utils import parse_wheel_filename
+from packaging.version import Version
 
 import keyhole
 
@@ -14,7 +17,6 @@ PROJECT: dict[str, Any] = PYPROJECT["project"]
 
 
 def test_the_page_of_the_package_has_what_a_page_needs() -> None:
-    assert PROJECT["version"] == keyhole.__version__
     assert (ROOT / PROJECT["readme"]).is_file()
     assert PROJECT["authors"][0]["name"]
     assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= set(
@@ -25,6 +27,40 @@ def test_the_page_of_the_package_has_what_a_page_needs() -> None:
     kinds = {classifier.split(" :: ")[0] for classifier in PROJECT["classifiers"]}
     assert {"Development Status", "Intended Audience", "Operating System", "Topic"} <= kinds
     assert "License" not in kinds  # `license` says it; an index refuses both
+
+
+def test_the_version_is_that_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tags say it, so that nothing in the tree has to be kept equal to them."""
+    assert "version" in PROJECT["dynamic"]
+    Version(PYPROJECT["tool"]["setuptools_scm"]["fallback_version"])
+
+    def installed(name: str) -> str:
+        return {"keyhole": "7.8.9"}[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.delitem(vars(keyhole), "__version__", raising=False)
+    assert keyhole.__version__ == "7.8.9"
+    monkeypatch.delitem(vars(keyhole), "__version__")
+
+
+def test_a_bare_copy_of_the_source_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.delitem(vars(keyhole), "__version__", raising=False)
+    assert Version(keyhole.__version__).local == "unknown"
+    monkeypatch.delitem(vars(keyhole), "__version__")
+
+
+def test_every_python_that_wheels_are_built_for_is_declared() -> None:
+    built = {tag.split("-")[0] for tag in PYPROJECT["tool"]["cibuildwheel"]["build"]}
+    declared = {
+        f"cp3{classifier.rsplit('.', 1)[1]}"
+        for classifier in PROJECT["classifiers"]
+        if classifier.startswith("Programming Language :: Python :: 3.")
+    }
+    assert built == declared
 
 
 def test_a_wheel_without_the_extension_says_so_in_its_name() -> None:

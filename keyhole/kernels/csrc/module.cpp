@@ -10,6 +10,10 @@
 #include <tuple>
 #include <vector>
 
+#if defined(KEYHOLE_X86)
+#include <cpuid.h>
+#endif
+
 #include "arguments.h"
 
 namespace nb = nanobind;
@@ -29,6 +33,14 @@ Pages pages(Address data, const Strides& strides) {
     return {at<void>(data), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
 }
 
+#if defined(KEYHOLE_X86)
+// clang 14 does not take "f16c" in __builtin_cpu_supports.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 // The paths that this processor can run, best first.
 std::vector<std::string> paths() {
     std::vector<std::string> found;
@@ -37,8 +49,7 @@ std::vector<std::string> paths() {
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512bf16"))
         found.push_back("avx512");
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
         found.push_back("avx2");
 #endif
     found.push_back("portable");

@@ -1,0 +1,177 @@
+"""Every block of Python and shell in docs/ runs as it stands, or says why it does not.
+
+A block that is too long for a test, or needs what no test machine has, stands below a comment
+`<!-- not run: the reason -->`; its `keyhole` commands are still parsed. The models of the hub that
+pages name are small checkpoints with random weights here, in folders of the same names.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole import LLM, ConfigError, cli
+from tests.checkpoints import make_model
+from tests.docs.markdown import DOCS, Block, code_blocks
+from tests.server.conftest import serving
+
+ROOT = Path(__file__).parents[2]
+
+#: Pages whose blocks a test of their own runs.
+RUN_ELSEWHERE = {
+    "add-a-policy.md": "test_add_a_policy.py",
+    "python-api.md": "test_python_api.py",
+}
+PAGES = {
+    name: blocks
+    for path in sorted(DOCS.rglob("*.md"))
+    if (name := str(path.relative_to(DOCS))) not in RUN_ELSEWHERE
+    and (blocks := code_blocks(path.read_text()))
+}
+#: What the pages call "your model": its family, and sizes that differ from the smallest.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen2.5-1.5B-Instruct": (
+        "qwen2",
+        {"max_position_embeddings": 4096, "num_hidden_layers": 8},
+    ),
+}
+#: Names that a page's code uses and its prose explains.
+GIVEN = {
+    "samkv.md": {
+        "model": "tiny",
+        "text": 20 * "Alma keeps 17 . the old river falls . ",
+        "question": "question : Alma keeps ? answer :",
+        "names": ["handbook", "faq"],
+    },
+    "specontext.md": {"model": "tiny"},
+}
+#: Where the pages say a server listens.
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def commands(code: str) -> Iterator[list[str]]:
+    """The commands of a shell block, as lists of words; a quoted text may go over several lines."""
+    for line in re.split(r"\n(?=\w)", code.replace("\\\n", " ").strip()):
+        words = shlex.split(line, comments=True)
+        if words:
+            yield words
+
+
+def known(words: list[str]) -> bool:
+    """Whether a command that no test runs would be understood; parsing exits where it is not."""
+    program, *arguments = words
+    if program == "keyhole":
+        cli.build_parser().parse_args(arguments)
+    elif program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "pip":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        extras = re.findall(r"keyhole\[(.*?)\]", " ".join(arguments))
+        assert {e for extra in extras for e in extra.split(",")} <= {
+            *project["optional-dependencies"]
+        }
+    elif program == "python" and arguments[0] == "-m":
+        assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file() or (
+            ROOT / arguments[1].replace(".", "/") / "__main__.py"
+        ).is_file()
+    else:
+        return False
+    return True
+
+
+def run(words: list[str]) -> None:
+    """Runs `keyhole` in this process, curl beside it; others are looked up."""
+    served = words[:2] == ["keyhole", "serve"]  # it never ends; the fixture `server` stands for it
+    if words[0] == "keyhole" and not served:
+        assert cli.main(words[1:]) == 0, words
+    elif words[0] == "curl":
+        subprocess.run(["curl", "--silent", "--fail", *words[1:]], check=True, timeout=60)
+    else:
+        assert known(words), words
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: make_model(kind, folder / name.replace("/", "-"), tokenizer=True, **sizes)
+        for name, (kind, sizes) in MODELS.items()
+    }
+
+
+@pytest.fixture
+def place(tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a reader: his model, and a few texts."""
+    for name, path in models.items():
+        shutil.copytree(path, tmp_path / name)
+    text = 40 * "Alma keeps 17 . the old river falls . Boris keeps 23 . "
+    for name in ("report.txt", "handbook.txt", "faq.txt"):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def server(place: Path) -> Iterator[str]:
+    llm = LLM("tiny", memory="64MiB", documents=place / "served")
+    with serving(llm, served_model_name="Llama-3.2-1B-Instruct") as address:
+        yield address
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_run(page: str, place: Path, request: pytest.FixtureRequest) -> None:
+    blocks = PAGES[page]
+    address = ADDRESS
+    if any(ADDRESS in block.code for block in blocks if not block.reason):
+        address = request.getfixturevalue("server")
+    names: dict[str, Any] = dict(GIVEN.get(page, {}))
+    for block in blocks:
+        code = block.code.replace(ADDRESS, address)
+        if block.language == "python":
+            source = compile(code, f"docs/{page}", "exec")
+            if not block.reason:
+                exec(source, names)
+        else:
+            for words in commands(code):
+                if not block.reason:
+                    run(words)
+                elif words[0] == "keyhole":
+                    assert known(words)
+
+
+def test_a_page_that_is_run_elsewhere_has_its_test() -> None:
+    for page, test in RUN_ELSEWHERE.items():
+        assert (DOCS / page).is_file()
+        assert page in (Path(__file__).parent / test).read_text()
+
+
+def test_most_blocks_run() -> None:
+    blocks = [block for found in PAGES.values() for block in found]
+    assert sum(not block.reason for block in blocks) > len(blocks) / 2
+
+
+def test_a_block_knows_its_reason() -> None:
+    text = "```python\nx\n```\n\n<!-- not run: long -->\n```sh\ny\n```\n\n```\nz\n```\n"
+    assert code_blocks(text) == [Block("python", "x\n", ""), Block("sh", "y\n", "long")]
+    indented = "1. One:\n\n    ```python\n    x\n    ```\n"
+    assert code_blocks(indented) == [Block("python", "x\n", "")]
+
+
+def test_an_unknown_command_is_seen() -> None:
+    assert not known(["kehole", "demo"])
+    with pytest.raises(ConfigError):
+        known(["keyhole", "generate", "--no-such-flag"])
+    with pytest.raises(AssertionError):
+        known(["make", "nothing"])
+    with pytest.raises(AssertionError):
+        known(["pip", "install", "keyhole[nothing]"])
+    assert list(commands("a b \\\n  c  # why\nd 'e\n f'\n")) == [["a", "b", "c"], ["d", "e\n f"]]
