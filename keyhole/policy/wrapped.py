@@ -41,6 +41,7 @@ class Wrapped(Policy):
             "dense",
             "wants_head",
             "shares_pages",
+            "page_settings",
             "reads_keys",
             "reads_queries",
             "selects_by_own_scores",
