@@ -25,6 +25,7 @@ from typing import Any, overload
 from keyhole.config import SamplingParams
 from keyhole.engine.chat_prompt import Message, Tool
 from keyhole.engine.llm import LLM, Params, params_for
+from keyhole.engine.request_policy import PolicySpec
 from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.text import Prompt, Prompts, one_or_several
@@ -68,13 +69,23 @@ class AsyncLLM:
 
     @overload  # a text is also an iterable of texts
     async def generate(  # type: ignore[overload-overlap]
-        self, prompts: str | Mapping[str, Any], params: Params = None
+        self,
+        prompts: str | Mapping[str, Any],
+        params: Params = None,
+        *,
+        policy: PolicySpec | None = None,
     ) -> Result: ...
     @overload
-    async def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
+    async def generate(
+        self, prompts: Several[int], params: Params = None, *, policy: PolicySpec | None = None
+    ) -> Result: ...
     @overload
-    async def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
-    async def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
+    async def generate(
+        self, prompts: Iterable[Prompt], params: Params = None, *, policy: PolicySpec | None = None
+    ) -> list[Result]: ...
+    async def generate(
+        self, prompts: Prompts, params: Params = None, *, policy: PolicySpec | None = None
+    ) -> Result | list[Result]:
         """As `LLM.generate`: one Result for one prompt, a list of Results for a list.
 
         If one of a list fails, or the task is cancelled, the others are freed.
@@ -82,7 +93,8 @@ class AsyncLLM:
         alone, wanted = one_or_several(prompts)
         each = params_for(params, len(wanted))
         tasks = [
-            asyncio.ensure_future(self._completions(*one)) for one in zip(wanted, each, strict=True)
+            asyncio.ensure_future(self._completions(*one, policy))
+            for one in zip(wanted, each, strict=True)
         ]
         try:
             results = await asyncio.gather(*tasks)
@@ -92,10 +104,14 @@ class AsyncLLM:
         return results[0] if alone else results
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        policy: PolicySpec | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream`, for `async for`."""
-        return self._pieces(lambda _: self.llm.submit(prompt, params))
+        return self._pieces(lambda _: self.llm.submit(prompt, params, policy=policy))
 
     async def chat(
         self,
@@ -105,6 +121,7 @@ class AsyncLLM:
         tools: Several[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Result:
         """As `LLM.chat`."""
         pieces = self.stream_chat(
@@ -113,6 +130,7 @@ class AsyncLLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             reuse_generated=reuse_generated,
+            policy=policy,
         )
         return await _last(pieces)
 
@@ -124,6 +142,7 @@ class AsyncLLM:
         tools: Several[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
+        policy: PolicySpec | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_chat`, for `async for`."""
         return self._pieces(
@@ -133,6 +152,7 @@ class AsyncLLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 reuse_generated=reuse_generated,
+                policy=policy,
             )
         )
 
@@ -146,6 +166,7 @@ class AsyncLLM:
         prefix: Prompt = "",
         separator: Prompt = "",
         chat: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Result:
         """As `LLM.ask`."""
         pieces = self.stream_ask(
@@ -156,6 +177,7 @@ class AsyncLLM:
             prefix=prefix,
             separator=separator,
             chat=chat,
+            policy=policy,
         )
         return await _last(pieces)
 
@@ -169,6 +191,7 @@ class AsyncLLM:
         prefix: Prompt = "",
         separator: Prompt = "",
         chat: bool = False,
+        policy: PolicySpec | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_ask`, for `async for`."""
         return self._pieces(
@@ -181,15 +204,19 @@ class AsyncLLM:
                 prefix=prefix,
                 separator=separator,
                 chat=chat,
+                policy=policy,
             )
         )
 
-    async def _completions(self, prompt: Prompt, params: SamplingParams) -> Result:
+    async def _completions(
+        self, prompt: Prompt, params: SamplingParams, policy: PolicySpec | None
+    ) -> Result:
         """All completions of a prompt; those after the first share its computation."""
         made: list[Sequence] = []
 
         def submit(one: SamplingParams, _: ExitStack) -> Sequence:
-            made.append(self.llm.submit(prompt, one, after=made[0] if made else None))
+            after = made[0] if made else None
+            made.append(self.llm.submit(prompt, one, after=after, policy=policy))
             return made[-1]
 
         tasks = [

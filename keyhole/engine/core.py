@@ -234,12 +234,13 @@ class Engine:
         return self._preparation(self._own)
 
     def _preparation(self, under: RequestPolicy) -> Preparation:
-        if under not in self._preparations:
+        made = self._preparations.get(under)
+        if made is None:
             chunk = self.config.prefill_chunk
-            self._preparations[under] = Preparation(
-                self.model, self.cache, under.policy, chunk, self.lookahead
-            )
-        return self._preparations[under]
+            made = Preparation(self.model, self.cache, under.policy, chunk, self.lookahead)
+            if under in self._runners:
+                self._preparations[under] = made
+        return made
 
     def _prepare(self, sequence: Sequence) -> bool:
         return self._preparation(sequence.under).run(sequence)

@@ -101,13 +101,11 @@ def _why_not(
         return f"the LLM runs the retrieval head of {_head(own) or 'the model'!r}; leave head out"
     kept = _keeps(policy, geometry)
     if kept and policy.name != own.name:
-        return (
-            f"it keeps {_listed(kept)} with every page, and the cache has no room for it; {start}"
-        )
+        return f"it keeps {_listed(kept)} with every page, which this cache does not; {start}"
     if kept and page_data(geometry, policy, None) != page_data(geometry, own, None):
         return (
-            f"with these settings it keeps {_listed(kept)} of another shape with every page; {start} "
-            "and these settings, or change only others"
+            f"with these settings it keeps {_listed(kept)} of another shape with every page; "
+            f"{start} and these settings, or change only others"
         )
     return None if memory is None else _why_not_offloaded(policy, own, geometry, memory)
 
