@@ -541,12 +541,14 @@ def test_documents_are_refused_under_a_policy_that_needs_their_queries(
 def test_beside_offloaded_layers_runs_what_reads_them_through_the_buffers(
     tmp_path: Path, model: Model
 ) -> None:
-    own = Delta(token_budget=BUDGET, delta_layers=(1,))
-    where = {"offload": tmp_path, "memory": "56KiB", "max_batch": 3}
-    engine = make_engine(model, own, **where)
-    plain = make_engine(model, own, max_batch=3)
-    specs = [None, {"token_budget": 4 * PAGE}, "streaming_llm:token_budget=20"]
-    found, wanted = mixed(engine, specs * 2), mixed(plain, specs * 2)
+    own = Delta(token_budget=16, delta_layers=(1,))
+    engine = make_engine(model, own, offload=tmp_path, memory="96KiB", max_batch=2)
+    plain = make_engine(model, own, max_batch=2)
+    specs = [None, {"token_budget": 2 * PAGE}, "streaming_llm:token_budget=12", None]
+    found, wanted = (
+        [add(each, prompt(120, i), spec) for i, spec in enumerate(specs)]
+        for each in (engine, plain)
+    )
     below = 0
     while engine.has_work:
         engine.step()
@@ -559,7 +561,7 @@ def test_beside_offloaded_layers_runs_what_reads_them_through_the_buffers(
     for spec, said in (
         ("full", "policy 'full' .* 'delta' .* reads all keys of layers 2, 3.*leave offload= out"),
         ("raas", "reads all keys"),
-        ({"token_budget": 2 * BUDGET}, f"token_budget {2 * BUDGET} must be at most {BUDGET}"),
+        ({"token_budget": 32}, "token_budget 32 must be at most 16.*offloaded layers"),
     ):
         with pytest.raises(ConfigError, match=said):
             engine.under(spec)
