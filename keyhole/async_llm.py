@@ -24,6 +24,7 @@ from typing import Any, overload
 
 from keyhole.chat_prompt import Message, Tool
 from keyhole.config import SamplingParams
+from keyhole.engine.request_policy import PolicySpec
 from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.tokenization import Prompt, Prompts, one_or_several
@@ -68,13 +69,23 @@ class AsyncLLM:
 
     @overload  # a text is also an iterable of texts
     async def generate(  # type: ignore[overload-overlap]
-        self, prompts: str | Mapping[str, Any], params: Params = None
+        self,
+        prompts: str | Mapping[str, Any],
+        params: Params = None,
+        *,
+        policy: PolicySpec | None = None,
     ) -> Result: ...
     @overload
-    async def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
+    async def generate(
+        self, prompts: Several[int], params: Params = None, *, policy: PolicySpec | None = None
+    ) -> Result: ...
     @overload
-    async def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
-    async def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
+    async def generate(
+        self, prompts: Iterable[Prompt], params: Params = None, *, policy: PolicySpec | None = None
+    ) -> list[Result]: ...
+    async def generate(
+        self, prompts: Prompts, params: Params = None, *, policy: PolicySpec | None = None
+    ) -> Result | list[Result]:
         """As `LLM.generate`: one Result for one prompt, a list of Results for a list.
 
         If one of a list fails, or the task is cancelled, the others are freed.
@@ -83,7 +94,9 @@ class AsyncLLM:
         each = params_for(params, len(wanted))
         tasks = [
             asyncio.ensure_future(
-                self._completions(functools.partial(self.llm.submit, prompt), one)
+                self._completions(
+                    functools.partial(self.llm.submit, prompt, policy=policy), one
+                )
             )
             for prompt, one in zip(wanted, each, strict=True)
         ]
@@ -95,10 +108,14 @@ class AsyncLLM:
         return results[0] if alone else results
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        policy: PolicySpec | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream`, for `async for`."""
-        return self._pieces(lambda _: self.llm.submit(prompt, params))
+        return self._pieces(lambda _: self.llm.submit(prompt, params, policy=policy))
 
     async def chat(
         self,
@@ -108,6 +125,7 @@ class AsyncLLM:
         tools: Several[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Result:
         """As `LLM.chat`."""
         submit = functools.partial(
@@ -116,6 +134,7 @@ class AsyncLLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             reuse_generated=reuse_generated,
+            policy=policy,
         )
         return await self._completions(submit, params_for(params, 1)[0])
 
@@ -127,6 +146,7 @@ class AsyncLLM:
         tools: Several[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
+        policy: PolicySpec | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_chat`, for `async for`."""
         return self._pieces(
@@ -136,6 +156,7 @@ class AsyncLLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 reuse_generated=reuse_generated,
+                policy=policy,
             )
         )
 
@@ -149,6 +170,7 @@ class AsyncLLM:
         prefix: Prompt = "",
         separator: Prompt = "",
         chat: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Result:
         """As `LLM.ask`."""
         pieces = self.stream_ask(
@@ -159,6 +181,7 @@ class AsyncLLM:
             prefix=prefix,
             separator=separator,
             chat=chat,
+            policy=policy,
         )
         return await _last(pieces)
 
@@ -172,6 +195,7 @@ class AsyncLLM:
         prefix: Prompt = "",
         separator: Prompt = "",
         chat: bool = False,
+        policy: PolicySpec | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_ask`, for `async for`."""
         return self._pieces(
@@ -184,6 +208,7 @@ class AsyncLLM:
                 prefix=prefix,
                 separator=separator,
                 chat=chat,
+                policy=policy,
             )
         )
 

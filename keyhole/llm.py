@@ -18,6 +18,7 @@ from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.engine import Engine
+from keyhole.engine.request_policy import PolicySpec
 from keyhole.engine.result import Piece, Result, piece_of, result_of
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.tokenization import Prompt, Prompts, encode_text, given_ids, one_or_several
@@ -115,26 +116,46 @@ class LLM:
 
     @overload  # a text is also an iterable of texts
     def generate(  # type: ignore[overload-overlap]
-        self, prompts: str | Mapping[str, Any], params: Params = None
+        self,
+        prompts: str | Mapping[str, Any],
+        params: Params = None,
+        *,
+        policy: PolicySpec | None = None,
     ) -> Result: ...
     @overload
-    def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
+    def generate(
+        self, prompts: Several[int], params: Params = None, *, policy: PolicySpec | None = None
+    ) -> Result: ...
     @overload
-    def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
-    def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
+    def generate(
+        self, prompts: Iterable[Prompt], params: Params = None, *, policy: PolicySpec | None = None
+    ) -> list[Result]: ...
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, policy: PolicySpec | None = None
+    ) -> Result | list[Result]:
         """One Result for one prompt, a list of Results for a list of prompts.
 
         A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}; a list may mix them.
         params: for all prompts, or a list with one for each. All prompts are checked before the
         first one runs. An interrupt frees all of them.
+        policy: for this call, instead of the policy of the LLM: an object, a name or a settings
+        file, or a dict of settings of the LLM's policy that differ, {"token_budget": 512}. Requests
+        of different policies run in the same steps. ConfigError for one that needs more of the KV
+        cache than the policy of the LLM. So in all methods.
         """
         alone, wanted = one_or_several(prompts)
-        results = self._run(wanted, params)
+        results = self._run(wanted, params, policy)
         return results[0] if alone else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        policy: PolicySpec | None = None,
+    ) -> Iterator[Piece]:
         """Yields text as it comes; leaving the loop early frees the request."""
-        return self._stream(self.submit(prompt, params))
+        return self._stream(self.submit(prompt, params, policy=policy))
 
     def chat(
         self,
@@ -144,6 +165,7 @@ class LLM:
         tools: Several[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Result:
         """The next message of a conversation, by the model's chat template.
 
@@ -155,11 +177,14 @@ class LLM:
         """
         sequences: list[Sequence] = []
         with self.engine.lock:
+            under = self.engine.under(policy)
             tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
             for one in _params(params).each():
                 after = sequences[0] if sequences else None
                 sequences.append(
-                    self.engine.add(tokens, one, reuse_approximate=reuse_generated, after=after)
+                    self.engine.add(
+                        tokens, one, reuse_approximate=reuse_generated, after=after, under=under
+                    )
                 )
         return Result.of_all(self._finish(sequences))
 
@@ -171,6 +196,7 @@ class LLM:
         tools: Several[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Iterator[Piece]:
         """`chat`, as it comes."""
         return self._stream(
@@ -180,6 +206,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 reuse_generated=reuse_generated,
+                policy=policy,
             )
         )
 
@@ -201,6 +228,7 @@ class LLM:
         prefix: Prompt = "",
         separator: Prompt = "",
         chat: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Result:
         """An answer from stored documents, which stand between the prefix and the question.
 
@@ -221,6 +249,7 @@ class LLM:
                 prefix=prefix,
                 separator=separator,
                 chat=chat,
+                policy=policy,
             )
             return self._finish([sequence])[0]
 
@@ -234,6 +263,7 @@ class LLM:
         prefix: Prompt = "",
         separator: Prompt = "",
         chat: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Iterator[Piece]:
         """`ask`, as it comes."""
         with ExitStack() as stack:
@@ -246,6 +276,7 @@ class LLM:
                 prefix=prefix,
                 separator=separator,
                 chat=chat,
+                policy=policy,
             )
             yield from self._stream(sequence)
 
@@ -255,13 +286,16 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         after: Sequence | None = None,
+        policy: PolicySpec | None = None,
     ) -> Sequence:
         """Takes a request and does not run it, for callers that run `engine.step` themselves.
 
         after: a request with the same prompt, whose computation this one waits for and shares.
         """
         with self.engine.lock:
-            return self.engine.add(self._tokens(prompt), _single(params), after=after)
+            under = self.engine.under(policy)
+            tokens = self._tokens(prompt)
+            return self.engine.add(tokens, _single(params), after=after, under=under)
 
     def submit_chat(
         self,
@@ -272,12 +306,18 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reuse_generated: bool = False,
         after: Sequence | None = None,
+        policy: PolicySpec | None = None,
     ) -> Sequence:
         """`submit` for `chat`."""
         with self.engine.lock:
+            under = self.engine.under(policy)
             tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
             return self.engine.add(
-                tokens, _single(params), reuse_approximate=reuse_generated, after=after
+                tokens,
+                _single(params),
+                reuse_approximate=reuse_generated,
+                after=after,
+                under=under,
             )
 
     def submit_ask(
@@ -291,10 +331,12 @@ class LLM:
         prefix: Prompt = "",
         separator: Prompt = "",
         chat: bool = False,
+        policy: PolicySpec | None = None,
     ) -> Sequence:
         """`submit` for `ask`; the documents are open until `stack` is closed."""
         method = make_reuse(reuse).resolve(self.engine.geometry)
         with self.engine.lock:
+            under = self.engine.under(policy)
             asked = assemble(
                 self.engine,
                 self.documents,
@@ -306,20 +348,25 @@ class LLM:
                 separator=separator,
                 chat=chat,
             )
-            return self.engine.add(asked.tokens, _single(params), context=asked.context)
+            return self.engine.add(
+                asked.tokens, _single(params), context=asked.context, under=under
+            )
 
-    def _run(self, prompts: list[Prompt], params: Params) -> list[Result]:
+    def _run(
+        self, prompts: list[Prompt], params: Params, policy: PolicySpec | None
+    ) -> list[Result]:
         each = params_for(params, len(prompts))
         with self.engine.lock:
+            under = self.engine.under(policy)
             tokens = [self._tokens(prompt) for prompt in prompts]
             for one, settings in zip(tokens, each, strict=True):
-                self.engine.check(one, settings)
+                self.engine.check(one, settings, under=under)
             groups = []
             for one, settings in zip(tokens, each, strict=True):
                 group: list[Sequence] = []
                 for single in settings.each():
                     after = group[0] if group else None
-                    group.append(self.engine.add(one, single, after=after))
+                    group.append(self.engine.add(one, single, after=after, under=under))
                 groups.append(group)
         results = iter(self._finish([sequence for group in groups for sequence in group]))
         return [Result.of_all([next(results) for _ in group]) for group in groups]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
@@ -15,6 +15,7 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.cuda_graphs import make_recorder
+from keyhole.engine.cuda_graphs.runner import Recorder
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context
 from keyhole.engine.documents.fingerprint import head_fingerprint
@@ -26,6 +27,7 @@ from keyhole.engine.memory.eviction import page_limit
 from keyhole.engine.memory.layer_offloader import LayerOffloader
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.model_runner import Runner
+from keyhole.engine.request_policy import PolicySpec, RequestPolicy, beside, requested
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
@@ -43,9 +45,12 @@ from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
 
+# Policies of requests that are kept with their buffers and CUDA graphs when no request has them.
+_MOST_IDLE = 4
+
 
 class Engine:
-    """Many sequences over one model, one cache and one policy.
+    """Many sequences over one model and one cache, under one policy, or others beside it.
 
     cache: pages that other engines use too; None: its own, within `config.memory`.
     head: of a policy that wants one; None: the policy's own, or the one beside the weights.
@@ -67,7 +72,8 @@ class Engine:
         self.model = model
         self.config = config
         self.geometry = model.geometry(config.page_size)
-        self.policy = policy.resolve(self.geometry)
+        self._given, self.policy = policy, policy.resolve(self.geometry)
+        self._own = RequestPolicy(self.policy, self.policy)
         self.max_length = _max_length(model, config)
         if copies is not None and config.offload is not None:
             raise ConfigError("copies of prompts go to engines without offload=; leave one out")
@@ -88,10 +94,6 @@ class Engine:
             self.cache,
             self.prefix,
             config,
-            dense=self.policy.dense,
-            page_limit=functools.partial(page_limit, self.policy, self.geometry),
-            shares_pages=self.policy.shares_pages,
-            reusable=lambda known: self.policy.reusable(known, config.page_size),
             max_length=self.max_length,
             prepare=self._prepare,
             known=self._known,
@@ -102,16 +104,12 @@ class Engine:
         if head is not None:
             model.watch(head.config.feature_layers)
             self.lookahead = HeadRunner(head, self.cache, choice_lists(self.geometry))
-        prefetcher = None if self.placement is None else self.placement.prefetcher
-        self._runner = Runner(
-            model,
-            self.cache,
-            self.policy,
-            config.max_batch,
-            self.lookahead,
-            prefetcher,
-            recorder,
-        )
+        self._records = recorder is not None
+        self._runner = self._make_runner(self._own, recorder)
+        # The engine's own first, then those of requests, the last one asked for last.
+        self._runners = {self._own: self._runner}
+        self._preparations: dict[RequestPolicy, Preparation] = {}
+        self._group_numbers = itertools.count(1)
         self.max_pages = self.cache.max_pages
 
     @property
@@ -122,7 +120,7 @@ class Engine:
     @property
     def replayed_steps(self) -> int:
         """Decode steps that were repeated as CUDA graphs."""
-        return self._runner.replayed
+        return sum(runner.replayed for runner in self._runners.values())
 
     @property
     def why_not_replayed(self) -> str | None:
@@ -138,6 +136,55 @@ class Engine:
             return "the policy reads keys, and layers are offloaded"
         return recorded.why_not
 
+    def under(self, policy: PolicySpec | None) -> RequestPolicy:
+        """What requests of this policy run under, for `check` and `add`; None: the engine's own.
+
+        A mapping is settings of the engine's policy that differ. ConfigError for a policy that
+        cannot run over this engine's cache.
+        """
+        if policy is None:
+            return self._own
+        made = requested(policy, self._given, self.geometry.num_layers).resolve(self.geometry)
+        for known in self._runners:
+            if known.policy == made:
+                return known
+        return beside(
+            made,
+            self.policy,
+            self.geometry,
+            has_head=self.lookahead is not None,
+            memory=None if self.placement is None else self.placement.plan.model,
+            group=str(next(self._group_numbers)).encode(),
+        )
+
+    def _make_runner(self, under: RequestPolicy, recorder: Recorder | None) -> Runner:
+        return Runner(
+            self.model,
+            self.cache,
+            under.policy,
+            self.config.max_batch,
+            self.lookahead,
+            None if self.placement is None else self.placement.prefetcher,
+            recorder,
+            under.keeper,
+        )
+
+    def _enter(self, under: RequestPolicy) -> None:
+        """Makes a policy that a request brings the last one in use; the first idle ones go."""
+        if under is self._own:
+            return
+        runner = self._runners.pop(under, None)
+        if runner is None:
+            records = self._records and under.policy.capturable is True
+            recorder = make_recorder(self.model.device) if records else None
+            runner = self._make_runner(under, recorder)
+        used = {s.under for s in (*self.scheduler.waiting, *self.scheduler.running)}
+        idle = [one for one in self._runners if one is not self._own and one not in used]
+        for one in idle[: max(0, len(idle) - _MOST_IDLE)]:
+            del self._runners[one]
+            self._preparations.pop(one, None)
+        self._runners[under] = runner
+
     def add(
         self,
         prompt: Tokens[int],
@@ -148,6 +195,7 @@ class Engine:
         reuse_approximate: bool = False,
         context: Context | None = None,
         after: Sequence | None = None,
+        under: RequestPolicy | None = None,
     ) -> Sequence:
         """Takes a request; raises RequestError or CapacityError if it can never be served.
 
@@ -155,8 +203,10 @@ class Engine:
         keep_logits: keep the logits after the prompt and after each later token, given ones too,
         float32 on the CPU. reuse_approximate: known pages of a sparse decode may serve as prompt.
         context: the stored documents that the prompt begins with. after: a request with the same
-        prompt, whose computation this one waits for and shares.
+        prompt, whose computation this one waits for and shares. under: what `under` gave; None: the
+        engine's policy.
         """
+        under = under or self._own
         params = params.resolve(self.model.defaults)
         sequence = Sequence(
             list(prompt),
@@ -168,28 +218,40 @@ class Engine:
             context=context,
             bad_ids=word_ids(self.model.tokenizer, params.bad_words),
             after=after,
+            under=under,
         )
         if context is not None:
-            self.preparation.check(context)
-        self.check(sequence.tokens, params, num_given=len(given), stored=context is not None)
+            self._preparation(under).check(context)
+        stored = context is not None
+        self.check(sequence.tokens, params, num_given=len(given), stored=stored, under=under)
+        self._enter(under)
         self.scheduler.add(sequence)
         return sequence
 
-    @functools.cached_property
+    @property
     def preparation(self) -> Preparation:
         """Brings stored documents into prompts. ConfigError for a model they cannot shift in."""
-        chunk = self.config.prefill_chunk
-        return Preparation(self.model, self.cache, self.policy, chunk, self.lookahead)
+        return self._preparation(self._own)
+
+    def _preparation(self, under: RequestPolicy) -> Preparation:
+        made = self._preparations.get(under)
+        if made is None:
+            chunk = self.config.prefill_chunk
+            made = Preparation(self.model, self.cache, under.policy, chunk, self.lookahead)
+            if under in self._runners:
+                self._preparations[under] = made
+        return made
 
     def _prepare(self, sequence: Sequence) -> bool:
-        return self.preparation.run(sequence)
+        return self._preparation(sequence.under).run(sequence)
 
     def _known(self, sequence: Sequence) -> int:
         """Brings what others computed of a prompt into its pages; how many tokens these are."""
-        if self._copies is None or self.policy.reads_queries:
+        under = sequence.under
+        if self._copies is None or under.policy.reads_queries:
             return 0
         where = (sequence.prompt, sequence.pages, self.cache)
-        return self._copies.give(*where, self.policy, self._head)
+        return self._copies.give(*where, under.keeper, self._head)
 
     def check(
         self,
@@ -198,11 +260,12 @@ class Engine:
         *,
         num_given: int = 0,
         stored: bool = False,
+        under: RequestPolicy | None = None,
     ) -> None:
         """Raises if a request with these tokens can never be served.
 
         num_given: how many of the last ones come after the prompt. stored: they are documents, of
-        which only a part may be kept.
+        which only a part may be kept. under: as in `add`.
         """
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
@@ -233,21 +296,38 @@ class Engine:
             )
         length = min(len(tokens) + params.max_tokens, self.max_length)
         prompt = len(tokens) - num_given
-        pages = page_limit(self.policy, self.geometry, prompt, length)
+        policy = (under or self._own).policy
+        pages = page_limit(policy, self.geometry, prompt, length)
         length = min(length, pages * self.config.page_size)
         if pages > self.max_pages and not stored:
             raise CapacityError(too_long(length, self.cache, self.placement, self.config))
 
     def step(self) -> list[Sequence]:
-        """Runs one step; returns the sequences that got a token or finished."""
+        """Runs one step; returns the sequences that got a token or finished.
+
+        The model runs once for each policy that the sequences are under.
+        """
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
         if not plan.decodes and not plan.chunks:
             return []
         if self.placement is not None and self.placement.may_come_up:
             self._move_up(self.placement)
+        if len(self._runners) == 1:
+            advanced = self._run(self._runner, plan)
+        else:
+            advanced = []
+            for under, part in plan.by_policy().items():
+                advanced += self._run(self._runners[under], part)
+        seconds = time.perf_counter() - begin
+        for sequence in plan.decodes:
+            sequence.step_ms.append(1e3 * seconds)
+        return advanced
+
+    def _run(self, runner: Runner, plan: SchedulerOutput) -> list[Sequence]:
+        """A step of sequences under one policy, to its end."""
         try:
-            wanted, logits, reads = self._runner.run(plan)
+            wanted, logits, reads = runner.run(plan)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -270,8 +350,8 @@ class Engine:
             reads = reads.to("cpu", non_blocking=True)  # there when the tokens are
             rows = logits if len(ready) == len(wanted) else logits[ready]
             self._advance([wanted[i] for i in ready], rows)
-        self._count(plan, reads, time.perf_counter() - begin)
-        self._runner.evict()
+        self._count(runner, plan, reads)
+        runner.evict()
         return [wanted[i] for i in ready]
 
     def abort(self, sequence: Sequence) -> None:
@@ -292,7 +372,8 @@ class Engine:
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
         self.scheduler.renumber(numbers)
-        self._runner.renumber()
+        for runner in self._runners.values():
+            runner.renumber()
 
     def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
         """Samples a token for each sequence and ends those that are done."""
@@ -340,15 +421,14 @@ class Engine:
         sequence.finish_reason = "stop" if sequence.detokenizer.stopped else reason
         self.scheduler.finish(sequence, remember=sequence.error is None)
 
-    def _count(self, plan: SchedulerOutput, reads: Tensor, seconds: float) -> None:
+    def _count(self, runner: Runner, plan: SchedulerOutput, reads: Tensor) -> None:
         for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):
             fraction, kv_bytes, other_bytes = row
             sequence.counters.add_step(fraction, kv_bytes, other_bytes)
-            sequence.step_ms.append(1e3 * seconds)
         if self.placement is not None:
             for sequence in plan.decodes:
                 sequence.offloaded = self.placement.offloaded
-        for sequence, load in zip(plan.decodes, self._runner.traffic(), strict=False):
+        for sequence, load in zip(plan.decodes, runner.traffic(), strict=False):
             sequence.counters += Counters(
                 hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
             )

@@ -33,6 +33,7 @@ from keyhole.policies.base import Policy, Step
 class Runner:
     """The model with its cache and policy.
 
+    keeper: the policy whose `on_append` sees written pages; None: `policy`.
     recorder: how decode steps are recorded, to be repeated; None: each one is launched anew.
     """
 
@@ -45,10 +46,12 @@ class Runner:
         lookahead: HeadRunner | None = None,
         prefetcher: Prefetcher | None = None,
         recorder: Recorder | None = None,
+        keeper: Policy | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._policy = policy
+        self._keeper = keeper
         self._lookahead = lookahead
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
@@ -230,6 +233,7 @@ class Runner:
             touched=tensors["touched"] if keep else None,
             filled=tensors["filled"] if keep else None,
             prefetcher=self._prefetcher,
+            keeper=self._keeper,
         )
         if self._prefetcher is not None:
             self._prefetcher.begin(step.slots, step.page_table, step.lengths, recorded=True)
@@ -292,6 +296,7 @@ class Runner:
             touched=self._send(_join(touched)) if keep else None,
             filled=self._send(_join(filled)) if keep else None,
             prefetcher=self._prefetcher,
+            keeper=self._keeper,
         )
 
     def _scattered(

@@ -7,7 +7,7 @@ the policy, so that it goes on exactly where it was.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +15,8 @@ from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig
+from keyhole.engine.memory.eviction import page_limit
+from keyhole.engine.request_policy import RequestPolicy
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 
@@ -26,6 +28,15 @@ class SchedulerOutput:
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+
+    def by_policy(self) -> dict[RequestPolicy, SchedulerOutput]:
+        """The step in parts, one for each policy that its sequences run under."""
+        parts: dict[RequestPolicy, SchedulerOutput] = defaultdict(SchedulerOutput)
+        for sequence in self.decodes:
+            parts[sequence.under].decodes.append(sequence)
+        for sequence, count in self.chunks:
+            parts[sequence.under].chunks.append((sequence, count))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,7 @@ class Scheduler:
         prefix: PrefixIndex | None,
         config: EngineConfig,
         *,
-        dense: bool,
-        shares_pages: bool,
-        reusable: Callable[[int], int],
         max_length: int,
-        page_limit: Callable[[int, int], int],
         prepare: Callable[[Sequence], bool],
         known: Callable[[Sequence], int],
     ) -> None:
@@ -61,11 +68,7 @@ class Scheduler:
         self._cache = cache
         self._prefix = prefix
         self._config = config
-        self._dense = dense
-        self._shares_pages = shares_pages
-        self._reusable = reusable
         self._max_length = max_length
-        self._most_pages = page_limit
         self._prepare = prepare
         self._known = known
         self._slots = list(range(config.max_batch - 1, -1, -1))
@@ -138,11 +141,13 @@ class Scheduler:
             return
         exact = 0
         if sequence.exact:
-            exact = sequence.num_computed if self._dense else len(sequence.prompt)
+            dense = sequence.under.policy.dense
+            exact = sequence.num_computed if dense else len(sequence.prompt)
         computed, pages = sequence.tokens[: sequence.num_computed], sequence.pages
         if NO_PAGE in pages:  # what comes after an evicted page is of no use to others
             pages = pages[: pages.index(NO_PAGE)]
-        self._prefix.insert(computed, pages, exact)
+        under = sequence.under
+        self._prefix.insert(computed, pages, exact, by=under.policy, group=under.page_group)
 
     def _next(self) -> Sequence | None:
         """The first waiting sequence, of those whose prompt no other one computes for them."""
@@ -160,7 +165,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a slot, known pages and new ones for all its tokens."""
-        at_once = self._dense and not sequence.given
+        at_once = sequence.under.policy.dense and not sequence.given
         sequence.prefill_end = len(sequence.tokens if at_once else sequence.prompt)
         if sequence.context is None:
             self._reuse(sequence)
@@ -187,9 +192,14 @@ class Scheduler:
         if self._prefix is None:
             return
         known = sequence.tokens[: sequence.prefill_end]
-        pages, sequence.exact = self._prefix.match(known, approximate=sequence.reuse_approximate)
-        size = self._cache.page_size
-        computed = self._reusable(len(pages) * size)
+        policy, size = sequence.under.policy, self._cache.page_size
+        pages, sequence.exact = self._prefix.match(
+            known,
+            approximate=sequence.reuse_approximate,
+            by=policy,
+            group=sequence.under.page_group,
+        )
+        computed = policy.reusable(len(pages) * size, size)
         self._cache.release(pages[computed // size :])
         sequence.pages = pages = pages[: computed // size]
         sequence.repeated = None
@@ -213,7 +223,8 @@ class Scheduler:
         # Under a policy that evicts, what is replayed never has pages all at once.
         most = self._most(sequence, len(sequence.tokens)) * self._cache.page_size
         length = max(sequence.prefill_end, min(len(sequence.tokens), most))
-        if self._shares_pages or sequence.context is not None or not sequence.pages:
+        shares = sequence.under.policy.shares_pages
+        if shares or sequence.context is not None or not sequence.pages:
             return self._reserve(sequence, length, spare)
         known, sequence.pages = sequence.pages, []
         there = self._reserve(sequence, length, spare)
@@ -286,7 +297,8 @@ class Scheduler:
         """The most entries of its list of pages, holes of its prompt included, for `length`."""
         holes = sequence.pages.count(NO_PAGE)
         absent = holes * self._cache.page_size
-        return holes + self._most_pages(len(sequence.prompt) - absent, length - absent)
+        lengths = len(sequence.prompt) - absent, length - absent
+        return holes + page_limit(sequence.under.policy, self._cache.geometry, *lengths)
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)

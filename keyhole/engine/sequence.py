@@ -13,6 +13,7 @@ from torch import Tensor
 from keyhole.config import SamplingParams
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context, Reused
+from keyhole.engine.request_policy import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
 
 
@@ -96,6 +97,7 @@ class Sequence:
     has of them and of what stands between; None: everything. reused: what they cost.
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
+    under: the policy that it runs under, from its first step to its last.
     """
 
     prompt: list[int]
@@ -107,6 +109,7 @@ class Sequence:
     context: Context | None = None
     bad_ids: Tokens[Tokens[int]] = ()
     after: Sequence | None = None
+    under: RequestPolicy = DENSE
 
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)

@@ -83,7 +83,8 @@ def _paged(
     else:
         selective_recompute.write(batch, batch.rewrite, layer, (key, value))
     if batch.touched is not None and batch.filled is not None and window is None:
-        batch.policy.on_append(keys, cache.data[layer], batch.touched, batch.filled)
+        keeper = batch.policy if batch.keeper is None else batch.keeper
+        keeper.on_append(keys, cache.data[layer], batch.touched, batch.filled)
     if batch.observer is not None:
         batch.observer(layer, query, {"window": window, **options})
     if batch.policy.reads_queries and window is None:

@@ -75,7 +75,8 @@ class Batch:
     slots: int64 [T], where each token's key and value go: page * page_size + place.
     newest: int64 [n], of each page written in this step the row of its newest token.
     touched, filled: int64 [n], pages written in this step and tokens in them afterwards; None if
-        the policy keeps nothing per page.
+        nothing is kept per page.
+    keeper: the policy whose `on_append` sees them; None: `policy`.
     reads: what each layer read for the decoding sequences, appended as layers run.
     latents: MLA's new latents on their way from the cache hook to the attention function.
     prefetcher: where offloaded layers are read from; None if there are none.
@@ -98,6 +99,7 @@ class Batch:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     prefetcher: Prefetcher | None = None
     rewrite: ScatteredChunk | None = None
+    keeper: Policy | None = None
     observer: Observer | None = None
     last_layer: int | None = None
 

@@ -115,6 +115,10 @@ class Policy:
     #: tensors and the settings alone, and go by what the host knows only as `capture_key` says.
     capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
+    #: Settings that what is kept of a page (`page_data`) depends on beside its shape. Requests that
+    #: differ in none of them share prefixes; None: it may be any.
+    page_settings: ClassVar[tuple[str, ...] | None] = None
+
     #: Whether its hooks read keys of pages in every step. That waits for the host where a layer
     #: is offloaded from a GPU; such steps are not recorded.
     reads_keys: ClassVar[bool] = False

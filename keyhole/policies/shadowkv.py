@@ -66,6 +66,7 @@ class ShadowKV(Policy):
     name: ClassVar[str] = "shadowkv"
     shares_pages: ClassVar[bool] = False
     capturable: ClassVar[bool | str] = True
+    page_settings: ClassVar[tuple[str, ...] | None] = ("chunk_size",)
     reads_keys: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, in whole chunks")
     chunk_size: int | None = setting(

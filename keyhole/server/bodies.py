@@ -6,9 +6,13 @@ import dataclasses
 import logging
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from keyhole.config import SamplingParams
+from keyhole.engine.request_policy import PolicySpec
+from keyhole.errors import UnknownNameError
+from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.policies.base import Policy
 from keyhole.server.errors import ApiError
 
 logger = logging.getLogger("keyhole.server")
@@ -37,8 +41,20 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class KeyholeBody(BaseModel):
+    """What a request reads: a policy by name, None is the server's, and a budget up to its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    policy: str | None = None
+    token_budget: int | None = Field(None, ge=1)
+
+
 class SamplingBody(BaseModel):
-    """What every completion has. None: as the model's generation_config says."""
+    """What every completion has. None: as the model's generation_config says.
+
+    keyhole: what the request reads; a text is a policy's name.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -60,6 +76,12 @@ class SamplingBody(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    keyhole: KeyholeBody | None = None
+
+    @field_validator("keyhole", mode="before")
+    @classmethod
+    def _named(cls, given: object) -> object:
+        return {"policy": given} if isinstance(given, str) else given
 
     def sampling(self, default_max_tokens: int, logprobs: int | None) -> SamplingParams:
         """As the engine's parameters; ConfigError for a value that cannot be."""
@@ -70,6 +92,34 @@ class SamplingBody(BaseModel):
             given["top_k"] = 0
         given.setdefault("max_tokens", default_max_tokens)
         return SamplingParams(**given, logprobs=logprobs)
+
+    def policy(self, own: Policy) -> PolicySpec | None:
+        """The policy that the request asks for; None is `own`, the server's.
+
+        Only names and budgets: other settings may name files of this machine. ApiError for more
+        than the server's budget.
+        """
+        asked = self.keyhole
+        if asked is None:
+            return None
+        budget, most = asked.token_budget, getattr(own, "token_budget", None)
+        if budget is not None and most is not None and budget > most:
+            raise ApiError(
+                400,
+                f"token_budget {budget} must be at most {most}, that of this server",
+                param="keyhole",
+            )
+        settings = {} if budget is None else {"token_budget": budget}
+        name = None if asked.policy is None else policy_name(asked.policy)
+        if name is None or name == own.name:
+            return settings
+        known = available_policies()
+        if name not in known:
+            raise UnknownNameError("policy", name, known)
+        made = make_policy(name, settings)
+        if budget is None and most is not None and getattr(made, "token_budget", most) > most:
+            made = make_policy(name, {"token_budget": most})
+        return made
 
     def check_others(self) -> None:
         """ApiError for a field that changes answers and is not there; logs unknown ones once."""

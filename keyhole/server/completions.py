@@ -36,6 +36,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     state = state_of(request)
     body.check_others()
     params = state.shares(body.n, body.chat_sampling(state.most_tokens))
+    policy = body.policy(state.llm.llm.policy)
     if body.documents is None:
         streams = [
             state.llm.stream_chat(
@@ -43,6 +44,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
                 one,
                 tools=body.tools,
                 chat_template_kwargs=body.chat_template_kwargs,
+                policy=policy,
             )
             for one in params
         ]
@@ -50,7 +52,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
         question, reuse = _question(body.messages), _reuse(body.reuse)
         names = body.documents
         streams = [
-            state.llm.stream_ask(question, names, reuse=reuse, params=one, chat=True)
+            state.llm.stream_ask(question, names, reuse=reuse, params=one, chat=True, policy=policy)
             for one in params
         ]
     return await _answer("chat.completion", body, request, streams)
@@ -62,7 +64,10 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     state = state_of(request)
     body.check_others()
     params = state.shares(body.n, body.sampling(state.most_tokens, body.logprobs))
-    streams = [state.llm.stream(prompt, one) for prompt in body.prompts for one in params]
+    policy = body.policy(state.llm.llm.policy)
+    streams = [
+        state.llm.stream(prompt, one, policy=policy) for prompt in body.prompts for one in params
+    ]
     return await _answer("text_completion", body, request, streams)
 
 

@@ -34,6 +34,7 @@ class PolicyProxy(Policy):
             "dense",
             "wants_head",
             "shares_pages",
+            "page_settings",
             "reads_keys",
             "reads_queries",
             "selects_by_own_scores",
