@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.cache.layout import Geometry
-from keyhole.engine.memory import page_data
+from keyhole.engine.memory.plan import page_data
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.planner import MemoryModel
-from keyhole.policy import make_policy
-from keyhole.policy.base import Policy
-from keyhole.policy.full import Full
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.policies.controls.full import Full
 from keyhole.settings_file import require_depth
 
 #: A policy for a call: as `LLM` takes it, or settings that differ from those of the `LLM`.

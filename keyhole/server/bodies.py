@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from keyhole.config import SamplingParams
 from keyhole.engine.request_policy import PolicySpec
 from keyhole.errors import UnknownNameError
-from keyhole.policy import make_policy, policies, policy_name
-from keyhole.policy.base import Policy
+from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.policies.base import Policy
 from keyhole.server.errors import ApiError
 
 logger = logging.getLogger("keyhole.server")
@@ -113,7 +113,7 @@ class SamplingBody(BaseModel):
         name = None if asked.policy is None else policy_name(asked.policy)
         if name is None or name == own.name:
             return settings
-        known = policies()
+        known = available_policies()
         if name not in known:
             raise UnknownNameError("policy", name, known)
         made = make_policy(name, settings)

@@ -34,21 +34,21 @@ from keyhole import (
     SpeContext,
     StreamingLLM,
 )
-from keyhole.engine import core
-from keyhole.engine.core import Engine
+from keyhole.engine import engine as core
+from keyhole.engine.engine import Engine
+from keyhole.engine.model_runner import Runner
 from keyhole.engine.request_policy import PolicySpec
-from keyhole.engine.runner import Runner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import UnknownNameError
 from keyhole.models.loading import Model
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 from keyhole.settings_file import SettingsFile
 from tests.checkpoints import make_model
 from tests.engine.run_again import RunAgain
-from tests.policy.models import VOCAB, prompt, with_head
-from tests.policy.recording import PAGE, make_engine, run
+from tests.policies.models import VOCAB, prompt, with_head
+from tests.policies.recording import PAGE, make_engine, run
 
-POLICIES = keyhole.policies()
+POLICIES = keyhole.available_policies()
 BUDGET = 10 * PAGE
 COUNT = 14
 PARAMS = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
