@@ -94,9 +94,7 @@ class AsyncLLM:
         each = params_for(params, len(wanted))
         tasks = [
             asyncio.ensure_future(
-                self._completions(
-                    functools.partial(self.llm.submit, prompt, policy=policy), one
-                )
+                self._completions(functools.partial(self.llm.submit, prompt, policy=policy), one)
             )
             for prompt, one in zip(wanted, each, strict=True)
         ]
