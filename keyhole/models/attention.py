@@ -127,23 +127,17 @@ def decode(
     window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The decoding sequences: query [B, Hq, D] over what the policy selects.
+    """The decoding sequences: query [B, Hq, D] over what the policy selects; returns [B, Hq, Dv].
 
     newest: their new keys [B, Hkv, D] and values, which are in the cache already.
     """
     step, policy = batch.step, batch.policy
     assert step is not None
-    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     if window is not None:
-        paged = (query, keys, values, step.page_table, step.lengths)
-        if step.kept_tokens is None:
-            batch.reads.append(None)
-            return kernels.attend(*paged, window=window, **options)
-        selection = step.kept_tokens.selection(layer, window)
-        batch.reads.append(selection)
-        return kernels.attend(*paged, selection=selection, **options)
+        return _attend_window(batch, layer, query, window, options)
     left = step.retained or step
-    paged = (query, keys, values, left.page_table, left.lengths)
+    pages = (batch.cache.keys[layer], batch.cache.values[layer])
+    paged = (query, *pages, left.page_table, left.lengths)
     requests = policy.needs_scores(layer, step)
     if requests:
         out, scores = _attend_and_score(batch, layer, paged, requests, options)
@@ -153,21 +147,53 @@ def decode(
             batch.prefetch(layer)
             return out
     chosen = policy.select(layer, query, step)
-    selected = _there(step, layer, chosen)
-    batch.reads.append(selected)
-    if selected is None:
+    return _attend_selected(batch, layer, paged, newest, chosen, options)
+
+
+def _attend_window(
+    batch: Batch, layer: int, query: Tensor, window: int, options: dict[str, Any]
+) -> Tensor:
+    """A layer with a sliding window of its own: the policy is not asked."""
+    step = batch.step
+    assert step is not None
+    kept = step.kept_tokens
+    selection = None if kept is None else kept.selection(layer, window)
+    batch.reads.append(selection)
+    paged = (query, batch.cache.keys[layer], batch.cache.values[layer])
+    within = window if selection is None else None  # a selection lies within the window already
+    return kernels.attend(
+        *paged, step.page_table, step.lengths, selection=selection, window=within, **options
+    )
+
+
+def _attend_selected(
+    batch: Batch,
+    layer: int,
+    paged: tuple[Tensor, ...],
+    newest: tuple[Tensor, Tensor | None],
+    chosen: Selection | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """What the policy chose, as far as the layer has it; None is everything."""
+    step = batch.step
+    assert step is not None
+    selection = _there(step, layer, chosen)
+    batch.reads.append(selection)
+    if selection is None:
         return kernels.attend(*paged, **options)
-    low_rank = policy.low_rank(layer, step) if selected.unit == 1 else None
+    operation: Any = kernels.attend
+    low_rank = batch.policy.low_rank(layer, step) if selection.unit == 1 else None
     if low_rank is not None:
-        return kernels.attend_low_rank(*paged, selection=selected, low_rank=low_rank, **options)
-    # Where everything is read, it is read where it lies: there is more of it than places above.
-    if chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
-        resident = batch.prefetcher.wait(layer, selected)
+        operation, options = kernels.attend_low_rank, {"low_rank": low_rank, **options}
+    # Where everything is read, it is read where it lies: a buffer has no room for it.
+    elif chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
+        resident = batch.prefetcher.wait(layer, selection)
         resident.append(*newest)
-        return kernels.attend(query, *resident.paged, selection=resident.selection, **options)
-    if selected.indices.shape[1] > keys.shape[1]:
-        return kernels.attend_per_query_head(*paged, selection=selected, **options)
-    return kernels.attend(*paged, selection=selected, **options)
+        paged, selection = (paged[0], *resident.paged), resident.selection
+    elif selection.indices.shape[1] > paged[1].shape[1]:
+        operation = kernels.attend_per_query_head
+    out: Tensor = operation(*paged, selection=selection, **options)
+    return out
 
 
 def _attend_and_score(
@@ -193,12 +219,10 @@ def _attend_and_score(
 
 def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:
     """What is there of a selection, where layers dropped tokens of some prompts."""
-    thinned = (step.retained or step).kept_tokens
-    if thinned is None:
+    kept = (step.retained or step).kept_tokens
+    if kept is None:
         return selection
-    if selection is None:
-        return thinned.selection(layer)
-    return thinned.within(layer, selection)
+    return kept.selection(layer) if selection is None else kept.within(layer, selection)
 
 
 class PassThrough:
