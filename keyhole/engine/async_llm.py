@@ -28,6 +28,7 @@ from keyhole.engine.llm import LLM, Params, params_for
 from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.text import Prompt, Prompts, one_or_several
+from keyhole.errors import ConfigError
 from keyhole.reuse.base import Reuse
 
 #: Makes the request, in the thread that runs steps; documents are open until the stack is closed.
@@ -61,6 +62,8 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):  # its thread would end, and every request wait for ever
+            raise ConfigError(f"AsyncLLM takes an LLM, such as AsyncLLM(LLM('tiny')), not {llm!r}")
         self.llm = llm
         self._guard = threading.Lock()  # of what follows
         self._new: list[_Request] = []
