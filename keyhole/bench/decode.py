@@ -16,16 +16,16 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from keyhole.bench import measure, memory
-from keyhole.bench.bars import step_bars
+from keyhole.bench.comparison import PEER, WARM_UP, Sitting, sit
 from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.measure import Report, Result
+from keyhole.bench.memory_fit import Skipped
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.room import Skipped
 from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PAGE_SIZE, DecodeSettings, require_systems
-from keyhole.bench.sitting import PEER, WARM_UP, Sitting, sit
+from keyhole.bench.targets import step_bars
 from keyhole.config import require
 from keyhole.kernels import operations
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 
 
 def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:

@@ -27,21 +27,21 @@ from keyhole.bench.loading import (
     ELASTIC,
     SYSTEMS,
     WARM_UP,
+    ForcedText,
     Loading,
-    Text,
     at_budgets,
     budget_of,
     timed,
 )
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.repeats import Repeats, recording
+from keyhole.bench.selection_overlap import SelectionOverlap, recording
 from keyhole.bench.settings import PAGE_SIZE, OffloadSettings
-from keyhole.cache.prefetch import Traffic
+from keyhole.cache.offload.prefetch import Traffic
 from keyhole.config import require
-from keyhole.engine.lookahead import load_head
+from keyhole.engine.head_runner import load_head
+from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model
-from keyhole.models.tiny.tasks import make
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 # Attention over the same keys in another order, in float32.
@@ -95,12 +95,12 @@ def measure_budget(
     model: Model,
     policy: Policy,
     head: RetrievalHead | None,
-    texts: Sequence[Text],
+    texts: Sequence[ForcedText],
     repeat: int,
     folder: str,
 ) -> list[Result]:
     """A result for every system, over all texts; DisagreementError if one gives other logits."""
-    repeats, right = Repeats(), 0
+    repeats, right = SelectionOverlap(), 0
     counted: dict[str, Traffic] = {name: Traffic() for name in SYSTEMS}
     stalled, errors = dict.fromkeys(SYSTEMS, 0.0), dict.fromkeys(SYSTEMS, 0.0)
     times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
@@ -156,7 +156,7 @@ def _timed(
     model: Model,
     policy: Policy,
     head: RetrievalHead | None,
-    text: Text,
+    text: ForcedText,
     repeat: int,
     folder: str,
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None], dict[str, Launches]]:
@@ -174,7 +174,12 @@ def _timed(
 
 
 def _trace(
-    model: Model, policy: Policy, head: RetrievalHead | None, text: Text, path: str, folder: str
+    model: Model,
+    policy: Policy,
+    head: RetrievalHead | None,
+    text: ForcedText,
+    path: str,
+    folder: str,
 ) -> None:
     """Of the last steps of a text."""
     with Loading(SYSTEMS[ELASTIC], model, policy, head, folder) as system:
@@ -184,13 +189,13 @@ def _trace(
         trace.write(Path(path), system.engine.step, model.device)
 
 
-def _text(model: Model, settings: OffloadSettings, largest: int, seed: int) -> Text:
+def _text(model: Model, settings: OffloadSettings, largest: int, seed: int) -> ForcedText:
     """A derivation with its answer; ConfigError if it is too short to be measured."""
     item = make("derive", settings.words, seed)
     assert model.tokenizer is not None, "the bundled model has one"
     prompt = model.tokenizer(item.prompt).input_ids
     answer = model.tokenizer(item.answer, add_special_tokens=False).input_ids
-    text = Text(prompt=prompt, answer=answer)
+    text = ForcedText(prompt=prompt, answer=answer)
     least = largest + WARM_UP + settings.repeat
     right = f"so many that a derivation has more than {least} tokens: the largest budget and the "
     right += f"timed steps (it has {len(text)}); give less budgets or a smaller repeat"

@@ -10,7 +10,7 @@ from keyhole.bench.shapes import SHAPES
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.method_specs import parse, parse_one, written
-from keyhole.policy import make_policy, policies, policy_name
+from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.settings_file import is_settings_file
 
 #: Names that one flag gives: a,b,c.
@@ -58,7 +58,7 @@ POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 OPS = (
     "attend",
     "attend_and_score",
-    "attend_rebuilt",
+    "attend_low_rank",
     "head_scores",
     "prefill",
     "append",
@@ -66,14 +66,14 @@ OPS = (
     "bound_scores",
     "summary_scores",
     "spread_scores",
-    "top_indices",
+    "top_k",
     "trim",
     "linear",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """What all benchmarks have in common; None is settled by each of them."""
 
     default_shape: ClassVar[str] = "smoke"
@@ -110,7 +110,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSettings(Settings):
+class DecodeSettings(BenchSettings):
     """The decode benchmark."""
 
     default_shape: ClassVar[str] = "llama-3.2-1b"
@@ -142,7 +142,7 @@ class DecodeSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings:
-    """Whole answers by the decode benchmark; `keyhole.bench.headlines` names such settings.
+    """Whole answers by the decode benchmark; `benchmarks.paper.settings` names such settings.
 
     prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
     bytes that offloaded layers may take, of the systems in LOWERED. points: how many
@@ -166,7 +166,7 @@ class ThroughputSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSettings(Settings):
+class KernelSettings(BenchSettings):
     """The kernel benchmark; no paths: all of `keyhole.bench.paths` on the device."""
 
     default_shape: ClassVar[str] = "llama-3.1-8b"
@@ -215,7 +215,7 @@ class OffloadSettings:
         require(good, "budgets", self.budgets, "numbers of tokens, the least first")
         object.__setattr__(self, "policies", specs(self.policies))
         require(bool(self.policies), "policies", self.policies, "at least one")
-        # What the task itself asks for (keyhole.models.tiny.tasks).
+        # What the task itself asks for (keyhole.eval.tiny_language.tasks).
         require(is_count(self.words, 96), "words", self.words, "at least 96")
         require(is_count(self.items), "items", self.items, "a whole number >= 1")
         require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
@@ -228,7 +228,7 @@ class OffloadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSettings:
-    """Questions over stored documents of random tokens; `keyhole.bench.headlines` names such.
+    """Questions over stored documents of random tokens; `benchmarks.paper.settings` names such.
 
     documents: how many, of `tokens` tokens each; question: tokens after them. methods: of reuse,
     with their defaults, and transformers_sdpa. folder: where documents are stored; None: the
@@ -273,7 +273,7 @@ def require_systems(names: Iterable[str], others: Collection[str]) -> None:
     for name in names:
         spec = parse_one(name, "system")
         if not is_settings_file(spec.name):
-            require_known("system", [spec.name], [*others, *policies()])
+            require_known("system", [spec.name], [*others, *available_policies()])
         if spec.name not in others:
             make_policy(name)
         elif spec.settings:

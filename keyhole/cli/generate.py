@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.cli import flags, show
-from keyhole.cli.interrupt import INTERRUPTED
+from keyhole.cli.common import flags, show
+from keyhole.cli.common.interrupt import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Streams the text, or prints one JSON object."""
     prompt, params = _prompt(arguments), flags.sampling_of(arguments)
     llm = flags.make_llm(arguments)
-    from keyhole.cli import streaming
+    from keyhole.cli.common import streaming
     from keyhole.engine.result import Result
 
     sequences: list[Sequence] = []

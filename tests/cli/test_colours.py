@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from keyhole.cli import show
+from keyhole.cli.common import show
 from tests.cli.conftest import Run
 from tests.cli.terminal import run_on_terminal
 

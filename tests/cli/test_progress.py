@@ -10,7 +10,7 @@ import pytest
 import tqdm
 
 from keyhole.bench import measure
-from keyhole.cli import streaming
+from keyhole.cli.common import streaming
 from tests.cli.conftest import Run
 from tests.cli.terminal import run_on_terminal
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from keyhole import LLM, SamplingParams
 from keyhole.cli import main
 from keyhole.errors import ModelError
-from keyhole.evaluate.verify import verify
+from keyhole.eval.verify import verify
 from keyhole.models.loading import load
 from tests.checkpoints import make_model
 
