@@ -28,6 +28,7 @@ from keyhole.engine.request_policy import PolicySpec
 from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.tokenization import Prompt, Prompts, one_or_several
+from keyhole.errors import ConfigError
 from keyhole.llm import LLM, Params, params_for
 from keyhole.reuse.base import Reuse
 
@@ -62,6 +63,8 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):  # its thread would end, and every request wait for ever
+            raise ConfigError(f"AsyncLLM takes an LLM, such as AsyncLLM(LLM('tiny')), not {llm!r}")
         self.llm = llm
         self._guard = threading.Lock()  # of what follows
         self._new: list[_Request] = []

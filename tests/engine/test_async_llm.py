@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole import LLM, AsyncLLM, RequestError, SamplingParams
+from keyhole import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from tests.checkpoints import make_model
 
 TASKS = 200
@@ -32,6 +32,12 @@ def at_rest(llm: LLM) -> None:
 async def rest(served: AsyncLLM) -> None:
     while served._thread is not None:
         await asyncio.sleep(0.001)
+
+
+def test_a_name_is_no_llm() -> None:
+    """`AsyncLLM("tiny")` was taken, and its first request never came back."""
+    with pytest.raises(ConfigError, match=r"AsyncLLM\(LLM\('tiny'\)\), not 'tiny'"):
+        AsyncLLM("tiny")  # type: ignore[arg-type]
 
 
 def test_many_tasks_get_what_each_gets_alone(llm: LLM) -> None:
