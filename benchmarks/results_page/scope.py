@@ -39,7 +39,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         paragraph(
             "Right answers on this page are those of the bundled model, `keyhole-tiny`: 6 layers, "
             "2.2 M parameters, trained on its own small language. Its training starts with a "
-            "look-up built into layers 0 to 2 (`keyhole/models/tiny/initial.py`), and it still "
+            "look-up built into layers 0 to 2 (`recipes/tiny_model/initial.py`), and it still "
             "looks everything up there. A policy that reads these three layers in full, and the "
             "newest 16 tokens in the others, therefore answers right without selecting anything; "
             "`tidal_decode`, which reads as much in full, answers nothing right without such a "

@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 import keyhole
 from keyhole.bench.settings import BenchSettings, DecodeSettings, KernelSettings, OffloadSettings
-from keyhole.cli import colours
-from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common import colours, flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.results.line_file import LineFile

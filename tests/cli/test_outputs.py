@@ -113,8 +113,8 @@ def test_what_is_written_is_of_its_kind() -> None:
     for name in ("delta", "samkv"):
         path = Path(__file__).parents[2] / f"keyhole/models/tiny/keyhole-tiny/keyhole-{name}.json"
         assert path.read_bytes().startswith(outputs.LAYERS.starts[""])
-    for page in ("report_page.html", "attention/report/page.html"):
-        path = Path(__file__).parents[2] / "keyhole/eval" / page
+    for page in ("page.html", "attention.html"):
+        path = Path(__file__).parents[2] / "keyhole/eval/report" / page
         assert path.read_bytes().startswith(outputs.PAGE.starts[""])
 
 

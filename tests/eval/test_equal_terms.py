@@ -100,7 +100,7 @@ class NoSinks(Policy):
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"theirs": Theirs, "no_sinks": NoSinks}
-    monkeypatch.setattr(module, "policies", lambda: known)
+    monkeypatch.setattr(module, "available_policies", lambda: known)
     monkeypatch.setattr(module, "make_policy", lambda name, given: known[name](**given))
 
 

@@ -56,7 +56,9 @@ def test_rounding_to_16_bits_is_allowed_for(dtype: str, tmp_path: Path) -> None:
 def test_a_policy_that_forgets_a_page_is_found(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "policies", lambda: {"full": Full, "forgetful": Forgetful})
+    monkeypatch.setattr(
+        module, "available_policies", lambda: {"full": Full, "forgetful": Forgetful}
+    )
     monkeypatch.setattr(module, "_LENGTHS", (63, 111))
     checks = verify(make_model("llama", tmp_path), device="cpu", dtype=dtype)
     assert {check.policy for check in checks if not check.passed} == {"forgetful"}
@@ -109,7 +111,7 @@ def test_quantised_weights_are_judged_by_the_models_own_noise(
 ) -> None:
     """A right checkpoint of bitsandbytes in 4 bits failed 15 of 15 checks."""
     table = {"full": Full} | ({"forgetful": Forgetful} if forgets else {})
-    monkeypatch.setattr(module, "policies", lambda: table)
+    monkeypatch.setattr(module, "available_policies", lambda: table)
     monkeypatch.setattr(module, "_LENGTHS", (63, 111))
     model = load(make_model("llama", tmp_path), device="cpu")
     for layer in model.network.model.modules():
@@ -125,7 +127,7 @@ def test_a_length_looks_beyond_the_cruel_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window or a scaled RoPE that is wrong beyond 128 tokens passed."""
-    monkeypatch.setattr(module, "policies", lambda: {"full": Full})
+    monkeypatch.setattr(module, "available_policies", lambda: {"full": Full})
     monkeypatch.setattr(module, "_LENGTHS", (1, 17))
     model = load(make_model("gemma3", tmp_path, sliding_window=150), device="cpu")
     assert all(check.passed for check in verify(model, length=200))

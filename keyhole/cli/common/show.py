@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from keyhole.cli import colours
+from keyhole.cli.common import colours
 
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Stats

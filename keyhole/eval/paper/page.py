@@ -12,7 +12,7 @@ from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.report import page
 from keyhole.settings_file import SettingsFile
 
-_TEMPLATE = "paper/page.html"
+_TEMPLATE = "paper.html"
 
 
 def write(outcome: PaperOutcome, settings: SettingsFile, path: str | Path) -> None:

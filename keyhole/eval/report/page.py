@@ -73,11 +73,11 @@ def render(lines: Sequence[Line], first: str = "") -> str:
     models = list(dict.fromkeys(cell.place.model for cell in found))
     return (
         environment()
-        .get_template("report_page.html")
+        .get_template("page.html")
         .render(
             first=Markup(first),
             style_sheet=Markup(style_sheet()),
-            script=Markup(_text("report_page.js")),
+            script=Markup(_text("page.js")),
             variable=lambda color: THEME[color][0],
             models=models,
             days=days,
@@ -157,8 +157,7 @@ def style_sheet() -> str:
     night = "".join(f"--{name}: {dark};" for name, _, dark in THEME.values())
     return (
         f":root {{ color-scheme: light dark; {day} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {night} }} }}\n"
-        + _text("report_page.css")
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {night} }} }}\n" + _text("page.css")
     )
 
 

@@ -1,6 +1,6 @@
 """The tables of the report: cells as text, the best of each column, and where a number comes from.
 
-Nothing here knows HTML; `report_page.html` writes what stands here.
+Nothing here knows HTML; `page.html` writes what stands here.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from keyhole.drawing import STYLE, matplotlib, save
@@ -14,10 +13,8 @@ from keyhole.errors import ConfigError
 from keyhole.eval.attention.report import pictures, table
 from keyhole.eval.attention.report.summary import AttentionSetting, places
 from keyhole.eval.report.inline_svg import SVG_STYLE, inline_svg
-from keyhole.eval.report.page import style_sheet
+from keyhole.eval.report.page import environment, style_sheet
 from keyhole.eval.results.line_file import Line
-
-_HERE = Path(__file__).parent
 
 
 def write_page(lines: Sequence[Line], path: str | Path) -> None:
@@ -33,23 +30,20 @@ def render(lines: Sequence[Line]) -> str:
     found = places(lines)
     if not found:
         raise ConfigError("there are no lines to report; run `keyhole eval --suite attention`")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     shown = [
         {"title": table.title(place), "tables": table.tables(place), "pictures": _inline(place, i)}
         for i, place in enumerate(found)
     ]
-    return environment.get_template("page.html").render(
-        style_sheet=Markup(style_sheet()),
-        model=", ".join(dict.fromkeys(place.model for place in found)),
-        places=shown,
-        how_to_read=table.HOW_TO_READ,
-        run=_run(lines),
+    return (
+        environment()
+        .get_template("attention.html")
+        .render(
+            style_sheet=Markup(style_sheet()),
+            model=", ".join(dict.fromkeys(place.model for place in found)),
+            places=shown,
+            how_to_read=table.HOW_TO_READ,
+            run=_run(lines),
+        )
     )
 
 
