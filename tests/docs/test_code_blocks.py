@@ -38,7 +38,10 @@ PAGES = {
 }
 #: What the pages call "your model": its family, and sizes that differ from the smallest.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", {"max_position_embeddings": 4096, "num_hidden_layers": 8}),
+    "Qwen/Qwen2.5-1.5B-Instruct": (
+        "qwen2",
+        {"max_position_embeddings": 4096, "num_hidden_layers": 8},
+    ),
 }
 #: Names that a page's code uses and its prose explains.
 GIVEN = {
