@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import subprocess
 from pathlib import Path
@@ -87,6 +88,16 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert set(re.findall(r"[\w/.-]+\.md", text)) == pages
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.name
+)
+def test_every_name_in_the_reference_is_there(page: Path) -> None:
+    names = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    assert names
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_decisions_are_short_and_numbered_without_a_gap() -> None:
