@@ -98,7 +98,7 @@ sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehavi
 	  ASAN_OPTIONS=detect_leaks=0 .venv/bin/python tests/kernels/sanitized.py build/sanitize/_cpu.*.so
 
 tiny-model: $(READY) ## trains the bundled model again
-	@.venv/bin/python -m keyhole.models.tiny.train --ranks 2
+	@.venv/bin/python -m recipes.tiny_model.train --ranks 2
 
 # The second head begins with the first one, and is the one in the package.
 tiny-head: $(READY) ## trains its retrieval head again

@@ -28,9 +28,9 @@ import keyhole
 from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.bench import measure
 from keyhole.engine.sequence import Sequence
-from keyhole.evaluate.line_file import LineFile
+from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model, load
-from keyhole.models.tiny.tasks import make
 
 NAMES = ("adaptive", "all below")
 _PAGE_SIZE = 16
@@ -90,7 +90,7 @@ def run(model: Model, words: int, texts: int, budget: int, share: float) -> list
         requests = {
             name: [llm.submit(item.prompt, params) for item in items] for name, llm in llms.items()
         }
-        steps: dict[str, list[Step]] = {name: [] for name in NAMES}
+        steps: dict[str, list[StepCost]] = {name: [] for name in NAMES}
         turn = 0
         while any(llm.engine.has_work for llm in llms.values()):
             for name in NAMES if turn % 2 else NAMES[::-1]:
@@ -104,7 +104,7 @@ def run(model: Model, words: int, texts: int, budget: int, share: float) -> list
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepCost:
     """One decode step of all texts: ms, bytes moved, layers below, tokens of the longest text."""
 
     ms: float
@@ -113,7 +113,7 @@ class Step:
     length: int
 
 
-def timed(llm: LLM, requests: list[Sequence]) -> Step | None:
+def timed(llm: LLM, requests: list[Sequence]) -> StepCost | None:
     """Runs a step; None for one that reads a prompt, or that nobody needs any more."""
     engine = llm.engine
     if not engine.has_work:
@@ -126,7 +126,7 @@ def timed(llm: LLM, requests: list[Sequence]) -> Step | None:
     spent = 1e3 * (time.perf_counter() - begin)
     if not decoding or engine.placement is None:
         return None
-    return Step(
+    return StepCost(
         spent,
         sum(one.counters.moved_bytes for one in requests) - moved,
         engine.placement.offloaded,
@@ -134,7 +134,7 @@ def timed(llm: LLM, requests: list[Sequence]) -> Step | None:
     )
 
 
-def summary(steps: dict[str, list[Step]]) -> list[dict[str, Any]]:
+def summary(steps: dict[str, list[StepCost]]) -> list[dict[str, Any]]:
     """For each quarter of the steps: lengths, layers below, bytes moved in a step, and times.
 
     ratio: of the step times, adaptive by all below, median over pairs of steps that stand beside

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from keyhole.bench import measure
-from keyhole.evaluate.attention.report import page, table
-from keyhole.evaluate.attention.report.summary import Place, places
-from keyhole.evaluate.line_file import Line, LineFile
+from keyhole.eval.attention.report import page, table
+from keyhole.eval.attention.report.summary import AttentionSetting, places
+from keyhole.eval.results.line_file import Line, LineFile
 
 LINES = measure.results() / "attention.jsonl"
 PAGE = measure.ROOT / "docs/attention.md"
@@ -72,7 +72,7 @@ def measured(lines: Sequence[Line]) -> str:
     )
 
 
-def _title(place: Place) -> str:
+def _title(place: AttentionSetting) -> str:
     return f"{place.length:,} tokens, budget {place.budget:,}, {place.terms} terms"
 
 

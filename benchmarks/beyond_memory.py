@@ -39,10 +39,10 @@ import torch
 import keyhole
 from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.bench import measure, memory
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
+from keyhole.eval.tiny_language.tasks import is_correct, make, share_before_first_error
 from keyhole.models.loading import Model, load
-from keyhole.models.tiny.tasks import is_correct, make, share_before_first_error
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 
 _STATUS = Path("/proc/self/status")
 _PAGE_SIZE = 16

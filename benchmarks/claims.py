@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import results_page
+from benchmarks.results_page.controls import FILES
 from keyhole.bench import measure
-from keyhole.evaluate import results_page
-from keyhole.evaluate.results_controls import FILES
-from keyhole.policy import policies
+from keyhole.policies import available_policies
 
 SAMPLES = 100
 BUDGETS = "64,128,256"
@@ -42,11 +42,11 @@ TUNED_PLACES = {
 FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"): (512,)}
 #: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
 RECENT_PAGES = (1, 2, 4, 8, 16)
-_METHODS = ",".join(name for name, cls in policies().items() if not cls.dense)
+_METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ClaimPart:
     """flags: of every command. places: as PLACES."""
 
     flags: Sequence[str]
@@ -76,22 +76,22 @@ def _delta() -> str:
 
 
 PARTS = {
-    "equal": Part(
+    "equal": ClaimPart(
         flags=["--terms", "equal", "--policies", _METHODS, "--budgets", BUDGETS], places=PLACES
     ),
-    "tuned": Part(
+    "tuned": ClaimPart(
         flags=[
             *("--terms", "tuned", "--trials", "6", "--tuning-limit", "24"),
             *("--policies", _METHODS, "--budgets", BUDGETS),
         ],
         places=TUNED_PLACES,
     ),
-    "published": Part(
+    "published": ClaimPart(
         flags=["--terms", "published", "--policies", _METHODS, "--budgets", "256"],
         places=FEW_PLACES,
     ),
-    "recency": Part(flags=["--policies", _delta()], places=FEW_PLACES),
-    "lists": Part(
+    "recency": ClaimPart(flags=["--policies", _delta()], places=FEW_PLACES),
+    "lists": ClaimPart(
         flags=[
             *("--terms", "equal", "--budgets", BUDGETS),
             *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.documents [--shape llama-100m] [--documents 4] [--tokens 512] [--repeat 7]
 
-Every method answers in turns (`keyhole.bench.documents`); what is printed, and stored with the
+Every method answers in turns (`benchmarks.paper.documents`); what is printed, and stored with the
 times, is each method's median ratio to `recompute` in the same turn. Adds a line to
 benchmarks/results/documents.jsonl.
 """
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.bench import documents, measure
-from keyhole.bench.documents import RECOMPUTE
+from benchmarks.paper import documents
+from benchmarks.paper.documents import RECOMPUTE
+from keyhole.bench import measure
 from keyhole.bench.settings import DocumentSettings
 from keyhole.bench.shapes import SHAPES
 

@@ -30,19 +30,21 @@ from typing import Any
 import torch
 
 import keyhole
+from benchmarks import results_page
+from benchmarks.results_page import errors as results_errors
+from benchmarks.results_page import first_error
+from benchmarks.results_page.cells import ASKED, BUDGETS
 from keyhole.bench import measure
 from keyhole.config import EngineConfig
-from keyhole.engine.prompt_copies import PromptCopies
-from keyhole.evaluate import first_error, results_errors, results_page
-from keyhole.evaluate.eval_methods import FULL, Budget, Method
-from keyhole.evaluate.eval_run import Evaluation, Grid
-from keyhole.evaluate.line_file import Line, LineFile
-from keyhole.evaluate.results_cells import ASKED, BUDGETS
-from keyhole.evaluate.selection_map import selection_map
-from keyhole.evaluate.tasks import make_task
-from keyhole.evaluate.workload import Answered
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.eval.methods import FULL, Budget, Method
+from keyhole.eval.results.line_file import Line, LineFile
+from keyhole.eval.run import EvalGrid, Evaluation
+from keyhole.eval.tasks import make_task
+from keyhole.eval.trace.selection_map import selection_map
+from keyhole.eval.workloads.workload import Answered
 from keyhole.models.loading import Model, load
-from keyhole.policy import policies
+from keyhole.policies import available_policies
 
 LENGTHS = (1024, 2048, 4096, 8192)
 RECALLS = (0.5, 0.7, 0.9, 0.95, 0.99)
@@ -70,7 +72,7 @@ _SECONDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class GridPart:
     """Cells that are run together: every method at every task and length."""
 
     about: str
@@ -83,49 +85,49 @@ class Part:
 
 
 PARTS = (
-    Part(about="derivations: the discussion", tasks=[_DERIVE], lengths=LENGTHS[:2]),
-    Part(about="look-ups: the discussion", tasks=_LOOK_UPS, lengths=LENGTHS[:2]),
-    Part(about="longer derivations", tasks=[_DERIVE], lengths=LENGTHS[2:]),
-    Part(
+    GridPart(about="derivations: the discussion", tasks=[_DERIVE], lengths=LENGTHS[:2]),
+    GridPart(about="look-ups: the discussion", tasks=_LOOK_UPS, lengths=LENGTHS[:2]),
+    GridPart(about="longer derivations", tasks=[_DERIVE], lengths=LENGTHS[2:]),
+    GridPart(
         about="adaptive budgets",
         tasks=[_DERIVE, _LOOK_UPS[0]],
         lengths=LENGTHS[:3],
         policies=ADAPTIVE,
         adaptive=True,
     ),
-    Part(
+    GridPart(
         about="all budgets, up to 2,048 tokens",
         tasks=ASKED,
         lengths=LENGTHS[:2],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
-    Part(
+    GridPart(
         about="all budgets, 4,096 tokens",
         tasks=ASKED,
         lengths=LENGTHS[2:3],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
-    Part(
+    GridPart(
         about="look-ups at all budgets, 8,192 tokens",
         tasks=_LOOK_UPS,
         lengths=LENGTHS[3:],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
-    Part(
+    GridPart(
         about="derivations at all budgets, 8,192 tokens",
         tasks=[_DERIVE],
         lengths=LENGTHS[3:],
-        policies=tuple(policies()),
+        policies=tuple(available_policies()),
         shares=False,
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class GridCell:
     """A method, its budget with it, at a task and a length; part: from 1, the first that has it."""
 
     part: int
@@ -145,14 +147,14 @@ class Cell:
         return self.task, self.length, self.method.label, self.tokens
 
 
-def grid(parts: Sequence[Part] = PARTS) -> list[Cell]:
+def grid(parts: Sequence[GridPart] = PARTS) -> list[GridCell]:
     """All cells in the order in which they are worth most, each once, full attention first."""
-    found: dict[tuple[object, ...], Cell] = {}
+    found: dict[tuple[object, ...], GridCell] = {}
     for number, part in enumerate(parts, start=1):
         for task in part.tasks:
             for length in part.lengths:
                 for method in (FULL, *_methods(part, length)):
-                    cell = Cell(
+                    cell = GridCell(
                         part=number,
                         task=task,
                         length=length,
@@ -163,7 +165,7 @@ def grid(parts: Sequence[Part] = PARTS) -> list[Cell]:
     return list(found.values())
 
 
-def _methods(part: Part, length: int) -> Iterator[Method]:
+def _methods(part: GridPart, length: int) -> Iterator[Method]:
     for name in part.policies:
         if name == FULL.name:
             continue
@@ -187,7 +189,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", type=int, default=numbers, choices=numbers)
     parser.add_argument("--tasks", nargs="+", default=ASKED, choices=ASKED)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
-    parser.add_argument("--policies", nargs="+", default=[*policies()], choices=[*policies()])
+    parser.add_argument(
+        "--policies", nargs="+", default=[*available_policies()], choices=[*available_policies()]
+    )
     parser.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: all")
     parser.add_argument("--samples", type=int, help=f"in a cell; default: {_SAMPLES}")
     parser.add_argument("--hours", type=float, help="stop after these, between two cells")
@@ -214,7 +218,7 @@ def main() -> None:
         results_page.write(measure.results(), measure.ROOT / "docs")
 
 
-def chosen(arguments: argparse.Namespace) -> list[Cell]:
+def chosen(arguments: argparse.Namespace) -> list[GridCell]:
     """The cells that were asked for, and full attention beside them."""
     return [
         dataclasses.replace(cell, samples=arguments.samples or cell.samples)
@@ -227,7 +231,7 @@ def chosen(arguments: argparse.Namespace) -> list[Cell]:
     ]
 
 
-class Header:
+class RunHeader:
     """What a line says of how it was measured; `cpu_seconds`: since the line before."""
 
     def __init__(self, note: str) -> None:
@@ -243,19 +247,19 @@ class Header:
 
 
 def run(
-    model: Model, cells: Sequence[Cell], file: LineFile, seconds: float, note: str
+    model: Model, cells: Sequence[GridCell], file: LineFile, seconds: float, note: str
 ) -> list[Line]:
     """Measures what the file lacks, until the time is over; the lines of what was come to."""
     begin, lines = time.monotonic(), []
     workloads: dict[str, Answered] = {}
-    copies = PromptCopies(_PROMPT_MEMORY)
+    copies = SharedPromptCache(_PROMPT_MEMORY)
     for cell in readers_first(cells, file.lines):
         if time.monotonic() - begin >= seconds:
             print("the time is over; the same command goes on", file=sys.stderr)
             break
         if cell.task not in workloads:
             workloads = {cell.task: Answered(make_task(cell.task), model)}
-        one = Grid(
+        one = EvalGrid(
             workloads=[workloads[cell.task]],
             lengths=[cell.length],
             setups=[ASKED[cell.task].setup],
@@ -263,7 +267,7 @@ def run(
             samples=cell.samples,
             config=EngineConfig(max_batch=_AT_ONCE[cell.task == _DERIVE], prefix_cache=False),
         )
-        outcome = Evaluation(model, one, file, Header(note), copies).run()
+        outcome = Evaluation(model, one, file, RunHeader(note), copies).run()
         for refused in outcome.refused:
             print(f"{cell.task} {cell.length}: {refused['error']}", file=sys.stderr)
         line = outcome.lines[-1]
@@ -277,22 +281,22 @@ def run(
     return lines
 
 
-def readers_first(cells: Sequence[Cell], lines: Sequence[Line]) -> list[Cell]:
+def readers_first(cells: Sequence[GridCell], lines: Sequence[Line]) -> list[GridCell]:
     """Where several cells in turn begin with the same prompts, one with a head before the others.
 
     What it reads serves all of them; without a head's keys it would be read again for the head.
     """
-    found: list[Cell] = []
+    found: list[GridCell] = []
     for _, same in itertools.groupby(cells, lambda cell: (cell.task, cell.length)):
         group = list(same)
         lacking = [cell for cell in group if not _stored(cell, lines)]
-        reader = next((c for c in lacking if policies()[c.method.name].wants_head), None)
+        reader = next((c for c in lacking if available_policies()[c.method.name].wants_head), None)
         first = [] if reader is None else [reader]
         found += first + [cell for cell in group if cell is not reader]
     return found
 
 
-def plan(cells: Sequence[Cell], file: LineFile) -> str:
+def plan(cells: Sequence[GridCell], file: LineFile) -> str:
     """What is to be done, part by part, and about how long it takes."""
     found = [_stored(cell, file.lines) for cell in cells]
     missing = [cell for cell, there in zip(cells, found, strict=True) if not there]
@@ -316,7 +320,7 @@ def plan(cells: Sequence[Cell], file: LineFile) -> str:
     return "\n".join([*texts, f"{len(missing)} cells, {hours:.1f} h"])
 
 
-def seconds(cell: Cell, lines: Iterable[Line]) -> float:
+def seconds(cell: GridCell, lines: Iterable[Line]) -> float:
     """Processor time of a cell, from stored lines of the task and length if there are any.
 
     Full attention, which may have read the prompts for all, is a kind of its own.
@@ -332,7 +336,7 @@ def seconds(cell: Cell, lines: Iterable[Line]) -> float:
     return cell.samples * _SECONDS[cell.task == _DERIVE].get(cell.length, 0.0)
 
 
-def _stored(cell: Cell, lines: Iterable[Line]) -> bool:
+def _stored(cell: GridCell, lines: Iterable[Line]) -> bool:
     """By name: whether weights and settings are the same, too, `Evaluation` looks itself."""
     return any(
         (line["task"], line["length"], line["method"]) == cell.known_by[:3]
@@ -351,7 +355,7 @@ def look_into(model: Model, file: LineFile, errors: LineFile, note: str) -> list
         if errors.find(fields, 0) is not None:
             continue
         policy = Method(label="", name=line["policy"], settings={"token_budget": line["budget"]})
-        header, found = Header(note), []
+        header, found = RunHeader(note), []
         for seed in fields["seeds"]:
             one = first_error.find(
                 model,
@@ -384,7 +388,12 @@ def _wrong(lines: Iterable[Line]) -> Iterator[tuple[Line, list[int]]]:
     latest = {(at["task"], at["length"], at["method"], at["budget"]): at for at in lines}
     for (task, length, method, budget), line in latest.items():
         full = latest.get((task, length, FULL.label, None))
-        if method not in policies() or budget != length // 8 or length > _LONGEST or full is None:
+        if (
+            method not in available_policies()
+            or budget != length // 8
+            or length > _LONGEST
+            or full is None
+        ):
             continue
         both = zip(line["scores"], full["scores"], strict=False)
         if wrong := [seed for seed, scores in enumerate(both) if scores == (0, 1)]:

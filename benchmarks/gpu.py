@@ -3,7 +3,7 @@
     1  tests of kernels: those in Triton and those of torch equal their twins
     2  the decode benchmark on the device
     3  trains the bundled model there, goes on where it was left, and exports it
-    4  to 12: the papers' headline settings, in the order of `keyhole.bench.headlines`
+    4  to 12: the papers' headline settings, in the order of `benchmarks.paper.settings`
     13 tests of CUDA graphs, and of layers on the host
     14 tests of the engine: it equals transformers, and itself on the CPU
     15 all other tests marked `gpu`
@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from keyhole.bench.headlines import HEADLINES
+from benchmarks.paper.settings import HEADLINES
 
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / "runs/tiny-gpu"
@@ -80,7 +80,7 @@ ORDER = (*TESTS, 2, *SETTINGS, _TRAINING)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class GpuPart:
     """A number, what it is, its share of the time, its commands, and what they need around them.
 
     least_s: with less left it is not begun. small: what stands for the commands without a device.
@@ -96,7 +96,7 @@ class Part:
     after: Callable[[], None] = lambda: None
 
 
-def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
+def parts(out: Path | None, work: Path, limit_s: float) -> list[GpuPart]:
     """All parts; results go below `out`, the training runs in `work`."""
     results = out or ROOT / "benchmarks/results"
     state = out / "tiny" if out else STATE
@@ -108,14 +108,14 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
     # What the time limit allows.
     decode += ["--device", "cuda", "--repeat", "21", "--contexts", "2048,8192,32768"]
     decode += ["--output", str(results / "decode.jsonl")]
-    train = [*python, "keyhole.models.tiny.train", "--out", str(work)]
+    train = [*python, "recipes.tiny_model.train", "--out", str(work)]
     small_train = [*train, "--minutes", "0.05"]
     train += ["--device", "cuda"]
     train += ["--batch-scale", "8", "--workers", "8"]
     train += ["--minutes", f"{max(0.1, (limit_s - _AROUND_TRAINING_S) / 60):.2f}"]
     if pieces(STATE / "training.pt"):
         train.append("--resume")
-    export = [*python, "keyhole.models.tiny.export", "--run", str(work)]
+    export = [*python, "recipes.tiny_model.export", "--run", str(work)]
     export += ["--out", str(work / "checkpoint")]
     headlines = [*python, "benchmarks.headlines"]
     small_headlines = [*headlines, "--small", "--device", "cpu"]
@@ -123,7 +123,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
     headlines += ["--output", str(results / "headlines.jsonl")]
     return [
         *(
-            Part(
+            GpuPart(
                 number=number,
                 title=title,
                 limit_s=_ALONE_S,
@@ -133,7 +133,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             )
             for number, (title, _) in TESTS.items()
         ),
-        Part(
+        GpuPart(
             number=2,
             title="decode benchmark",
             limit_s=_DECODE_S,
@@ -142,7 +142,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             small=[small_decode],
         ),
         *(
-            Part(
+            GpuPart(
                 number=number,
                 title=name,
                 limit_s=_ALONE_S,
@@ -152,7 +152,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[Part]:
             )
             for number, name in SETTINGS.items()
         ),
-        Part(
+        GpuPart(
             number=_TRAINING,
             title="training of the bundled model",
             limit_s=_BUDGET_S,
@@ -205,7 +205,7 @@ def run_parts(numbers: Iterable[int], out: Path | None, work: Path) -> bool:
     return good
 
 
-def run(part: Part, limit_s: float) -> bool:
+def run(part: GpuPart, limit_s: float) -> bool:
     """Runs the commands one after the other within the limit; whether all went well."""
     print(f"== part {part.number}: {part.title}, at most {limit_s:.0f} s", flush=True)
     begin, good = time.monotonic(), True
@@ -233,7 +233,7 @@ def environment() -> dict[str, str]:
     return os.environ | ours | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
-def dry_run(chosen: list[Part]) -> bool:
+def dry_run(chosen: list[GpuPart]) -> bool:
     """All that can be checked without a device: imports, arguments, tests' names, tiny shapes."""
     print("no CUDA device here: a dry run")
     good = True

@@ -21,12 +21,13 @@ from random import Random
 import torch
 
 import keyhole
+from benchmarks.results_page import head_table
 from keyhole.bench import measure
-from keyhole.evaluate import head_recall, head_table
-from keyhole.evaluate.head_recall import Text
+from keyhole.eval import head_recall
+from keyhole.eval.head_recall import RecallText
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.eval.tiny_language.vocabulary import BOS, EOS, WORD_IDS
 from keyhole.models.loading import load
-from keyhole.models.tiny.tasks import make
-from keyhole.models.tiny.vocabulary import BOS, EOS, WORD_IDS
 from keyhole.retrieval.head import RetrievalHead
 
 BUDGETS = (64, 128, 256, 512, 1024)
@@ -39,14 +40,14 @@ OUTPUT = measure.results() / "head-recall.jsonl"
 PICTURE = measure.ROOT / "docs/images/head-recall.png"
 
 
-def text(task: str, length: int, seed: int) -> Text:
+def text(task: str, length: int, seed: int) -> RecallText:
     """An item with its answer; rows are tokens of the answer, at most MOST_ROWS of them."""
     item = make(task, length, seed)
     prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
     answer = [WORD_IDS[word] for word in [*item.answer.split(), EOS]]
     places = range(len(prompt), len(prompt) + len(answer) - 1)
     rows = Random(seed).sample(places, min(MOST_ROWS, len(places)))
-    return Text(token_ids=prompt + answer, rows=sorted(rows))
+    return RecallText(token_ids=prompt + answer, rows=sorted(rows))
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 
 import keyhole
+from benchmarks.results_page import head_table
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
-from keyhole.evaluate import head_table
+from keyhole.eval.tiny_language.tasks import Item, is_correct, make
 from keyhole.models.loading import Model, load
-from keyhole.models.tiny.tasks import Item, is_correct, make
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 
 CASES = (("recall", 512), ("recall", 2048), ("derive", 512), ("derive", 1024))
 POLICIES = ("spe_context", "delta", "quest", "streaming_llm")

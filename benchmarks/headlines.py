@@ -1,4 +1,4 @@
-"""The papers' headline settings on this machine: `keyhole.bench.headlines` says which these are.
+"""The papers' headline settings on this machine: `benchmarks.paper.settings` says which these are.
 
     python -m benchmarks.headlines delta_figure_4 [--device cuda] [--note TEXT]
     python -m benchmarks.headlines --small
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.bench import headline, measure, memory
-from keyhole.bench.headlines import HEADLINES
-from keyhole.cli import flags, show
+from benchmarks.paper import setting
+from benchmarks.paper.settings import HEADLINES
+from keyhole.bench import measure, memory
+from keyhole.cli.common import flags, show
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     line = measure.header("headline", device, arguments.note, keyhole.__version__)
     line["command"] = shlex.join(["python", "-m", "benchmarks.headlines", *sys.argv[1:]])
     begin = time.monotonic()
-    line |= headline.measured(name, str(device), _report, small=arguments.small)
+    line |= setting.measured(name, str(device), _report, small=arguments.small)
     line["seconds"] = round(time.monotonic() - begin)
     rows = [[system, f"{speed:.4g}"] for system, speed in line["speeds"].items()]
     print(show.table(["system", line["unit"]], rows))

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.evaluate.document_tasks import DocumentItem, exact_match, make
-from keyhole.evaluate.paired import gain, wilson
+from keyhole.eval.results.paired import gain, wilson
+from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make
 from tests.reuse import oracle, plain, plain_methods, published
 
 _BLOCK, _SHAPE = 16, (2, 320)
@@ -52,7 +52,7 @@ class Network(plain.Network):
 
 
 @dataclass
-class Case:
+class DifferenceCase:
     """A question; what several variants need is made once."""
 
     network: Network
@@ -95,7 +95,7 @@ class Case:
 
 
 #: Rightness and error of an answer.
-Variant = Callable[[Case], tuple[int, float]]
+Variant = Callable[[DifferenceCase], tuple[int, float]]
 
 
 def cacheblend(
@@ -107,7 +107,7 @@ def cacheblend(
     the token that begins a text, which is dropped.
     """
 
-    def answer(case: Case) -> tuple[int, float]:
+    def answer(case: DifferenceCase) -> tuple[int, float]:
         chunks = case.alone(case.tokenizer.bos_token_id if bos else None)
         suffix = chunks.question if whole else 1
         among = len(chunks.ids) - chunks.starts[1] - suffix
@@ -124,7 +124,7 @@ def cacheblend(
 def epic(initial: int, local: int = 0, *, bos: bool = False) -> Variant:
     """EPIC; bos: each document keeps the token that begins a text."""
 
-    def answer(case: Case) -> tuple[int, float]:
+    def answer(case: DifferenceCase) -> tuple[int, float]:
         chunks = case.alone()
         if bos:
             prefix, *documents, question = case.parts
@@ -141,7 +141,7 @@ def epic(initial: int, local: int = 0, *, bos: bool = False) -> Variant:
 def by_plan(plan: Callable[..., plain_methods.Choice], **settings: Any) -> Variant:
     """A choice of blocks; `plan` is given the prompt and these settings."""
 
-    def answer(case: Case) -> tuple[int, float]:
+    def answer(case: DifferenceCase) -> tuple[int, float]:
         prefix, *documents, question = case.parts
         records = case.once(
             "records", lambda: [plain.encode(case.network, ids, _BLOCK) for ids in documents]
@@ -247,7 +247,7 @@ def count(network: Network, tokenizer: Any, group: str, items: int) -> list[dict
     found: list[dict[str, Any]] = [{"variant": v, "right": [], "errors": []} for v in variants]
     for seed in tqdm(range(items), desc=group, disable=None):
         item = make(question, where=where, num_documents=number, words=words, seed=seed)
-        case = Case(network, tokenizer, item)
+        case = DifferenceCase(network, tokenizer, item)
         for result, variant in zip(found, variants.values(), strict=True):
             right, error = variant(case)
             result["right"].append(right)

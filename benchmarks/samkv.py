@@ -33,11 +33,12 @@ import torch
 from tqdm import tqdm
 
 import keyhole
+from benchmarks.document_reuse import equal as document_equal
+from benchmarks.document_reuse import page
+from benchmarks.document_reuse.methods import ABLATION, EQUAL, METHODS, Variant
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
-from keyhole.evaluate import document_equal, document_page
-from keyhole.evaluate.document_methods import ABLATION, EQUAL, METHODS, Variant
-from keyhole.evaluate.document_tasks import DocumentItem, exact_match, make, token_f1
+from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make, token_f1
 from keyhole.reuse import make_reuse
 
 #: Kind of question, and where in their documents the sentences stand that it needs.
@@ -93,7 +94,7 @@ def main() -> None:
                     else:
                         _cell(llm, kind, shape, variants, arguments)
     docs = measure.ROOT / "docs"
-    document_page.write(document_page.stored(OUTPUT), docs)
+    page.write(page.stored(OUTPUT), docs)
     document_equal.write(document_equal.stored(EQUAL_OUTPUT), docs)
 
 
@@ -102,7 +103,7 @@ def _cell(
 ) -> None:
     """One line, unless it is there."""
     block_size, items = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64), arguments.items
-    known = document_page.stored(arguments.output).get((kind, shape))
+    known = page.stored(arguments.output).get((kind, shape))
     if known is not None and not arguments.again and known["items"] >= items:
         there = {result["method"] for result in known["results"]}
         missing = {name: variant for name, variant in variants.items() if name not in there}
@@ -115,7 +116,7 @@ def _cell(
     line = _line(kind, shape, items, block_size, arguments)
     line["results"] = count(llm, kind, shape, variants, items, block_size)
     measure.append(arguments.output, line)
-    print(document_page.cell(line), flush=True)
+    print(page.cell(line), flush=True)
 
 
 def _equal_cell(llm: LLM, kind: str, shape: str, arguments: argparse.Namespace) -> None:
@@ -130,7 +131,7 @@ def _equal_cell(llm: LLM, kind: str, shape: str, arguments: argparse.Namespace) 
     matches = {name: other for name, (_, other) in EQUAL.items() if other is not None}
     line["results"] = count(llm, kind, shape, variants, items, block_size, matches)
     measure.append(arguments.output, line)
-    print(document_page.cell(line), flush=True)
+    print(page.cell(line), flush=True)
 
 
 def _line(

@@ -1,7 +1,7 @@
 """Many requests at once: prompts of any length, and a start that they share is computed once."""
 
 from keyhole import LLM, Delta, SamplingParams
-from keyhole.models.tiny.tasks import make, shared
+from keyhole.eval.tiny_language.tasks import make, shared
 
 llm = LLM("tiny", policy=Delta(token_budget=128), max_batch=4)
 

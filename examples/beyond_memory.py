@@ -3,7 +3,7 @@
 import tempfile
 
 from keyhole import LLM, Delta, SamplingParams
-from keyhole.models.tiny.tasks import make
+from keyhole.eval.tiny_language.tasks import make
 
 question = make("derive", 977, seed=0)
 params = SamplingParams(max_tokens=700, temperature=0.0)

@@ -2,9 +2,9 @@
 
 import keyhole
 from keyhole import LLM, SamplingParams
+from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import load
-from keyhole.models.tiny.tasks import make
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 
 BUDGET = 128
 items = [make("multikey", 1024, seed) for seed in range(4)]
@@ -12,7 +12,7 @@ params = SamplingParams(max_tokens=16)
 
 model = load("tiny")  # loaded once; the engines share its weights
 print("policy           right   keys read")
-for name in keyhole.policies():
+for name in keyhole.available_policies():
     settings = {} if name == "full" else {"token_budget": BUDGET}
     llm = LLM(model, make_policy(name, settings))
     results = llm.generate([item.prompt for item in items], params)

@@ -3,7 +3,7 @@
 import tempfile
 
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.evaluate.document_tasks import make
+from keyhole.eval.tiny_language.documents import make
 
 # Without documents=, they go to the user's cache folder and stay there.
 place = tempfile.TemporaryDirectory()

@@ -1,7 +1,7 @@
 """Answer a question about a long text, reading a fraction of it at every step."""
 
 from keyhole import LLM, Delta, SamplingParams
-from keyhole.models.tiny.tasks import make
+from keyhole.eval.tiny_language.tasks import make
 
 llm = LLM("tiny", policy=Delta(token_budget=256))
 

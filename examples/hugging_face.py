@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import Delta
-from keyhole.models.tiny.tasks import make
+from keyhole.eval.tiny_language.tasks import make
 
 model = AutoModelForCausalLM.from_pretrained(keyhole.tiny())
 tokenizer = AutoTokenizer.from_pretrained(keyhole.tiny(), padding_side="left")

@@ -1,8 +1,8 @@
 """How a policy changes what the model thinks: log-probabilities beside those of full attention."""
 
 from keyhole import LLM, Delta, SamplingParams, StreamingLLM
+from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import load
-from keyhole.models.tiny.tasks import make
 
 model = load("tiny")
 prompt = make("recall", 1024, seed=2).prompt

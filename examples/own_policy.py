@@ -7,8 +7,8 @@ import torch
 
 from keyhole import LLM, Policy, SamplingParams, kernels
 from keyhole.config import setting
-from keyhole.models.tiny.tasks import make
-from keyhole.policy.base import Selection, Step
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.policies.base import Selection, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class OldestAndNewest(Policy):
         """The same pages for all heads and layers."""
         pages = self.token_budget // step.page_size
         scores = step.lengths.new_zeros((len(step.lengths), 1, step.page_table.shape[1])).float()
-        return kernels.top_indices(
+        return kernels.top_k(
             scores, step.pages, pages, step.page_size, first=pages // 2, last=pages - pages // 2
         )
 

@@ -9,7 +9,7 @@ import tempfile
 
 import keyhole
 from keyhole import LLM, SamplingParams
-from keyhole.evaluate.document_tasks import exact_match, make
+from keyhole.eval.tiny_language.documents import exact_match, make
 from keyhole.reuse import make_reuse
 
 place = tempfile.TemporaryDirectory()
@@ -22,7 +22,7 @@ for kind in ("one", "needs_each_other"):
         for name, text in zip(item.names, item.documents, strict=True):
             llm.documents.add(name, text, block_size=32)
     print(f"{kind:17} right   kept  computed  first token")
-    for method in keyhole.reuses():
+    for method in keyhole.available_reuse_methods():
         reuse = make_reuse(method, {"block_size": 32} if method == "sam_kv" else {})
         results = [llm.ask(i.question, i.names, reuse=reuse, params=params) for i in items]
         right = sum(exact_match(i, r.text) for i, r in zip(items, results, strict=True))

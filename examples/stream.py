@@ -1,7 +1,7 @@
 """Print a long derivation as it comes; leaving the loop early would free the request."""
 
 from keyhole import LLM, Delta, SamplingParams
-from keyhole.models.tiny.tasks import make
+from keyhole.eval.tiny_language.tasks import make
 
 llm = LLM("tiny", policy=Delta(token_budget=128))
 item = make("derive", 512, seed=0)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from keyhole.async_llm import AsyncLLM
     from keyhole.config import SamplingParams
-    from keyhole.engine.async_llm import AsyncLLM
-    from keyhole.engine.context import Reused
-    from keyhole.engine.llm import LLM
+    from keyhole.engine.documents.context import Reused
     from keyhole.engine.result import Piece, Result
     from keyhole.engine.sequence import Stats
     from keyhole.errors import (
@@ -33,58 +32,59 @@ if TYPE_CHECKING:
     )
     from keyhole.hf.run import SparseRun, SparseStats
     from keyhole.hf.sparse import sparse
-    from keyhole.policy import policies
-    from keyhole.policy.base import Policy
-    from keyhole.policy.clusterkv import ClusterKV
-    from keyhole.policy.delta import Delta
-    from keyhole.policy.full import Full
-    from keyhole.policy.infllm import InfLLM
-    from keyhole.policy.omnikv import OmniKV
-    from keyhole.policy.quest import Quest
-    from keyhole.policy.raas import RaaS
-    from keyhole.policy.shadowkv import ShadowKV
-    from keyhole.policy.sliding_window import SlidingWindow
-    from keyhole.policy.spe_context import SpeContext
-    from keyhole.policy.streaming_llm import StreamingLLM
-    from keyhole.policy.tidal_decode import TidalDecode
-    from keyhole.reuse import reuses
+    from keyhole.llm import LLM
+    from keyhole.policies import available_policies
+    from keyhole.policies.base import Policy
+    from keyhole.policies.clusterkv import ClusterKV
+    from keyhole.policies.controls.full import Full
+    from keyhole.policies.controls.sliding_window import SlidingWindow
+    from keyhole.policies.delta import Delta
+    from keyhole.policies.infllm import InfLLM
+    from keyhole.policies.omnikv import OmniKV
+    from keyhole.policies.quest import Quest
+    from keyhole.policies.raas import RaaS
+    from keyhole.policies.shadowkv import ShadowKV
+    from keyhole.policies.spe_context import SpeContext
+    from keyhole.policies.streaming_llm import StreamingLLM
+    from keyhole.policies.tidal_decode import TidalDecode
+    from keyhole.reuse import available_reuse_methods
     from keyhole.reuse.base import Reuse
     from keyhole.reuse.cacheblend import CacheBlend
     from keyhole.reuse.epic import Epic
+    from keyhole.reuse.full_reuse import PlainReuse
     from keyhole.reuse.multi_infllm import MultiInfLLM
-    from keyhole.reuse.plain import PlainReuse
     from keyhole.reuse.recompute import Recompute
     from keyhole.reuse.sam_kv import SamKV
 
 _PLACES = {
-    "LLM": "keyhole.engine.llm",
-    "AsyncLLM": "keyhole.engine.async_llm",
+    "LLM": "keyhole.llm",
+    "AsyncLLM": "keyhole.async_llm",
     "Result": "keyhole.engine.result",
     "Piece": "keyhole.engine.result",
     "Stats": "keyhole.engine.sequence",
-    "Reused": "keyhole.engine.context",
+    "Reused": "keyhole.engine.documents.context",
     "sparse": "keyhole.hf.sparse",
     "SparseRun": "keyhole.hf.run",
     "SparseStats": "keyhole.hf.run",
     "SamplingParams": "keyhole.config",
-    "Policy": "keyhole.policy.base",
-    "policies": "keyhole.policy",
-    "Full": "keyhole.policy.full",
-    "SlidingWindow": "keyhole.policy.sliding_window",
-    "StreamingLLM": "keyhole.policy.streaming_llm",
-    "Quest": "keyhole.policy.quest",
-    "SpeContext": "keyhole.policy.spe_context",
-    "Delta": "keyhole.policy.delta",
-    "TidalDecode": "keyhole.policy.tidal_decode",
-    "OmniKV": "keyhole.policy.omnikv",
-    "InfLLM": "keyhole.policy.infllm",
-    "RaaS": "keyhole.policy.raas",
-    "ClusterKV": "keyhole.policy.clusterkv",
-    "ShadowKV": "keyhole.policy.shadowkv",
+    "Policy": "keyhole.policies.base",
+    "available_policies": "keyhole.policies",
+    "Full": "keyhole.policies.controls.full",
+    "SlidingWindow": "keyhole.policies.controls.sliding_window",
+    "StreamingLLM": "keyhole.policies.streaming_llm",
+    "Quest": "keyhole.policies.quest",
+    "SpeContext": "keyhole.policies.spe_context",
+    "Delta": "keyhole.policies.delta",
+    "TidalDecode": "keyhole.policies.tidal_decode",
+    "OmniKV": "keyhole.policies.omnikv",
+    "InfLLM": "keyhole.policies.infllm",
+    "RaaS": "keyhole.policies.raas",
+    "ClusterKV": "keyhole.policies.clusterkv",
+    "ShadowKV": "keyhole.policies.shadowkv",
     "Reuse": "keyhole.reuse.base",
-    "reuses": "keyhole.reuse",
+    "available_reuse_methods": "keyhole.reuse",
     "Recompute": "keyhole.reuse.recompute",
-    "PlainReuse": "keyhole.reuse.plain",
+    "PlainReuse": "keyhole.reuse.full_reuse",
     "SamKV": "keyhole.reuse.sam_kv",
     "CacheBlend": "keyhole.reuse.cacheblend",
     "Epic": "keyhole.reuse.epic",
@@ -137,8 +137,8 @@ __all__ = [
     "StreamingLLM",
     "TidalDecode",
     "UnknownNameError",
-    "policies",
-    "reuses",
+    "available_policies",
+    "available_reuse_methods",
     "sparse",
     "tiny",
 ]

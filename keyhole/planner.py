@@ -2,7 +2,7 @@
 
 SpeContext (2025), section 6. Eq. 6 is the memory with every layer's keys and values resident,
 Eq. 7 with some layers offloaded (RAM or disk), where each keeps a resident buffer of `token_budget`
-tokens; Eq. 8 asks for the fewest offloaded layers. `MemoryModel.thresholds` is Algorithm 1, `Plan`
+tokens; Eq. 8 asks for the fewest offloaded layers. `MemoryModel.thresholds` is Algorithm 1, `MemoryPlan`
 is what Algorithm 2 asks while a text grows, and asks in reverse when texts have ended. All sizes
 are bytes.
 
@@ -137,7 +137,7 @@ class MemoryModel:
         staging_bytes: int = 0,
         runtime_bytes: int = 0,
     ) -> MemoryModel:
-        """The terms of our own engine; `keyhole.cache.footprint` has layers and page data.
+        """The terms of our own engine; `keyhole.cache.kv_size` has layers and page data.
 
         Weights count once, repeat_kv is never done, and the head keeps keys only. They are side
         data of a page, as the policy's are: `page_data_bytes` of all layers and of the head.
@@ -231,7 +231,7 @@ class MemoryModel:
 
         CapacityError if they do not fit, however many are below.
         """
-        return Plan(model=self, memory=memory).offloaded(length)
+        return MemoryPlan(model=self, memory=memory).offloaded(length)
 
     def largest_batch(self, length: int, memory: int, offloaded: int | None = None) -> int:
         """The most requests of `length` tokens that fit with so many offloaded layers; 0: none.
@@ -259,7 +259,7 @@ class MemoryModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PlanRow:
     """What a plan says of one length.
 
     offloaded: number of layers; None if the texts do not fit. upper_bytes, lower_bytes: resident
@@ -276,7 +276,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """A memory model at a given memory: what Algorithm 2 asks before each step.
 
     memory: bytes for all terms of the model, weights included; `for_cache` takes those for the KV
@@ -296,7 +296,7 @@ class Plan:
             )
 
     @classmethod
-    def for_cache(cls, model: MemoryModel, memory: int) -> Plan:
+    def for_cache(cls, model: MemoryModel, memory: int) -> MemoryPlan:
         """The plan for so many bytes of KV cache, beside weights and what a step computes with."""
         return cls(model=model, memory=memory + model.beside_bytes)
 
@@ -354,7 +354,7 @@ class Plan:
             offloaded -= 1
         return offloaded
 
-    def rows(self, lengths: Iterable[int]) -> tuple[Row, ...]:
+    def rows(self, lengths: Iterable[int]) -> tuple[PlanRow, ...]:
         """A row per length."""
         return tuple(self._row(length) for length in lengths)
 
@@ -379,10 +379,10 @@ class Plan:
         """For each number of offloaded layers, the most pages that fit with it or with fewer."""
         return tuple(max(self.capacities[: i + 1]) for i in range(len(self.capacities)))
 
-    def _row(self, length: int) -> Row:
+    def _row(self, length: int) -> PlanRow:
         model = self.model
         found = self.offloaded_for(model.pages(length))
-        return Row(
+        return PlanRow(
             length=length,
             offloaded=found,
             upper_bytes=None if found is None else model.bytes(length, found),

@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from keyhole import LLM, SamplingParams, sparse
 from keyhole.cli import docs
-from keyhole.engine.asking import assemble
+from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import KeyholeError
 from keyhole.models.loading import Model
-from keyhole.policy import make_policy, policies
-from keyhole.policy.base import Policy
-from keyhole.reuse import make_reuse, reuses
+from keyhole.policies import available_policies, make_policy
+from keyhole.policies.base import Policy
+from keyhole.reuse import available_reuse_methods, make_reuse
 from tests.checkpoints import PAD, make_model
-from tests.policy.models import VOCAB, prompt, with_head
+from tests.policies.models import VOCAB, prompt, with_head
 
 PAGE_OF_METHODS = "docs/methods.md"
 _DEEP = {"num_hidden_layers": 6, "vocab_size": VOCAB, "max_position_embeddings": 512}
@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 PAGE, COUNT = 4, 8
 #: None: an ordinary prompt, "sparse": transformers' generate, others: reuse methods.
 PLAIN, SPARSE = "prompt", "keyhole.sparse"
-WAYS = (PLAIN, SPARSE, *reuses())
+WAYS = (PLAIN, SPARSE, *available_reuse_methods())
 SMALL, LARGE = {"token_budget": 16}, {"token_budget": 192}
 REQUESTS = (prompt(9), prompt(90), prompt(33))
 DOCUMENTS = {"a": prompt(37, 1), "b": prompt(18, 1), "c": prompt(29, 1)}
@@ -72,7 +72,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All of them."""
-    every = itertools.product(policies(), FAMILIES, WAYS, (False, True))
+    every = itertools.product(available_policies(), FAMILIES, WAYS, (False, True))
     return [Cell(*parts) for parts in every if parts[2:] != (SPARSE, True)]
 
 
@@ -121,7 +121,7 @@ class Lab:
 
     def logits(self, cell: Cell, settings: dict[str, int], rows: Iterable[int]) -> list[Tensor]:
         """[COUNT, vocabulary] of every request."""
-        cls = policies()[cell.policy]
+        cls = available_policies()[cell.policy]
         names = {field.name for field in dataclasses.fields(cls)}
         policy = make_policy(cell.policy, {k: v for k, v in settings.items() if k in names})
         if cell.way == SPARSE:
@@ -136,7 +136,7 @@ class Lab:
             model = self.model(cell.family)
             if cell.lower:
                 roomy = LLM(model, policy, memory="1GiB", offload=lower, **settings)
-                memory = _memory(roomy, stored=cell.way in reuses())
+                memory = _memory(roomy, stored=cell.way in available_reuse_methods())
                 settings |= {"memory": memory, "offload": lower}
             llm = LLM(model, policy, **settings)
             if cell.lower:
@@ -193,7 +193,7 @@ class Lab:
 
 
 def _reuse(name: str) -> Any:
-    cls = reuses()[name]
+    cls = available_reuse_methods()[name]
     small = {"block_size": PAGE, "num_initial": 6, "num_local": 6, "num_blocks": 2}
     names = {field.name for field in dataclasses.fields(cls)}
     return make_reuse(name, {k: v for k, v in small.items() if k in names})
@@ -231,12 +231,14 @@ def render(found: dict[Cell, str | None]) -> str:
         "prompt": lambda cell: cell.way == PLAIN and not cell.lower,
         "offloaded": lambda cell: cell.way == PLAIN and cell.lower,
         "`keyhole.sparse`": lambda cell: cell.way == SPARSE,
-        "stored documents": lambda cell: cell.way in reuses() and not cell.lower,
-        "stored documents, offloaded": lambda cell: cell.way in reuses() and cell.lower,
+        "stored documents": lambda cell: cell.way in available_reuse_methods() and not cell.lower,
+        "stored documents, offloaded": lambda cell: (
+            cell.way in available_reuse_methods() and cell.lower
+        ),
     }
     reasons: list[str] = []
     rows = []
-    for name in policies():
+    for name in available_policies():
         texts = []
         for chosen in columns.values():
             mine = {c: why for c, why in found.items() if c.policy == name and chosen(c)}
@@ -260,12 +262,18 @@ def _text(found: dict[Cell, str | None], reasons: list[str]) -> str:
     parts = []
     for number, places in refused.items():
         families = [f for f in FAMILIES if any(place.startswith(f + "/") for place in places)]
-        ways = [way for way in reuses() if any(place.endswith("/" + way) for place in places)]
+        ways = [
+            way
+            for way in available_reuse_methods()
+            if any(place.endswith("/" + way) for place in places)
+        ]
         others = set.union(set(), *(other for n, other in refused.items() if n != number))
         rest = set(FAMILIES) - {place.partition("/")[0] for place in others}
         most = rest <= set(families) and 2 * len(families) > len(FAMILIES)
         where = "" if most else f" {', '.join(families)}"
-        which = "" if len(ways) in (0, len(reuses())) else f" with {', '.join(ways)}"
+        which = (
+            "" if len(ways) in (0, len(available_reuse_methods())) else f" with {', '.join(ways)}"
+        )
         parts.append(f"not{where}{which} ({number})")
     return "; ".join(parts) or "yes"
 

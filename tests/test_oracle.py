@@ -7,7 +7,7 @@ import torch
 
 from tests.checkpoints import make_config, make_network
 from tests.oracle import SparseModel, best, visible
-from tests.policy.models import prompt
+from tests.policies.models import prompt
 
 
 @pytest.mark.parametrize("kind", ["llama_group3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"])

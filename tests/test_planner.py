@@ -14,12 +14,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keyhole.cache.footprint import data_bytes, layer_memory
+from keyhole.cache.kv_size import data_bytes, layer_memory
 from keyhole.cache.pages import PageCache
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import load
-from keyhole.planner import LayerMemory, MemoryModel, Plan
-from keyhole.policy.quest import Quest
+from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan
+from keyhole.policies.quest import Quest
 from tests.checkpoints import KINDS, make_model
 
 GIB = 2**30
@@ -142,7 +142,7 @@ def test_thresholds_fall_where_the_budget_is_longer_than_the_texts() -> None:
     model = paper(LLAMA | LLAMA_BYTES, requests=4, token_budget=8192)
     thresholds = model.thresholds(24 * GIB)
     assert all(a > b for a, b in itertools.pairwise(thresholds[:10]))
-    plan = Plan(model=model, memory=24 * GIB)
+    plan = MemoryPlan(model=model, memory=24 * GIB)
     assert plan.offloaded(thresholds[0]) == 0
     with pytest.raises(CapacityError):
         plan.offloaded(thresholds[0] + 1)
@@ -182,7 +182,7 @@ def test_a_plan_counts_the_pages_of_requests_of_any_length(
     model: MemoryModel, memory: int, data: st.DataObject
 ) -> None:
     assume(model.bytes(0, 0) <= memory)
-    plan = Plan(model=model, memory=memory)
+    plan = MemoryPlan(model=model, memory=memory)
     pages = data.draw(st.integers(1, max(plan.capacities) + 2))
     fits = [i for i, most in enumerate(plan.capacities) if pages <= most]
     assert plan.offloaded_for(pages) == (fits[0] if fits else None)
@@ -218,7 +218,7 @@ def test_memory_that_does_not_hold_the_weights_is_refused_with_numbers() -> None
     model = paper(LLAMA | LLAMA_BYTES, requests=1, token_budget=1024)
     assert model.thresholds(8 * GIB) == (0,) * 33
     with pytest.raises(CapacityError, match=r"20452\.3 MiB; memory is 8192\.0 MiB"):
-        Plan(model=model, memory=8 * GIB)
+        MemoryPlan(model=model, memory=8 * GIB)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -253,7 +253,7 @@ _RESIDENT = """
 import sys
 import torch
 from keyhole.bench import memory
-from keyhole.engine.llm import LLM
+from keyhole.llm import LLM
 from keyhole.config import SamplingParams
 
 cpu = torch.device("cpu")

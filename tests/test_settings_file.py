@@ -12,12 +12,12 @@ import pytest
 import keyhole
 from keyhole import LLM, ConfigError, UnknownNameError
 from keyhole.cache.layout import Geometry
-from keyhole.cli.parser import Parser
-from keyhole.policy import controls, make_policy, policies
-from keyhole.reuse import make_reuse, reuses
+from keyhole.cli.common.parser import Parser
+from keyhole.policies import available_controls, available_policies, make_policy
+from keyhole.reuse import available_reuse_methods, make_reuse
 from keyhole.settings_file import SettingsFile
 from tests.checkpoints import make_config, make_model, make_network
-from tests.policy.shapes import shape
+from tests.policies.shapes import shape
 
 GEOMETRY: Geometry = shape(8)
 
@@ -28,7 +28,7 @@ def written(tmp_path: Path, content: object) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", [*policies(), *controls()])
+@pytest.mark.parametrize("name", [*available_policies(), *available_controls()])
 def test_every_policy_comes_back_as_it_was_settled(name: str, tmp_path: Path) -> None:
     policy = make_policy(name).resolve(GEOMETRY)
     path = tmp_path / "settings.json"
@@ -39,7 +39,7 @@ def test_every_policy_comes_back_as_it_was_settled(name: str, tmp_path: Path) ->
         assert again.resolve(GEOMETRY) == policy
 
 
-@pytest.mark.parametrize("name", list(reuses()))
+@pytest.mark.parametrize("name", list(available_reuse_methods()))
 def test_every_reuse_method_comes_back_as_it_was_settled(name: str, tmp_path: Path) -> None:
     method = make_reuse(name).resolve(GEOMETRY)
     path = tmp_path / "settings.json"
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there_and_one_without_a_reuse_method(tmp_path: Path)
 
 
 def test_the_command_line_takes_a_file_and_flags_beside_it(tmp_path: Path) -> None:
-    from keyhole.cli import flags
+    from keyhole.cli.common import flags
 
     parser = Parser()
     flags.add_policy(parser)

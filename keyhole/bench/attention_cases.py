@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.bench.cases import Case, Outputs, System
+from keyhole.bench.cases import KernelCase, Outputs, System
 from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.kernels import ScoreRequest, Selection
@@ -21,7 +21,7 @@ SELECTED_TOKENS, SELECTED_PAGES = 2048, 64
 CHUNK, BEFORE = 512, 8192
 
 
-def attend(layer: Layer) -> Iterator[Case]:
+def attend(layer: Layer) -> Iterator[KernelCase]:
     """Everything in the shorter contexts; tokens and pages of the longest."""
     for tokens in layer.contexts:
         yield _attend_all(layer, tokens)
@@ -29,7 +29,7 @@ def attend(layer: Layer) -> Iterator[Case]:
     yield _attend_pages(layer, min(SELECTED_PAGES, max(1, layer.longest // PAGE_SIZE // 4)))
 
 
-def _attend_all(layer: Layer, tokens: int) -> Case:
+def _attend_all(layer: Layer, tokens: int) -> KernelCase:
     dense = layer.side_by_side(tokens)
     query = layer.query
 
@@ -40,7 +40,7 @@ def _attend_all(layer: Layer, tokens: int) -> Case:
         )
         return (out[:, :, 0],)
 
-    return Case(
+    return KernelCase(
         op="attend",
         tokens=tokens,
         about=f"all of {tokens:,} tokens",
@@ -54,7 +54,7 @@ def _attend_all(layer: Layer, tokens: int) -> Case:
     )
 
 
-def _attend_tokens(layer: Layer, count: int) -> Case:
+def _attend_tokens(layer: Layer, count: int) -> KernelCase:
     draws = layer.draws(layer.longest, count, layer.num_kv_heads)
     counts = torch.full((layer.batch, layer.num_kv_heads), count, dtype=torch.int32)
     paged = (layer.query, layer.keys, layer.values, layer.table, layer.lengths(layer.longest))
@@ -71,7 +71,7 @@ def _attend_tokens(layer: Layer, count: int) -> Case:
         key, value = (x.index_select(0, where).view(*draws[i].shape, -1) for x in rows)
         return (mix(layer, key, value)[0],)
 
-    return Case(
+    return KernelCase(
         op="attend",
         tokens=layer.longest,
         selected=count,
@@ -84,7 +84,7 @@ def _attend_tokens(layer: Layer, count: int) -> Case:
     )
 
 
-def _attend_pages(layer: Layer, count: int) -> Case:
+def _attend_pages(layer: Layer, count: int) -> KernelCase:
     num_pages = layer.longest // PAGE_SIZE
     draws = layer.draws(num_pages, count, 1)
     counts = torch.full((layer.batch, 1), count, dtype=torch.int32)
@@ -103,7 +103,7 @@ def _attend_pages(layer: Layer, count: int) -> Case:
         key, value = (x.index_select(0, where).view(size) for x in rows)
         return (mix(layer, key, value)[0],)
 
-    return Case(
+    return KernelCase(
         op="attend",
         tokens=layer.longest,
         selected=count,
@@ -116,7 +116,7 @@ def _attend_pages(layer: Layer, count: int) -> Case:
     )
 
 
-def attend_and_score(layer: Layer) -> Iterator[Case]:
+def attend_and_score(layer: Layer) -> Iterator[KernelCase]:
     """As a selection layer of DELTA does it, with `attend` alone beside it."""
     tokens = layer.contexts[-1]
     tables, lengths = layer.tables(tokens), layer.lengths(tokens)
@@ -133,7 +133,7 @@ def attend_and_score(layer: Layer) -> Iterator[Case]:
         best = weights.flatten(1, 2).amax(1).float()
         return out, best.unflatten(1, (-1, PAGE_SIZE)).sum(2)[:, None]
 
-    yield Case(
+    yield KernelCase(
         op="attend_and_score",
         tokens=tokens,
         about=f"all of {tokens:,} tokens, a score per page",
@@ -144,7 +144,7 @@ def attend_and_score(layer: Layer) -> Iterator[Case]:
     )
 
 
-def head_scores(layer: Layer) -> Iterator[Case]:
+def head_scores(layer: Layer) -> Iterator[KernelCase]:
     """As a retrieval head does it."""
     tokens = layer.contexts[-1]
     tables, lengths = layer.tables(tokens), layer.lengths(tokens)
@@ -154,7 +154,7 @@ def head_scores(layer: Layer) -> Iterator[Case]:
         paged = (layer.query, layer.keys, tables[i], lengths)
         return (kernels.head_scores(*paged, scale=layer.scale),)
 
-    yield Case(
+    yield KernelCase(
         op="head_scores",
         tokens=tokens,
         about=f"{tokens:,} tokens",
@@ -165,7 +165,7 @@ def head_scores(layer: Layer) -> Iterator[Case]:
     )
 
 
-def prefill(layer: Layer) -> Iterator[Case]:
+def prefill(layer: Layer) -> Iterator[KernelCase]:
     """A chunk of one prompt; bound by arithmetic, so no bandwidth is given."""
     before = max((n for n in layer.contexts if n <= BEFORE), default=layer.contexts[0])
     before = min(before, layer.longest - PAGE_SIZE)
@@ -192,7 +192,7 @@ def prefill(layer: Layer) -> Iterator[Case]:
         )
         return (out[0].transpose(0, 1),)
 
-    yield Case(
+    yield KernelCase(
         op="prefill",
         tokens=tokens,
         about=f"{chunk:,} tokens of a prompt after {before:,}",

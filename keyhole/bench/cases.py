@@ -26,7 +26,7 @@ class System:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class KernelCase:
     """One operation on one kind of input.
 
     ours: our operation by a label, "" where there is one only; each runs on every path.

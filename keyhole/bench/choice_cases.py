@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.bench.attention_cases import SELECTED_PAGES, SELECTED_TOKENS
-from keyhole.bench.cases import Case, Outputs, System
+from keyhole.bench.cases import KernelCase, Outputs, System
 from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 
@@ -22,7 +22,7 @@ _BOUNDS, _SCORES = 4, 32
 _SHARE, _SKEW, _LARGEST = 0.15, 16, 255
 
 
-def append(layer: Layer) -> Iterator[Case]:
+def append(layer: Layer) -> Iterator[KernelCase]:
     """One new token of each sequence, into pages of its own cache."""
     size = (_APPENDED_PAGES, layer.num_kv_heads, PAGE_SIZE, layer.dim)
     key, value = (layer.randn(layer.batch, layer.num_kv_heads, layer.dim) for _ in range(2))
@@ -47,7 +47,7 @@ def append(layer: Layer) -> Iterator[Case]:
     def index_copy(i: int) -> Outputs:
         return tuple(x.index_copy_(0, slots[i], y) for x, y in zip(flat, (key, value), strict=True))
 
-    yield Case(
+    yield KernelCase(
         op="append",
         tokens=layer.batch,
         about="a token of each sequence",
@@ -62,7 +62,7 @@ def append(layer: Layer) -> Iterator[Case]:
     )
 
 
-def page_bounds(layer: Layer) -> Iterator[Case]:
+def page_bounds(layer: Layer) -> Iterator[KernelCase]:
     """Bounds of all pages, as after a prompt of that length."""
     pages = torch.arange(len(layer.keys))
     filled = torch.full_like(pages, PAGE_SIZE)
@@ -78,7 +78,7 @@ def page_bounds(layer: Layer) -> Iterator[Case]:
         return tuple(x.clone() for x in ours(i))
 
     read_bytes = layer.longest * layer.token_bytes // 2
-    yield Case(
+    yield KernelCase(
         op="page_bounds",
         tokens=layer.longest,
         about=f"all pages of {layer.longest:,} tokens",
@@ -89,7 +89,7 @@ def page_bounds(layer: Layer) -> Iterator[Case]:
     )
 
 
-def bound_scores(layer: Layer) -> Iterator[Case]:
+def bound_scores(layer: Layer) -> Iterator[KernelCase]:
     """As Quest does it for one step."""
     size = (len(layer.keys), layer.num_kv_heads, layer.dim)
     bounds = []
@@ -109,7 +109,7 @@ def bound_scores(layer: Layer) -> Iterator[Case]:
         bound += grouped.clamp(max=0) @ low.transpose(-1, -2)
         return (bound.amax(2).float(),)
 
-    yield Case(
+    yield KernelCase(
         op="bound_scores",
         tokens=layer.longest,
         about=f"all pages of {layer.longest:,} tokens",
@@ -120,29 +120,29 @@ def bound_scores(layer: Layer) -> Iterator[Case]:
     )
 
 
-def top_indices(layer: Layer) -> Iterator[Case]:
+def top_k(layer: Layer) -> Iterator[KernelCase]:
     """The best pages for all heads together, and the best tokens of each KV head."""
     pages, tokens = layer.longest // PAGE_SIZE, layer.longest
     yield _top(layer, 1, pages, min(SELECTED_PAGES, max(1, pages // 4)), "pages")
     yield _top(layer, layer.num_kv_heads, tokens, min(SELECTED_TOKENS, tokens // 4), "tokens")
 
 
-def _top(layer: Layer, lists: int, entries: int, count: int, what: str) -> Case:
+def _top(layer: Layer, lists: int, entries: int, count: int, what: str) -> KernelCase:
     scores = [
         torch.rand(layer.batch, lists, entries, generator=layer.generator) for _ in range(_SCORES)
     ]
     valid = layer.lengths(entries)
 
     def ours(i: int) -> Outputs:
-        return (kernels.top_indices(scores[i], valid, count, 1).indices,)
+        return (kernels.top_k(scores[i], valid, count, 1).indices,)
 
     def topk(i: int) -> Outputs:
         best: Tensor = scores[i].topk(count, sorted=False).indices
         return (best.sort().values.int(),)
 
     heads = "" if lists == 1 else ", for each KV head"
-    return Case(
-        op="top_indices",
+    return KernelCase(
+        op="top_k",
         tokens=layer.longest,
         selected=count,
         unit=1,
@@ -154,7 +154,7 @@ def _top(layer: Layer, lists: int, entries: int, count: int, what: str) -> Case:
     )
 
 
-def trim(layer: Layer) -> Iterator[Case]:
+def trim(layer: Layer) -> Iterator[KernelCase]:
     """As much of the best tokens of each KV head as a share of the scores asks for."""
     tokens, count = layer.longest, min(SELECTED_TOKENS, layer.longest // 4)
     size = (layer.batch, layer.num_kv_heads, tokens)
@@ -163,7 +163,7 @@ def trim(layer: Layer) -> Iterator[Case]:
     for _ in range(_SCORES):
         uniform = torch.rand(size, generator=layer.generator)
         scores.append(uniform.pow(_SKEW).mul(_LARGEST).floor())
-        chosen.append(kernels.top_indices(scores[-1], valid, count, 1))
+        chosen.append(kernels.top_k(scores[-1], valid, count, 1))
 
     def ours(i: int) -> Outputs:
         return (kernels.trim(chosen[i], scores[i], valid, _SHARE).indices,)
@@ -175,7 +175,7 @@ def trim(layer: Layer) -> Iterator[Case]:
         left = indices.gather(-1, order).masked_fill(~needed, tokens).sort().values
         return (left.masked_fill(left == tokens, -1).int(),)
 
-    yield Case(
+    yield KernelCase(
         op="trim",
         tokens=tokens,
         selected=count,

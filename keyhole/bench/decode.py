@@ -16,16 +16,16 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from keyhole.bench import measure, memory
-from keyhole.bench.bars import step_bars
+from keyhole.bench.comparison import PEER, WARM_UP, Sitting, sit
 from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.measure import Report, Result
+from keyhole.bench.memory_fit import Skipped
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.room import Skipped
 from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PAGE_SIZE, DecodeSettings, require_known
-from keyhole.bench.sitting import PEER, WARM_UP, Sitting, sit
+from keyhole.bench.targets import step_bars
 from keyhole.config import require
 from keyhole.kernels import operations
-from keyhole.policy import policies
+from keyhole.policies import available_policies
 
 
 def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
 
     Gives each context's results to `report`, with notes on what was left out.
     """
-    require_known("system", settings.systems, (*ALL_PEERS, *OUTSIDE, *policies()))
+    require_known("system", settings.systems, (*ALL_PEERS, *OUTSIDE, *available_policies()))
     if not set(OUTSIDE) & set(settings.systems):
         return _run(settings, report, None)
     device = measure.device(settings.device).type

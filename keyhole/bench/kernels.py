@@ -28,21 +28,21 @@ from keyhole.bench import (
     paths,
     summary_cases,
 )
-from keyhole.bench.bars import bars
-from keyhole.bench.captured import capture
-from keyhole.bench.cases import Case, System
+from keyhole.bench.cases import KernelCase, System
+from keyhole.bench.cuda_graph_timer import capture
+from keyhole.bench.interleaved_timer import Turn, take_turns
 from keyhole.bench.layer import Layer
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.settings import PAGE_SIZE, KernelSettings, require_known
 from keyhole.bench.shapes import SHAPES
-from keyhole.bench.turns import Turn, take_turns
+from keyhole.bench.targets import bars
 from keyhole.errors import CapacityError
 from keyhole.kernels import cpu
 
-_CASES: dict[str, Callable[[Layer], Iterator[Case]]] = {
+_CASES: dict[str, Callable[[Layer], Iterator[KernelCase]]] = {
     "attend": attention_cases.attend,
     "attend_and_score": attention_cases.attend_and_score,
-    "attend_rebuilt": low_rank_cases.attend_rebuilt,
+    "attend_low_rank": low_rank_cases.attend_low_rank,
     "head_scores": attention_cases.head_scores,
     "prefill": attention_cases.prefill,
     "append": choice_cases.append,
@@ -50,7 +50,7 @@ _CASES: dict[str, Callable[[Layer], Iterator[Case]]] = {
     "bound_scores": choice_cases.bound_scores,
     "summary_scores": summary_cases.summary_scores,
     "spread_scores": summary_cases.spread_scores,
-    "top_indices": choice_cases.top_indices,
+    "top_k": choice_cases.top_k,
     "trim": choice_cases.trim,
     "linear": linear_cases.linear,
 }
@@ -104,7 +104,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     }
 
 
-def _made_on(device: torch.device, cases: Iterator[Case]) -> Iterator[Case]:
+def _made_on(device: torch.device, cases: Iterator[KernelCase]) -> Iterator[KernelCase]:
     """The same, while their tensors are made there; only then, as that slows every call down."""
     while True:
         with device:
@@ -116,7 +116,7 @@ def _made_on(device: torch.device, cases: Iterator[Case]) -> Iterator[Case]:
 
 
 def measure_case(
-    case: Case,
+    case: KernelCase,
     names: tuple[str, ...],
     repeat: int,
     tolerance: float,

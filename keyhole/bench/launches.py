@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 from keyhole.errors import KeyholeError
 
 Launches = dict[str, Any]

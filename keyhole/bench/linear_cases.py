@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from keyhole import kernels
-from keyhole.bench.cases import Case, System
+from keyhole.bench.cases import KernelCase, System
 from keyhole.bench.layer import Layer
 
 # One sequence, and a batch as large as the engine's default.
@@ -17,7 +17,7 @@ _TOKENS = (1, 8)
 _VARIANTS = 4
 
 
-def linear(layer: Layer) -> Iterator[Case]:
+def linear(layer: Layer) -> Iterator[KernelCase]:
     """The widest product of a layer, the one that opens its MLP."""
     size = layer.intermediate_size, layer.hidden_size
     weights = [layer.randn(*size) for _ in range(_VARIANTS)]
@@ -25,9 +25,9 @@ def linear(layer: Layer) -> Iterator[Case]:
         yield _case(weights, layer.randn(tokens, layer.hidden_size))
 
 
-def _case(weights: list[Tensor], x: Tensor) -> Case:
+def _case(weights: list[Tensor], x: Tensor) -> KernelCase:
     (tokens, width), weight = x.shape, weights[0]
-    return Case(
+    return KernelCase(
         op="linear",
         tokens=tokens,
         about=f"{tokens} x {width:,} by {width:,} x {len(weight):,}",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from keyhole.bench import launches, llama_state
 from keyhole.bench.llama_file import LlamaFile
-from keyhole.bench.model import Numbers
+from keyhole.bench.model import RandomKV
 from keyhole.bench.settings import OUTSIDE
-from keyhole.bench.worker import Worker
+from keyhole.bench.worker import WorkerProcess
 from keyhole.models.loading import Model
 
 # The cache of a sequence is a multiple of so many tokens.
@@ -60,7 +60,7 @@ class Llama:
         self._vocab_size = model.network.config.vocab_size
         self._context = context
         self._next: list[int] = []
-        self._worker = Worker()
+        self._worker = WorkerProcess()
         arguments = {
             "path": str(file.path),
             "cells": _cells(context + steps),
@@ -76,7 +76,7 @@ class Llama:
         self._program_bytes = loaded["program_bytes"]
         self.cache_bytes = batch * loaded["cells"] * self._token_bytes
 
-    def fill(self, numbers: Numbers) -> None:
+    def fill(self, numbers: RandomKV) -> None:
         """Gives it the past of all sequences, one after the other."""
         size = llama_state.num_bytes(numbers)
         for sequence in range(numbers.batch):

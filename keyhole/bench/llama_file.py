@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keyhole.bench.llama_state import interleaved
 from keyhole.bench.model import Weights
-from keyhole.bench.worker import Worker
+from keyhole.bench.worker import WorkerProcess
 
 #: Names in a layer of transformers' Llama, and in llama.cpp's.
 _LAYER = {
@@ -34,7 +34,7 @@ class LlamaFile:
     """A folder for the file; a context manager that removes it. ConfigError without llama.cpp."""
 
     def __init__(self) -> None:
-        with Worker() as worker:
+        with WorkerProcess() as worker:
             self.about = worker.call("about", {})
         self._folder = tempfile.TemporaryDirectory(prefix="keyhole-bench-")
         self.path = Path(self._folder.name) / "weights.gguf"
@@ -59,7 +59,7 @@ class LlamaFile:
         ]
         config = weights.theirs.config
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-        with Worker() as worker:
+        with WorkerProcess() as worker:
             worker.call(
                 "write",
                 {"path": str(self.path), "fields": fields(config), "tensors": about},

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.bench.model import Numbers
+from keyhole.bench.model import RandomKV
 
 #: float16 among the types of ggml.
 _F16 = 1
@@ -36,7 +36,7 @@ def interleaved(heads: Tensor, dim: int) -> Tensor:
     return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
 
 
-def num_bytes(numbers: Numbers) -> int:
+def num_bytes(numbers: RandomKV) -> int:
     """The size of one sequence's state with values as they are; transposed ones take as much."""
     cells = numbers.context * struct.calcsize("<iIi")
     row = numbers.num_kv_heads * numbers.head_dim * _ITEM_BYTES
@@ -44,7 +44,7 @@ def num_bytes(numbers: Numbers) -> int:
     return struct.calcsize("<IiI") + 4 * numbers.batch + cells + struct.calcsize("<II") + tensors
 
 
-def pieces(numbers: Numbers, sequence: int, transposed: bool) -> Iterator[bytes | memoryview]:
+def pieces(numbers: RandomKV, sequence: int, transposed: bool) -> Iterator[bytes | memoryview]:
     """The state of one sequence, piece by piece; one layer's numbers are in memory at a time."""
     before, after = sequence, numbers.batch - 1 - sequence
     yield struct.pack("<IiI", _MAGIC, sequence, numbers.batch) + bytes(4 * before)

@@ -26,7 +26,7 @@ _RESET_PEAK = "5"  # see clear_refs in proc(5): the peak becomes what is residen
 Reply = dict[str, Any]
 
 
-class Worker:
+class LlamaWorker:
     """A model and its cache. Every command is a method, its arguments the fields of the line."""
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
@@ -185,4 +185,4 @@ if __name__ == "__main__":
     # What a library prints must not come between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    Worker(sys.stdin.buffer, answers).serve()
+    LlamaWorker(sys.stdin.buffer, answers).serve()

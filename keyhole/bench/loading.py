@@ -11,17 +11,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from keyhole.bench.interleaved_timer import Turn, take_turns
 from keyhole.bench.launches import Launches, checked
-from keyhole.bench.model import Numbers
+from keyhole.bench.model import RandomKV
 from keyhole.bench.settings import PAGE_SIZE
-from keyhole.bench.turns import Turn, take_turns
-from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.offload.prefetch import Prefetcher, Traffic
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 # More than any text needs: all layers are moved by `Loading`, not when memory is full.
@@ -63,7 +63,7 @@ SYSTEMS: Mapping[str, type[Prefetcher] | None] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class ForcedText:
     """A prompt, and the tokens after it that are decoded one by one."""
 
     prompt: list[int]
@@ -72,10 +72,10 @@ class Text:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
 
-    def last(self, steps: int) -> Text:
+    def last(self, steps: int) -> ForcedText:
         """The same text with an answer of its last `steps` tokens; the rest is the prompt."""
         tokens = [*self.prompt, *self.answer]
-        return Text(prompt=tokens[:-steps], answer=tokens[-steps:])
+        return ForcedText(prompt=tokens[:-steps], answer=tokens[-steps:])
 
 
 class Loading:
@@ -136,7 +136,7 @@ class Loading:
         """What all steps so far have loaded; None where no layer is below."""
         return None if self._prefetcher is None else self._prefetcher.total
 
-    def fill(self, numbers: Numbers, prompts: Several[list[int]]) -> None:
+    def fill(self, numbers: RandomKV, prompts: Several[list[int]]) -> None:
         """Writes the pages of prompts but for their last tokens, and makes them known.
 
         numbers: of as many sequences at least, `numbers.context` tokens each.
@@ -147,7 +147,7 @@ class Loading:
         if self.engine.placement is not None:
             self.engine.placement.least = self.engine.placement.offloaded
 
-    def _fill(self, numbers: Numbers, sequence: int, prompt: list[int]) -> None:
+    def _fill(self, numbers: RandomKV, sequence: int, prompt: list[int]) -> None:
         cache, policy, prefix = self.engine.cache, self.engine.policy, self.engine.prefix
         listed = cache.allocate(numbers.context // PAGE_SIZE)
         assert listed is not None
@@ -166,7 +166,7 @@ class Loading:
         prefix.insert(prompt[:-1], listed, len(prompt))
         cache.release(listed)
 
-    def start(self, *texts: Text) -> None:
+    def start(self, *texts: ForcedText) -> None:
         """Computes the prompts; each step from here on decodes a token of every answer."""
         sequences = [self._add(text, keep_logits=False) for text in texts]
         while not all(sequence.is_decoding for sequence in sequences):
@@ -177,14 +177,14 @@ class Loading:
         """How the steps after the prompt reached the device: see `keyhole.bench.launches`."""
         return checked(name, self.engine, self._replayed, self.engine.model.device)
 
-    def logits(self, text: Text) -> Tensor:
+    def logits(self, text: ForcedText) -> Tensor:
         """Decodes the whole answer: logits before and after each of its tokens, [1 + n, V]."""
         sequence = self._add(text, keep_logits=True)
         while not sequence.is_finished:
             self.engine.step()
         return torch.stack(sequence.logits)
 
-    def _add(self, text: Text, *, keep_logits: bool) -> Sequence:
+    def _add(self, text: ForcedText, *, keep_logits: bool) -> Sequence:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return self.engine.add(text.prompt, params, given=text.answer, keep_logits=keep_logits)
 

@@ -8,7 +8,7 @@ import torch
 
 from keyhole import kernels
 from keyhole.bench.attention_cases import mix
-from keyhole.bench.cases import Case, Outputs, System
+from keyhole.bench.cases import KernelCase, Outputs, System
 from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.kernels import LowRank, Selection
@@ -19,7 +19,7 @@ _TOKENS, _CHUNK = 1024, 8
 _RANK = 160
 
 
-def attend_rebuilt(layer: Layer) -> Iterator[Case]:
+def attend_low_rank(layer: Layer) -> Iterator[KernelCase]:
     """Chunks of tokens per KV head, all keys rebuilt; bound by arithmetic."""
     heads, dim, longest = layer.num_kv_heads, layer.dim, layer.longest
     count, rank = min(_TOKENS, longest // 4), min(_RANK, heads * dim // 2)
@@ -51,7 +51,7 @@ def attend_rebuilt(layer: Layer) -> Iterator[Case]:
 
     def ours(i: int) -> Outputs:
         selection = Selection(draws[i], counts, 1)
-        out = kernels.attend_rebuilt(
+        out = kernels.attend_low_rank(
             *paged, selection=selection, low_rank=low_rank, scale=layer.scale
         )
         return (out,)
@@ -67,8 +67,8 @@ def attend_rebuilt(layer: Layer) -> Iterator[Case]:
         return (mix(layer, key * c + halves * s, value)[0],)
 
     rebuilt = layer.batch * heads * count
-    yield Case(
-        op="attend_rebuilt",
+    yield KernelCase(
+        op="attend_low_rank",
         tokens=longest,
         selected=count,
         unit=1,

@@ -66,7 +66,7 @@ def without_copying_weights(network: Any) -> Any:
     return copy.deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
-class Numbers:
+class RandomKV:
     """The keys and values that every cache is filled with, drawn again whenever they are asked for.
 
     A cache of another layout, or in another process, takes them in the order that suits it; no

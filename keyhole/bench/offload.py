@@ -21,17 +21,17 @@ import torch
 
 from keyhole.bench import agreement, measure, offload_large, trace
 from keyhole.bench.launches import Launches, together
-from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
+from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.repeats import Repeats, recording
+from keyhole.bench.selection_overlap import SelectionOverlap, recording
 from keyhole.bench.settings import PAGE_SIZE, OffloadSettings, require_known
-from keyhole.cache.prefetch import Traffic
+from keyhole.cache.offload.prefetch import Traffic
 from keyhole.config import require
-from keyhole.engine.lookahead import load_head
+from keyhole.engine.head_runner import load_head
+from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model
-from keyhole.models.tiny.tasks import make
-from keyhole.policy import make_policy, policies
-from keyhole.policy.base import Policy
+from keyhole.policies import available_policies, make_policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 # Attention over the same keys in another order, in float32.
@@ -47,7 +47,7 @@ def run(
     it has none.
     Gives the results of each budget to `report`.
     """
-    require_known("policy", settings.policies, policies())
+    require_known("policy", settings.policies, available_policies())
     for policy in map(make_policy, settings.policies):
         if policy.wants_head and head is None:
             head = load_head(policy, model)
@@ -82,12 +82,12 @@ def measure_budget(
     model: Model,
     policy: Policy,
     head: RetrievalHead | None,
-    texts: Sequence[Text],
+    texts: Sequence[ForcedText],
     repeat: int,
     folder: str,
 ) -> list[Result]:
     """A result for every system, over all texts; DisagreementError if one gives other logits."""
-    repeats, right = Repeats(), 0
+    repeats, right = SelectionOverlap(), 0
     counted: dict[str, Traffic] = {name: Traffic() for name in SYSTEMS}
     stalled, errors = dict.fromkeys(SYSTEMS, 0.0), dict.fromkeys(SYSTEMS, 0.0)
     times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
@@ -142,7 +142,7 @@ def _timed(
     model: Model,
     policy: Policy,
     head: RetrievalHead | None,
-    text: Text,
+    text: ForcedText,
     repeat: int,
     folder: str,
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None], dict[str, Launches]]:
@@ -160,7 +160,11 @@ def _timed(
 
 
 def _trace(
-    model: Model, head: RetrievalHead | None, text: Text, settings: OffloadSettings, folder: str
+    model: Model,
+    head: RetrievalHead | None,
+    text: ForcedText,
+    settings: OffloadSettings,
+    folder: str,
 ) -> None:
     """Of the last steps of a text, under the first policy and the largest budget."""
     assert settings.trace is not None
@@ -172,13 +176,13 @@ def _trace(
         trace.write(Path(settings.trace), system.engine.step, model.device)
 
 
-def _text(model: Model, settings: OffloadSettings, seed: int) -> Text:
+def _text(model: Model, settings: OffloadSettings, seed: int) -> ForcedText:
     """A derivation with its answer; ConfigError if it is too short to be measured."""
     item = make("derive", settings.words, seed)
     assert model.tokenizer is not None, "the bundled model has one"
     prompt = model.tokenizer(item.prompt).input_ids
     answer = model.tokenizer(item.answer, add_special_tokens=False).input_ids
-    text = Text(prompt=prompt, answer=answer)
+    text = ForcedText(prompt=prompt, answer=answer)
     least = settings.budgets[-1] + WARM_UP + settings.repeat
     right = f"so many that a derivation has more than {least} tokens: the largest budget and the "
     right += f"timed steps (it has {len(text)}); give less budgets or a smaller repeat"

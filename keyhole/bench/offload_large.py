@@ -2,7 +2,7 @@
 
 Random keys have no neighbours in meaning and a random head looks elsewhere at every step, so nearly
 nothing repeats: this is what loading costs at its worst, and what overlap can hide of that. For the
-paper's setting there is a head that chooses much the same again (`keyhole.bench.lowered.Steady`).
+paper's setting there is a head that chooses much the same again (`benchmarks.paper.offloaded_throughput.Steady`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keyhole.bench import agreement, memory, trace
-from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, Loading, Text, timed
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.comparison import TOLERANCE, allowed
+from keyhole.bench.interleaved_timer import Turn
+from keyhole.bench.loading import ABOVE, ELASTIC, SYSTEMS, WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.measure import Result
-from keyhole.bench.model import Numbers, Weights, make_weights, prompts
-from keyhole.bench.peers import Past, Peer
-from keyhole.bench.room import RESERVE_BYTES
+from keyhole.bench.memory_fit import RESERVE_BYTES
+from keyhole.bench.model import RandomKV, Weights, make_weights, prompts
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, OffloadSettings
-from keyhole.bench.sitting import TOLERANCE, allowed
-from keyhole.bench.turns import Turn
 from keyhole.config import require
-from keyhole.policy import make_policy
-from keyhole.policy.base import Policy
-from keyhole.policy.full import Full
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.policies.controls.full import Full
 from keyhole.retrieval.head import RetrievalHead
 
 # Tokens after the prompt whose logits are compared.
@@ -52,7 +52,7 @@ def run(
     head = head_class.random(weights.ours.network)
     case = _Case(
         weights=weights,
-        numbers=Numbers(weights.ours, 1, settings.context),
+        numbers=RandomKV(weights.ours, 1, settings.context),
         room=_room(settings, weights, head),
         settings=settings,
         folder=folder,
@@ -71,7 +71,7 @@ class _Case:
     """What all policies have in common. room: for keys and values above; None: no limit."""
 
     weights: Weights
-    numbers: Numbers
+    numbers: RandomKV
     room: int | None
     settings: OffloadSettings
     folder: str
@@ -96,7 +96,7 @@ def _measure(
     traced = trace.STEPS if policy.name == case.settings.policies[0] and trace_file else 0
     steps = _COMPARED + WARM_UP + repeat + traced
     texts, given = prompts(model, 1, case.numbers.context, steps)
-    short = Text(prompt=texts[0], answer=given[:_COMPARED])
+    short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
     errors: dict[str, float] = {}
     with ExitStack() as stack:
         systems: dict[str, Loading] = {}
@@ -110,7 +110,7 @@ def _measure(
             found = expected if name == ABOVE else system.logits(short)
             who = f"{policy.name}, {name}"
             errors[name] = agreement.check(who, [found], [expected], _TOLERANCE)
-            system.start(Text(prompt=texts[0], answer=given))
+            system.start(ForcedText(prompt=texts[0], answer=given))
         peers, wrong = _peers(case, theirs, short, steps)
         turns = {peer.name: Turn(call=peer.step, after=peer.rest) for peer in peers}
         times, traffic = timed(systems, repeat, model.device, turns)
@@ -143,8 +143,8 @@ def _measure(
 
 
 def _peers(
-    case: _Case, names: Several[str], text: Text, steps: int
-) -> tuple[list[Peer], dict[str, float]]:
+    case: _Case, names: Several[str], text: ForcedText, steps: int
+) -> tuple[list[Baseline], dict[str, float]]:
     """Other people's systems, filled, compared and about to begin; their errors."""
     if not names:
         return [], {}
@@ -156,7 +156,7 @@ def _peers(
     for name in names:
         past = Past(ALL_PEERS[name][1], model, context, steps)
         past.fill(case.numbers)
-        peer = Peer(name, case.weights, past, context)
+        peer = Baseline(name, case.weights, past, context)
         found = peer.logits([text.prompt], text.answer)[0]
         tolerance = allowed(name, TOLERANCE[model.dtype])
         errors[name] = agreement.check(name, [found], [expected], tolerance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from keyhole.kernels import cpu, gpu, operations
+from keyhole.kernels import cpu, operations, triton
 
 TRITON = "triton"
 
@@ -13,7 +13,7 @@ def paths(device: torch.device) -> tuple[str, ...]:
     """What can compute there."""
     if device.type == "cpu":
         return cpu.paths()
-    return (*([TRITON] if gpu.usable() else []), cpu.REFERENCE)
+    return (*([TRITON] if triton.usable() else []), cpu.REFERENCE)
 
 
 def current(device: torch.device) -> str:

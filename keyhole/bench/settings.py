@@ -55,7 +55,7 @@ POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 OPS = (
     "attend",
     "attend_and_score",
-    "attend_rebuilt",
+    "attend_low_rank",
     "head_scores",
     "prefill",
     "append",
@@ -63,14 +63,14 @@ OPS = (
     "bound_scores",
     "summary_scores",
     "spread_scores",
-    "top_indices",
+    "top_k",
     "trim",
     "linear",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """What all benchmarks have in common; None is settled by each of them."""
 
     default_shape: ClassVar[str] = "smoke"
@@ -107,7 +107,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSettings(Settings):
+class DecodeSettings(BenchSettings):
     """The decode benchmark."""
 
     default_shape: ClassVar[str] = "llama-3.2-1b"
@@ -135,7 +135,7 @@ class DecodeSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings:
-    """Whole answers by the decode benchmark; `keyhole.bench.headlines` names such settings.
+    """Whole answers by the decode benchmark; `benchmarks.paper.settings` names such settings.
 
     prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
     bytes that offloaded layers may take, of the systems in LOWERED. points: how many
@@ -159,7 +159,7 @@ class ThroughputSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSettings(Settings):
+class KernelSettings(BenchSettings):
     """The kernel benchmark; no paths: all of `keyhole.bench.paths` on the device."""
 
     default_shape: ClassVar[str] = "llama-3.1-8b"
@@ -205,7 +205,7 @@ class OffloadSettings:
         good = counts and sorted(set(self.budgets)) == list(self.budgets)
         require(good, "budgets", self.budgets, "numbers of tokens, the least first")
         require(bool(self.policies), "policies", self.policies, "at least one")
-        # What the task itself asks for (keyhole.models.tiny.tasks).
+        # What the task itself asks for (keyhole.eval.tiny_language.tasks).
         require(is_count(self.words, 96), "words", self.words, "at least 96")
         require(is_count(self.items), "items", self.items, "a whole number >= 1")
         require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
@@ -218,7 +218,7 @@ class OffloadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSettings:
-    """Questions over stored documents of random tokens; `keyhole.bench.headlines` names such.
+    """Questions over stored documents of random tokens; `benchmarks.paper.settings` names such.
 
     documents: how many, of `tokens` tokens each; question: tokens after them. methods: of reuse,
     with their defaults, and transformers_sdpa. folder: where documents are stored; None: the

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from keyhole import kernels
-from keyhole.bench.cases import Case, Outputs, System
+from keyhole.bench.cases import KernelCase, Outputs, System
 from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 
@@ -17,7 +17,7 @@ _SUMMARIES, _NUMBERS = 4, 16
 _CHUNKS, _CLUSTERS = 2, 64
 
 
-def summary_scores(layer: Layer) -> Iterator[Case]:
+def summary_scores(layer: Layer) -> Iterator[KernelCase]:
     """The means of chunks, as ShadowKV scores them in one step."""
     size = (len(layer.keys), _CHUNKS, layer.num_kv_heads, layer.dim)
     means = [layer.randn(*size) for _ in range(_SUMMARIES)]
@@ -33,7 +33,7 @@ def summary_scores(layer: Layer) -> Iterator[Case]:
         grouped = layer.query.unflatten(1, (layer.num_kv_heads, -1))
         return ((grouped @ vectors.transpose(-1, -2)).flatten(1, 2).float(),)
 
-    yield Case(
+    yield KernelCase(
         op="summary_scores",
         tokens=layer.longest,
         about=f"{_CHUNKS} of each page of {layer.longest:,} tokens",
@@ -44,7 +44,7 @@ def summary_scores(layer: Layer) -> Iterator[Case]:
     )
 
 
-def spread_scores(layer: Layer) -> Iterator[Case]:
+def spread_scores(layer: Layer) -> Iterator[KernelCase]:
     """The score of every token's cluster, as ClusterKV needs it in one step."""
     size = (len(layer.keys), layer.num_kv_heads, PAGE_SIZE)
     numbers = [
@@ -62,7 +62,7 @@ def spread_scores(layer: Layer) -> Iterator[Case]:
         of_token = rows.view(layer.batch, -1, *size[1:]).transpose(1, 2).flatten(2)
         return (scores.gather(2, of_token.long()),)
 
-    yield Case(
+    yield KernelCase(
         op="spread_scores",
         tokens=layer.longest,
         about=f"clusters of {layer.longest:,} tokens",

@@ -39,7 +39,7 @@ def interpreter() -> Path:
     return python
 
 
-class Worker:
+class WorkerProcess:
     """The running program; a context manager that ends it."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 import keyhole
-from keyhole.cli import config_file
-from keyhole.cli.parser import Parser, add_command, check_leftover
+from keyhole.cli.common import config_file
+from keyhole.cli.common.parser import Parser, add_command, check_leftover
 from keyhole.errors import KeyholeError
 
 #: Name and one line of help, in the order of `keyhole --help`; each is a module here, with _ for -.

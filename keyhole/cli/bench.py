@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keyhole
-from keyhole.bench.settings import DecodeSettings, KernelSettings, OffloadSettings, Settings
-from keyhole.cli import flags, outputs, show
-from keyhole.cli.outputs import Output
+from keyhole.bench.settings import BenchSettings, DecodeSettings, KernelSettings, OffloadSettings
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.evaluate.line_file import LineFile
+from keyhole.eval.results.line_file import LineFile
 
 _SETTINGS: dict[str, type[Any]] = {
     "kernels": KernelSettings,
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", metavar="FILE", default="keyhole-bench.jsonl", help="where the line is added"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_settings(parser, Settings, "what is measured")
+    flags.add_settings(parser, BenchSettings, "what is measured")
     for benchmark, names in _OWN.items():
         flags.add_settings(parser, _SETTINGS[benchmark], f"{benchmark} only", names)
 

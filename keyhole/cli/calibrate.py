@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
-from keyhole.cli import calibrate_stable, flags, outputs, show
+from keyhole.cli import calibrate_stable
 from keyhole.cli.calibrate_stable import StableSettings
-from keyhole.cli.outputs import Output
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.outputs import Output
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.policy.calibration import rank_by_shift
-from keyhole.policy.delta import Delta
+from keyhole.policies.delta import Delta
+from keyhole.policies.shared.calibration import rank_by_shift
 
 if TYPE_CHECKING:
-    from keyhole.evaluate.calibrate import Measurement
-    from keyhole.policy.calibration import Calibration
+    from keyhole.eval.calibrate import Measurement
+    from keyhole.policies.shared.calibration import Calibration
 
 _METHODS = ("optimal", "paper")
 _MEASURES = ("mass", "error")
@@ -115,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     full_layers = settings.pop("full_layers", _FULL_LAYERS)
     prompts = _given(arguments) or _prompts()
     model = flags.load_model(arguments)
-    from keyhole.evaluate import plots
-    from keyhole.evaluate.calibrate import measured
+    from keyhole.eval.calibrate import measured
+    from keyhole.eval.charts import pages
 
     found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
     wanted = (placement.num_delta_layers, full_layers)
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         placed.save(arguments.output)
     if placement.plot:
-        plots.recall_chart(found, placed, placement.plot)
+        pages.recall_chart(found, placed, placement.plot)
     if arguments.json:
         others = [
             {"placement": name, "delta_layers": one.delta_layers, **found.cost(one)._asdict()}
@@ -254,7 +255,7 @@ def _given(arguments: argparse.Namespace) -> list[Any] | None:
 
 
 def _prompts() -> list[Any]:
-    from keyhole.models.tiny.tasks import make
+    from keyhole.eval.tiny_language.tasks import make
 
     return [
         make(task, length, _FIRST_SEED + n).prompt

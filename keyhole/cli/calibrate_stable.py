@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keyhole.cli import flags, outputs, show
-from keyhole.cli.outputs import Output
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.outputs import Output
 from keyhole.config import is_count, require, setting
 
 if TYPE_CHECKING:
-    from keyhole.reuse.stability import Stability
+    from keyhole.reuse.blocks.stability import Stability
 
 #: Contexts of the bundled model's tasks; evaluations count from 0, examinations from 1,000,000.
 _FIRST_SEED = 2_000_000
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, settings: StableSettings, texts: list[Any
     outputs.check(Output("--output", output, outputs.LAYERS))
     texts = _texts(settings.num_documents) if texts is None else texts
     model = flags.load_model(arguments)
-    from keyhole.evaluate.stability import cut, measure
+    from keyhole.eval.stability import cut, measure
 
     documents = cut(model, texts, block_size=settings.block_size, most=settings.num_documents)
     found = measure(
@@ -74,7 +74,7 @@ def _text(found: Stability) -> str:
 
 
 def _output(arguments: argparse.Namespace) -> str:
-    from keyhole.reuse.stability import STABILITY_FILE
+    from keyhole.reuse.blocks.stability import STABILITY_FILE
 
     if arguments.output is not None:
         return str(arguments.output)
@@ -85,7 +85,7 @@ def _output(arguments: argparse.Namespace) -> str:
 
 def _texts(number: int) -> list[str]:
     """Contexts of tasks, each a document."""
-    from keyhole.models.tiny.tasks import make
+    from keyhole.eval.tiny_language.tasks import make
 
     return [
         make(_TASKS[n % len(_TASKS)], _LENGTH, _FIRST_SEED + n // len(_TASKS)).context

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from keyhole.cli import flags, show
+from keyhole.cli.common import flags, show
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from keyhole.engine.llm import LLM
+    from keyhole.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> None:
     """One message and its answer; a message that cannot be served leaves no trace."""
-    from keyhole.cli import streaming
+    from keyhole.cli.common import streaming
 
     messages.append({"role": "user", "content": line})
     try:

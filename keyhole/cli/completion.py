@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from keyhole import cli
-from keyhole.cli.parser import Parser
+from keyhole.cli.common.parser import Parser
 from keyhole.errors import UnknownNameError
 
 SHELLS = ("bash", "zsh", "fish")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import keyhole
 from keyhole import drawing
-from keyhole.cli import flags, outputs, show
-from keyhole.cli.outputs import Output
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keyhole.evaluate.demo import Demo, Outcome
+    from keyhole.eval.demo import Demo, DemoOutcome
+    from keyhole.eval.tiny_language.tasks import Item
     from keyhole.models.loading import Model
-    from keyhole.models.tiny.tasks import Item
 
 _HEADS = ("task", "policy", "answer", "keys read", "step", "read per step")
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     flags.quiet()
     outputs.check(Output("--output", arguments.output, outputs.PICTURE))
     missing = _missing()
-    from keyhole.evaluate import demo
+    from keyhole.eval import demo
     from keyhole.models.loading import load
 
     model, asked = load(keyhole.tiny()), demo.items()
@@ -66,13 +66,14 @@ def _missing() -> str | None:
 
 
 def _draw(model: Model, item: Item, found: Demo, path: str) -> None:
-    from keyhole.evaluate import demo, plots
-    from keyhole.policy.delta import Delta
+    from keyhole.eval import demo
+    from keyhole.eval.charts import pages
+    from keyhole.policies.delta import Delta
 
     delta = found.policies["delta"]
     assert isinstance(delta, Delta)
     trace, prompt_tokens = demo.traced(model, item)
-    plots.page_map(
+    pages.page_map(
         trace,
         path,
         title=f"What DELTA reads in a derivation, token by token (budget {demo.BUDGET} tokens)",
@@ -82,7 +83,7 @@ def _draw(model: Model, item: Item, found: Demo, path: str) -> None:
 
 
 def _json(found: Demo, output: str | None, missing: str | None) -> str:
-    from keyhole.evaluate import demo
+    from keyhole.eval import demo
 
     return show.to_json(
         {
@@ -99,7 +100,7 @@ def _json(found: Demo, output: str | None, missing: str | None) -> str:
 
 def _text(found: Demo, budget: int) -> str:
     """The table, and what one should know to read it."""
-    from keyhole.evaluate import demo
+    from keyhole.eval import demo
 
     tasks = {outcome.task: outcome.stats for outcome in found.outcomes if outcome.policy == "full"}
     sparse = {name: policy for name, policy in found.policies.items() if name != "full"}
@@ -130,7 +131,7 @@ def _text(found: Demo, budget: int) -> str:
     return "\n".join(lines)
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: DemoOutcome) -> list[str]:
     stats = outcome.stats
     fraction = stats.attended_fraction
     return [

@@ -20,12 +20,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keyhole.cli import build_parser, show
+from keyhole.cli import build_parser
+from keyhole.cli.common import show
+from keyhole.cli.common.parser import Formatter, Parser
 from keyhole.cli.methods import settings_of, summary
-from keyhole.cli.parser import Formatter, Parser
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.policy import policies
-from keyhole.reuse import reuses
+from keyhole.policies import available_policies
+from keyhole.reuse import available_reuse_methods
 
 _WIDTH = 100
 _BEGIN, _END = "<!-- combinations: python -m tests.combinations -->", "<!-- end of combinations -->"
@@ -103,12 +104,12 @@ def _methods(combinations: str) -> str:
         f"{_WRITTEN_BY}\n\n# Methods",
         "A policy says what a decode step attends to. Prefill is exact under every policy, and\n"
         "with a budget of at least the length every policy is full attention.",
-        *_table(policies(), "policy", "what a step reads"),
+        *_table(available_policies(), "policy", "what a step reads"),
         "# Reuse methods",
         "A reuse method says what a prompt keeps of stored documents, and what it computes again\n"
         "in view of the other documents (`LLM.ask`, `keyhole documents ask`). The answer is then\n"
         "decoded under any policy.",
-        *_table(reuses(), "reuse method", "what a prompt keeps"),
+        *_table(available_reuse_methods(), "reuse method", "what a prompt keeps"),
         "# What works together",
         "Every policy was run with every kind of model, ragged requests side by side: on prompts,\n"
         "with offloaded layers (RAM or disk), in transformers' own `generate`, and over stored\n"

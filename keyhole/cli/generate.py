@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from keyhole.cli import flags, show
-from keyhole.cli.interrupt import INTERRUPTED
+from keyhole.cli.common import flags, show
+from keyhole.cli.common.interrupt import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Streams the text, or prints one JSON object."""
     prompt, params = _prompt(arguments), flags.sampling_of(arguments)
     llm = flags.make_llm(arguments)
-    from keyhole.cli import streaming
+    from keyhole.cli.common import streaming
 
     result = streaming.answer(llm, llm.submit(prompt, params), silent=arguments.json)
     if arguments.json:

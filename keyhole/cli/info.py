@@ -9,8 +9,8 @@ from importlib import metadata
 from typing import Any
 
 import keyhole
-from keyhole.cache.document_defaults import default_place
-from keyhole.cli import show
+from keyhole.cli.common import show
+from keyhole.documents.defaults import default_place
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "tokenizers", "numpy")
 #: What is not there unless it is asked for, by the module that tells.

@@ -14,11 +14,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from keyhole.cli import show
+from keyhole.cli.common import show
 from keyhole.config import help_of
 from keyhole.errors import UnknownNameError
-from keyhole.policy import policies, policy_name
-from keyhole.reuse import reuse_name, reuses
+from keyhole.policies import available_policies, policy_name
+from keyhole.reuse import available_reuse_methods, reuse_name
 
 _WIDTH = 96
 #: Paragraphs of a docstring that are for docs/methods.md.
@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table, or one method."""
-    tables: dict[str, Mapping[str, type[Any]]] = {"policy": policies(), "reuse": reuses()}
+    tables: dict[str, Mapping[str, type[Any]]] = {
+        "policy": available_policies(),
+        "reuse": available_reuse_methods(),
+    }
     if arguments.name is not None:
         kind, name = _find(arguments.name, tables)
         tables = {kind: {name: tables[kind][name]}}

@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from keyhole import drawing
-from keyhole.cli import flags, outputs, show
-from keyhole.cli.outputs import Output
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.models.bundled import TINY
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
-    from keyhole.cache.footprint import ModelSize
+    from keyhole.cache.kv_size import ModelSize
     from keyhole.cache.layout import Geometry
     from keyhole.models.checkpoint import Checkpoint
-    from keyhole.planner import MemoryModel, Plan, Row
+    from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
 
 _PRESETS = ("measured", "paper")
 _FIRST_LENGTH = 1024
@@ -89,19 +89,19 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.check(Output("--plot", arguments.plot, outputs.PICTURE))
         drawing.matplotlib()
     from keyhole.models import checkpoint
-    from keyhole.planner import Plan
+    from keyhole.planner import MemoryPlan
 
     name = TINY if arguments.model is None else arguments.model
     shape = checkpoint.read(name, settings.dtype)
     model = memory_model(shape, settings)
     if settings.memory is not None:
-        plan = Plan.for_cache(model, settings.memory)
+        plan = MemoryPlan.for_cache(model, settings.memory)
     else:
         assert settings.total_memory is not None
-        plan = Plan(model=model, memory=settings.total_memory)
+        plan = MemoryPlan(model=model, memory=settings.total_memory)
     lengths = settings.lengths or _lengths(shape.max_length)
     if arguments.plot:
-        from keyhole.evaluate.plan_chart import plan_chart
+        from keyhole.eval.charts.memory_plan import plan_chart
 
         plan_chart(plan, lengths, arguments.plot, title=_title(plan, shape))
     if arguments.json:
@@ -126,8 +126,8 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     """The terms of a preset for a model."""
     if settings.preset == "paper":
         return _paper(shape, settings)
-    from keyhole.cache.footprint import ModelSize
-    from keyhole.cache.footprint import memory_model as every_term
+    from keyhole.cache.kv_size import ModelSize
+    from keyhole.cache.kv_size import memory_model as every_term
 
     size = ModelSize(
         weight_bytes=shape.num_parameters * shape.itemsize,
@@ -150,10 +150,10 @@ def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
     """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
-    from keyhole.engine import memory
+    from keyhole.engine.memory import plan as memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
-    from keyhole.retrieval import stored
-    from keyhole.retrieval.checkpoint import Checkpoint as Folder
+    from keyhole.retrieval import head_file
+    from keyhole.retrieval.checkpoint import HeadCheckpoint as Folder
 
     calibration, head = shape.folder / CALIBRATION_FILE, None
     if calibration.is_file():
@@ -164,7 +164,7 @@ def _under_policy(
     layers = memory.movable(geometry, policy)
     if policy.wants_head and (shape.folder / HEAD_FOLDER).is_dir():
         folder = Folder.open(shape.folder / HEAD_FOLDER)
-        head, _ = stored.read_config(folder)
+        head, _ = head_file.read_config(folder)
         numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
         size = replace(size, head_weight_bytes=numbers * shape.itemsize)
     return memory.memory_of(
@@ -214,7 +214,7 @@ def _dtype(shape: Checkpoint, settings: PlanSettings) -> str:
     return "float16" if settings.preset == "paper" else shape.dtype
 
 
-def _title(plan: Plan, shape: Checkpoint) -> str:
+def _title(plan: MemoryPlan, shape: Checkpoint) -> str:
     count = plan.model.requests
     many = "request" if count == 1 else "requests"
     return (
@@ -223,7 +223,7 @@ def _title(plan: Plan, shape: Checkpoint) -> str:
     )
 
 
-def _as_given(plan: Plan, settings: PlanSettings) -> str:
+def _as_given(plan: MemoryPlan, settings: PlanSettings) -> str:
     """How an engine is told; nothing where the terms are not its own."""
     if settings.preset == "paper":
         return ""
@@ -243,7 +243,9 @@ _HEADS = (
 )
 
 
-def _text(plan: Plan, shape: Checkpoint, settings: PlanSettings, lengths: tuple[int, ...]) -> str:
+def _text(
+    plan: MemoryPlan, shape: Checkpoint, settings: PlanSettings, lengths: tuple[int, ...]
+) -> str:
     terms = plan.model.terms(0, 0)
     fixed = ", ".join(
         f"{name} {show.bytes_text(terms[name])}"
@@ -265,7 +267,7 @@ def _text(plan: Plan, shape: Checkpoint, settings: PlanSettings, lengths: tuple[
     )
 
 
-def _cells(row: Row, plan: Plan) -> list[str]:
+def _cells(row: PlanRow, plan: MemoryPlan) -> list[str]:
     batches = [f"{row.largest_batch:,}", f"{row.largest_batch_above:,}"]
     if row.offloaded is None or row.upper_bytes is None or row.lower_bytes is None:
         return [f"{row.length:,}", "does not fit", "-", "-", "-", *batches]

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import sys
 
-from keyhole.cli import flags, show
+from keyhole.cli.common import flags, show
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.server.settings import ServerConfig
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
     llm = flags.make_llm(arguments, documents=arguments.documents)
-    from keyhole.engine.async_llm import AsyncLLM
+    from keyhole.async_llm import AsyncLLM
     from keyhole.server.run import serve
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")

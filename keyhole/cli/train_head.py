@@ -17,15 +17,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.cli import flags, outputs, show
-from keyhole.cli.interrupt import INTERRUPTED, Interrupt
+from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common.interrupt import INTERRUPTED, Interrupt
 from keyhole.errors import ConfigError
-from keyhole.retrieval.recipe import Recipe
+from keyhole.retrieval.training.training_config import TrainingConfig
 
 if TYPE_CHECKING:
     from keyhole.models.loading import Model
-    from keyhole.retrieval.corpus import Corpus
-    from keyhole.retrieval.training import Outcome
+    from keyhole.retrieval.training.corpus import Corpus
+    from keyhole.retrieval.training.train import TrainingOutcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,26 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_settings(parser, Recipe, "training")
+    flags.add_settings(parser, TrainingConfig, "training")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains; 130 where Ctrl-C ended it early."""
-    given = flags.settings_of(arguments, Recipe)
+    given = flags.settings_of(arguments, TrainingConfig)
     folder = _folder(arguments)
     outputs.check_folder("--output", folder)
-    recipe = Recipe(**given)
+    recipe = TrainingConfig(**given)
     if arguments.data is None and not flags.is_bundled(arguments.model):
         raise ConfigError("give --data FILE with texts for this model")
     model = flags.load_model(arguments)
-    from keyhole.retrieval import training
+    from keyhole.retrieval.training import train
 
     if arguments.resume:
         # What is not said again is as it was.
-        recipe = dataclasses.replace(training.recipe_of(folder) or recipe, **given)
+        recipe = dataclasses.replace(train.recipe_of(folder) or recipe, **given)
     corpus = _corpus(arguments, model)
     with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt:
-        outcome = training.train(
+        outcome = train.train(
             model.network,
             corpus,
             recipe,
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     return INTERRUPTED
 
 
-def _text(outcome: Outcome, folder: Path) -> str:
+def _text(outcome: TrainingOutcome, folder: Path) -> str:
     lines = [f"{outcome.tokens} tokens in {outcome.steps} steps, {outcome.seconds:.0f} s"]
     if outcome.loss is not None:
         lines.append(
@@ -106,9 +106,9 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:
     if arguments.data is None:
-        from keyhole.models.tiny.head_texts import HeadTexts
+        from keyhole.eval.tiny_language.head_texts import HeadTexts
 
         return HeadTexts()
-    from keyhole.retrieval.corpus import read
+    from keyhole.retrieval.training.corpus import read
 
     return read(arguments.data, model.tokenizer, model.vocab_size)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from keyhole.cli import flags, show
+from keyhole.cli.common import flags, show
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keyhole.evaluate.head_recall import Cell
+    from keyhole.eval.head_recall import RecallCell
     from keyhole.models.loading import Model
     from keyhole.retrieval.head import RetrievalHead
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     length = _length(arguments.length)
     model = flags.load_model(arguments)
     from keyhole import kernels
-    from keyhole.evaluate.verify import verify
+    from keyhole.eval.verify import verify
 
     checks = verify(model, length=length)
     passed = all(check.passed for check in checks)
@@ -90,11 +90,13 @@ def _length(text: str | None) -> int | None:
     return int(text)
 
 
-def _head(model: Model, arguments: argparse.Namespace) -> tuple[RetrievalHead, list[Cell]] | None:
+def _head(
+    model: Model, arguments: argparse.Namespace
+) -> tuple[RetrievalHead, list[RecallCell]] | None:
     """The head and its recall; None without a head, or without texts for it."""
-    from keyhole.evaluate.head_check import check_head
-    from keyhole.models.tiny.head_texts import HeadTexts
-    from keyhole.retrieval import corpus
+    from keyhole.eval.head_check import check_head
+    from keyhole.eval.tiny_language.head_texts import HeadTexts
+    from keyhole.retrieval.training import corpus
 
     if model.head is None or (arguments.data is None and not flags.is_bundled(arguments.model)):
         return None
@@ -103,8 +105,8 @@ def _head(model: Model, arguments: argparse.Namespace) -> tuple[RetrievalHead, l
     return check_head(model, corpus.read(arguments.data, model.tokenizer, model.vocab_size))
 
 
-def _print_head(model: Model, head: tuple[RetrievalHead, list[Cell]] | None) -> None:
-    from keyhole.evaluate import head_check
+def _print_head(model: Model, head: tuple[RetrievalHead, list[RecallCell]] | None) -> None:
+    from keyhole.eval import head_check
 
     if head is None:
         if model.head is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 
-from keyhole.engine.context import Reused
+from keyhole.engine.documents.context import Reused
 from keyhole.engine.sequence import Sequence, Stats
 
 #: Characters of a text that a notebook shows of a result.

@@ -11,16 +11,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefix import PrefixIndex
+from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig
-from keyhole.engine.prompt_pages import HOLE
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 
 
 @dataclass
-class Plan:
+class SchedulerOutput:
     """One step: sequences that decode one token, and (sequence, tokens) of prompts."""
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Scheduler:
         shares_pages: bool,
         reusable: Callable[[int], int],
         max_length: int,
-        most_pages: Callable[[int, int], int],
+        page_limit: Callable[[int, int], int],
         prepare: Callable[[Sequence], bool],
         known: Callable[[Sequence], int],
     ) -> None:
@@ -65,7 +65,7 @@ class Scheduler:
         self._shares_pages = shares_pages
         self._reusable = reusable
         self._max_length = max_length
-        self._most_pages = most_pages
+        self._most_pages = page_limit
         self._prepare = prepare
         self._known = known
         self._slots = list(range(config.max_batch - 1, -1, -1))
@@ -74,9 +74,9 @@ class Scheduler:
         """Puts a new sequence at the end of the queue."""
         self.waiting.append(sequence)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> SchedulerOutput:
         """The next step, with pages for all its tokens; an empty plan means nothing to do."""
-        plan = Plan()
+        plan = SchedulerOutput()
         budget = self._config.prefill_chunk
         for sequence in list(self.running):
             if sequence.slot < 0:  # pre-empted a moment ago for an older one
@@ -109,7 +109,7 @@ class Scheduler:
         """What the running sequences need; None while a request waits for pages to be free."""
         if self.waiting and self._slots:
             return None
-        pages = {page for s in self.running for page in s.pages if page != HOLE}
+        pages = {page for s in self.running for page in s.pages if page != NO_PAGE}
         ends = [(s, len(s.prompt) + len(s.given) + s.params.max_tokens) for s in self.running]
         growth = sum(
             max(0, self._most(s, min(end, self._max_length)) - len(s.pages)) for s, end in ends
@@ -140,8 +140,8 @@ class Scheduler:
         if sequence.exact:
             exact = sequence.num_computed if self._dense else len(sequence.prompt)
         computed, pages = sequence.tokens[: sequence.num_computed], sequence.pages
-        if HOLE in pages:  # what comes after an evicted page is of no use to others
-            pages = pages[: pages.index(HOLE)]
+        if NO_PAGE in pages:  # what comes after an evicted page is of no use to others
+            pages = pages[: pages.index(NO_PAGE)]
         self._prefix.insert(computed, pages, exact)
 
     def _next(self) -> Sequence | None:
@@ -150,7 +150,7 @@ class Scheduler:
             return self.waiting[0] if self.waiting else None
         return next((one for one in self.waiting if not one.is_blocked), None)
 
-    def _enter(self, sequence: Sequence, count: int, plan: Plan) -> int:
+    def _enter(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> int:
         """Puts a sequence into the plan; returns the prompt tokens that it takes."""
         if sequence.is_decoding:
             plan.decodes.append(sequence)
@@ -226,7 +226,7 @@ class Scheduler:
         sequence.num_computed, sequence.repeated, sequence.exact = 0, None, True
         return self._reserve(sequence, length, spare)
 
-    def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+    def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> bool:
         while not self._reserve(sequence, sequence.num_computed + count):
             youngest = self.running.pop()
             self._leave(youngest)
@@ -273,7 +273,7 @@ class Scheduler:
         """CapacityError if what was kept and what is to come can never be there together."""
         length = min(len(sequence.tokens) + sequence.params.max_tokens, self._max_length)
         size = self._cache.page_size
-        pages = self._most(sequence, length) - sequence.pages.count(HOLE)
+        pages = self._most(sequence, length) - sequence.pages.count(NO_PAGE)
         if pages > self._cache.max_pages:
             self._release(sequence)
             raise CapacityError(
@@ -284,12 +284,12 @@ class Scheduler:
 
     def _most(self, sequence: Sequence, length: int) -> int:
         """The most entries of its list of pages, holes of its prompt included, for `length`."""
-        holes = sequence.pages.count(HOLE)
+        holes = sequence.pages.count(NO_PAGE)
         absent = holes * self._cache.page_size
         return holes + self._most_pages(len(sequence.prompt) - absent, length - absent)
 
     def _release(self, sequence: Sequence) -> None:
-        self._cache.release(page for page in sequence.pages if page != HOLE)
+        self._cache.release(page for page in sequence.pages if page != NO_PAGE)
         sequence.pages, sequence.kept, sequence.leaving = [], None, []
 
     def _leave(self, sequence: Sequence) -> None:

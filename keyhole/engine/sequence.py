@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from keyhole.config import SamplingParams
-from keyhole.engine.context import Context, Reused
 from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.documents.context import Context, Reused
 from keyhole.errors import KeyholeError
 
 

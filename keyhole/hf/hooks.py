@@ -18,10 +18,10 @@ from transformers import DynamicCache
 
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig
-from keyhole.engine.allocation import allocate
-from keyhole.engine.lookahead import Lookahead, load_head
-from keyhole.engine.runner import Runner
-from keyhole.engine.scheduler import Plan
+from keyhole.engine.head_runner import HeadRunner, load_head
+from keyhole.engine.memory.allocation import allocate
+from keyhole.engine.model_runner import Runner
+from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
 from keyhole.errors import PromptTooLongError, RequestError
 from keyhole.hf.padding import columns, present, spread
@@ -31,8 +31,8 @@ from keyhole.hf.run import SparseRun
 from keyhole.models.attention import PassThrough
 from keyhole.models.batch import Batch
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
-from keyhole.policy.spe_context import choice_lists
+from keyhole.policies.base import Policy
+from keyhole.policies.spe_context import choice_lists
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Call:
     """
 
     cache: PagedCache
-    plan: Plan
+    plan: SchedulerOutput
     token_ids: Tensor
     positions: Tensor
     wanted: np.ndarray
@@ -70,7 +70,7 @@ class Hooks:
         )
         self._lookahead = None
         if self._head is not None:
-            self._lookahead = Lookahead(self._head, self.pages, choice_lists(geometry))
+            self._lookahead = HeadRunner(self._head, self.pages, choice_lists(geometry))
         self._names = list(inspect.signature(model.network.forward).parameters)
         self._handles: list[Any] = []
         self._replaced: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -236,9 +236,9 @@ class Hooks:
     def _new_cache(self, num_rows: int) -> PagedCache:
         return PagedCache(self.pages, self._runner, num_rows, self.run.policy.shares_pages)
 
-    def _plan(self, cache: PagedCache, there: np.ndarray) -> tuple[Plan, list[int]]:
+    def _plan(self, cache: PagedCache, there: np.ndarray) -> tuple[SchedulerOutput, list[int]]:
         """The step with pages for all its tokens, and its rows in the order of the packed row."""
-        plan = Plan()
+        plan = SchedulerOutput()
         decodes, chunks = [], []
         for b, count in enumerate(there.sum(1).tolist()):
             row = cache.rows[b]

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.config import SamplingParams
 from keyhole.engine.detokenizer import Detokenizer
-from keyhole.engine.prompt_pages import HOLE
-from keyhole.engine.runner import Runner
+from keyhole.engine.model_runner import Runner
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.hf.refused import unsupported
@@ -56,7 +56,7 @@ class PagedCache:
 
     def _another(self, pages: list[int]) -> list[int]:
         """The same pages for one more holder, or copies of them if the policy wants it."""
-        real = [page for page in pages if page != HOLE]
+        real = [page for page in pages if page != NO_PAGE]
         if self._shares_pages:
             self.pages.share(real)
             return list(pages)
@@ -65,7 +65,7 @@ class PagedCache:
             raise full(self.pages)
         self.pages.copy(real, fresh)
         new = iter(fresh)
-        return [page if page == HOLE else next(new) for page in pages]
+        return [page if page == NO_PAGE else next(new) for page in pages]
 
     def get_seq_length(self, *_: Any) -> int:
         """Tokens so far, padding included."""
@@ -114,5 +114,5 @@ def full(pages: PageCache) -> CapacityError:
 
 def _release(pages: PageCache, rows: list[Sequence]) -> None:
     for row in rows:
-        pages.release(page for page in row.pages if page != HOLE)
+        pages.release(page for page in row.pages if page != NO_PAGE)
         row.pages = []

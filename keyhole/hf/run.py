@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from keyhole.engine.sequence import Counters
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from keyhole.hf.run import SparseRun
 from keyhole.models import families
 from keyhole.models.attention import NAME
 from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER, Model
-from keyhole.policy import make_policy
-from keyhole.policy.base import Policy
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
 from keyhole.settings_file import require_depth
 
 #: Models inside a `sparse` block.

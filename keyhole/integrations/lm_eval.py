@@ -38,11 +38,11 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from keyhole.config import EngineConfig, SamplingParams, is_count, require
-from keyhole.engine.llm import LLM
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError, KeyholeError, ModelError, RequestError, UnknownNameError
+from keyhole.llm import LLM
 from keyhole.models.loading import Model, load
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 
 try:
     from lm_eval.__main__ import cli_evaluate

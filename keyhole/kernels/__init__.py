@@ -14,7 +14,7 @@ an operation, so that a policy, its settings and `--help` need no torch.
     head_scores      attention weights alone, the largest of each group of heads
     head_scores_chosen  the same over chosen tokens
     prefill          the query tokens of one sequence, causal, over its pages
-    prefill_chosen   query tokens at any places, over chosen tokens not after them
+    sparse_prefill   query tokens at any places, over chosen tokens not after them
     gather_tokens    keys or values of some tokens of a sequence
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
@@ -33,17 +33,17 @@ an operation, so that a policy, its settings and `--help` need no torch.
     outlier_chunks   the chunks that their means fit worst
     chunk_scores     a query's weight on the mean of every chunk
     decompose        the keys of a prompt, before RoPE, in low rank
-    attend_rebuilt   one query token per sequence over some tokens, by such keys
-    top_indices      deterministic top-k with places that are always taken
+    attend_low_rank   one query token per sequence over some tokens, by such keys
+    top_k      deterministic top-k with places that are always taken
     trim             as much of a choice as a share of the scores asks for
     recent_indices   the first and the last positions
     keep, kept       store a choice; give it again, with the tokens since
     renew_stamps     note that pages were of use in this step
     drop_oldest      the page that has not been of use for longest
     with_newer       a choice, and the tokens since
-    rotate           turn rotated keys and queries to other positions
-    exchange         selected tokens or pages into a buffer that keeps those it has
-    rotary           apply RoPE to queries and keys of new tokens
+    shift_rope       turn rotated keys and queries to other positions
+    load_missing     selected tokens or pages into a buffer that keeps those it has
+    apply_rope       apply RoPE to queries and keys of new tokens
     linear           a linear layer for the few tokens of a decode step
 
 Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row
@@ -61,11 +61,12 @@ if TYPE_CHECKING:
     from keyhole.kernels.operations import (
         add_received,
         append,
+        apply_rope,
         attend,
         attend_and_score,
         attend_and_score_chosen,
+        attend_low_rank,
         attend_per_query_head,
-        attend_rebuilt,
         backend,
         between_ends,
         block_pages,
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
         cluster_scores_per_query_head,
         decompose,
         drop_oldest,
-        exchange,
         form_clusters,
         gather_tokens,
         head_scores,
@@ -86,19 +86,19 @@ if TYPE_CHECKING:
         keep,
         kept,
         linear,
+        load_missing,
         outlier_chunks,
         page_bounds,
         prefill,
-        prefill_chosen,
         prompt_scores,
         recent_indices,
         renew_stamps,
         represent_blocks,
-        rotary,
-        rotate,
+        shift_rope,
+        sparse_prefill,
         spread_scores,
         summary_scores,
-        top_indices,
+        top_k,
         trim,
         with_newer,
     )
@@ -109,11 +109,12 @@ __all__ = [
     "Selection",
     "add_received",
     "append",
+    "apply_rope",
     "attend",
     "attend_and_score",
     "attend_and_score_chosen",
+    "attend_low_rank",
     "attend_per_query_head",
-    "attend_rebuilt",
     "backend",
     "between_ends",
     "block_pages",
@@ -126,7 +127,6 @@ __all__ = [
     "cluster_scores_per_query_head",
     "decompose",
     "drop_oldest",
-    "exchange",
     "form_clusters",
     "gather_tokens",
     "head_scores",
@@ -134,19 +134,19 @@ __all__ = [
     "keep",
     "kept",
     "linear",
+    "load_missing",
     "outlier_chunks",
     "page_bounds",
     "prefill",
-    "prefill_chosen",
     "prompt_scores",
     "recent_indices",
     "renew_stamps",
     "represent_blocks",
-    "rotary",
-    "rotate",
+    "shift_rope",
+    "sparse_prefill",
     "spread_scores",
     "summary_scores",
-    "top_indices",
+    "top_k",
     "trim",
     "with_newer",
 ]

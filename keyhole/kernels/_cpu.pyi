@@ -63,7 +63,7 @@ def append(
     row_head_stride: int,
     slots: int,
 ) -> None: ...
-def exchange(
+def load_missing(
     itemsize: int,
     sizes: Sequence[int],
     entries: int,
@@ -140,7 +140,7 @@ def linear(
     bias: int,
     out: int,
 ) -> None: ...
-def top_indices(
+def top_k(
     sizes: Sequence[int],
     k: int,
     first: int,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels.chosen import gather_tokens
+from keyhole.kernels.gathered_attention import gather_tokens
 from keyhole.kernels.summaries import spread_scores, summary_scores
 
 #: Rounds of k-means. The authors' limit is 20; what a query finds hardly changes after a few.

@@ -210,15 +210,13 @@ def spread_scores(
     return out
 
 
-def top_indices(
-    scores: Tensor, valid: Tensor, k: int, first: int, last: int
-) -> tuple[Tensor, Tensor]:
+def top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """As the reference, the selection in parts."""
     scores, valid = as_float32(scores), as_int32(valid)
     num_rows, num_lists, _ = scores.shape
     indices = torch.empty(num_rows, num_lists, k, dtype=torch.int32)
     counts = torch.empty(num_rows, num_lists, dtype=torch.int32)
-    extension.top_indices(
+    extension.top_k(
         tuple(scores.shape),
         k,
         first,
@@ -258,7 +256,7 @@ def trim(
     return left, counts
 
 
-def exchange(
+def load_missing(
     entries: Tensor,
     keys: Tensor,
     values: Tensor | None,
@@ -278,7 +276,7 @@ def exchange(
     used = torch.empty(len(rows), num_heads, indices.shape[2], dtype=torch.int32)
     counts, moved = (torch.empty(len(rows), num_heads, dtype=torch.int32) for _ in range(2))
     value_dim = 0 if values is None else values.shape[3]
-    extension.exchange(
+    extension.load_missing(
         keys.itemsize,
         (len(rows), num_heads, dim, value_dim, page_size, num_slots, unit),
         entries.data_ptr(),

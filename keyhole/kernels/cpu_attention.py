@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import cpu
-from keyhole.kernels.rotation import angles_below
+from keyhole.kernels.rope import angles_below
 
-# Sizes (rank, chunks taken, tokens of a chunk), addresses, angles: as in `attend_rebuilt`.
+# Sizes (rank, chunks taken, tokens of a chunk), addresses, angles: as in `attend_low_rank`.
 _NO_LOW_RANK = ((0, 0, 1), (0, 0, 0, 0), (0, 0, 0))
 
 
@@ -48,7 +48,7 @@ def attend(
     return out
 
 
-def attend_rebuilt(
+def attend_low_rank(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -222,7 +222,7 @@ def prefill(
     return _prefill(*paged, start, (0, 0, 0), scale, window, softcap, sinks)
 
 
-def prefill_chosen(
+def sparse_prefill(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,

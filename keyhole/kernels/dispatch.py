@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.library import Library
 
 from keyhole.kernels import (
-    chosen,
     cpu,
     cpu_attention,
-    elastic,
-    gpu,
+    gathered_attention,
     low_rank,
     reference,
-    rotation,
-    trimming,
+    resident_buffer,
+    rope,
+    top_p,
+    triton,
 )
-from keyhole.kernels.gpu import paged_flash
 from keyhole.kernels.selection import ScoreRequest, Selection
+from keyhole.kernels.triton import paged_flash
 
 _library = Library("keyhole", "DEF")
 
@@ -42,10 +42,10 @@ _triton = True
 def backend(device: torch.device) -> str:
     """Who computes on a device, for people."""
     if device.type == "cuda":
-        who = "Triton" if gpu.usable() else "reference (PyTorch)"
-        dense = paged_flash.version() if gpu.usable() else None
+        who = "Triton" if triton.usable() else "reference (PyTorch)"
+        dense = paged_flash.version() if triton.usable() else None
         who += "" if dense is None else f", dense steps by {dense}"
-        return f"{who}, prompts by FlashAttention" if gpu.flash() else who
+        return f"{who}, prompts by FlashAttention" if triton.flash() else who
     if device.type != "cpu" or cpu.current() == cpu.REFERENCE:
         return "reference (PyTorch)"
     return f"C++ ({cpu.current()})"
@@ -82,16 +82,14 @@ def _prefill(*operands: Any) -> Tensor:
     return reference.prefill(*paged, scale=scale, **options)
 
 
-def _prefill_chosen(*operands: Any) -> Tensor:
+def _sparse_prefill(*operands: Any) -> Tensor:
     *paged, scale, window, softcap, sinks = operands
     options = {"window": window, "softcap": softcap, "sinks": sinks}
-    return chosen.prefill_chosen(*paged, scale=scale, **options)
+    return gathered_attention.sparse_prefill(*paged, scale=scale, **options)
 
 
-def _top_indices(
-    scores: Tensor, valid: Tensor, k: int, first: int, last: int
-) -> tuple[Tensor, Tensor]:
-    chosen = reference.top_indices(scores, valid, k, 1, first=first, last=last)
+def _top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    chosen = reference.top_k(scores, valid, k, 1, first=first, last=last)
     return chosen.indices, chosen.counts.contiguous()
 
 
@@ -100,14 +98,16 @@ def _trim(
 ) -> tuple[Tensor, Tensor]:
     # The twin knows padding by -1 and asks for no counts.
     whole, places = Selection(indices, indices, 1), {"least": least, "first": first, "last": last}
-    left = trimming.trim(whole, scores, valid, share, **places)
+    left = top_p.trim(whole, scores, valid, share, **places)
     return left.indices, left.counts
 
 
 def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     *buffered, indices, unit = operands
     # The twin knows padding by -1 and asks for no counts.
-    found, moved = elastic.exchange(*buffered, selection=Selection(indices, indices, unit))
+    found, moved = resident_buffer.load_missing(
+        *buffered, selection=Selection(indices, indices, unit)
+    )
     return found.indices, found.counts, moved
 
 
@@ -124,12 +124,14 @@ def _register(
         return (on_cpu if cpu.takes(*operands[:first]) else plain)(*operands)
 
     def chosen_on_gpu(*operands: Any) -> Any:
-        return (gpu.operation(name) if _triton and gpu.takes(name, *operands) else plain)(*operands)
+        return (triton.operation(name) if _triton and triton.takes(name, *operands) else plain)(
+            *operands
+        )
 
     _library.define(name + schema)
     _library.impl(name, plain, "CompositeExplicitAutograd")
     _library.impl(name, chosen, "CPU")
-    if gpu.has(name):
+    if triton.has(name):
         _library.impl(name, chosen_on_gpu, "CUDA")
 
 
@@ -157,12 +159,12 @@ _register(
     _attend_and_score_on_cpu,
 )
 _register(
-    "attend_rebuilt",
+    "attend_low_rank",
     f"{_PAGED}, Tensor indices, Tensor counts, Tensor coefficients, Tensor basis, Tensor first,"
     " Tensor taken, int chunk, float scale, float? softcap, Tensor? sinks, Tensor? frequencies,"
     " bool last) -> Tensor",
-    low_rank.attend_rebuilt,
-    cpu_attention.attend_rebuilt,
+    low_rank.attend_low_rank,
+    cpu_attention.attend_low_rank,
     first=-2,  # frequencies are float64
 )
 _register(
@@ -178,11 +180,11 @@ _register(
     cpu_attention.prefill,
 )
 _register(
-    "prefill_chosen",
+    "sparse_prefill",
     f"({_QKV}, Tensor pages, Tensor positions, Tensor chosen, float scale, int? window, {_REST}"
     " -> Tensor",
-    _prefill_chosen,
-    cpu_attention.prefill_chosen,
+    _sparse_prefill,
+    cpu_attention.sparse_prefill,
 )
 _register(
     "page_bounds",
@@ -209,10 +211,10 @@ _register(
     cpu.spread_scores,
 )
 _register(
-    "top_indices",
+    "top_k",
     "(Tensor scores, Tensor valid, int k, int first, int last) -> (Tensor, Tensor)",
-    _top_indices,
-    cpu.top_indices,
+    _top_k,
+    cpu.top_k,
 )
 _register(
     "trim",
@@ -222,24 +224,24 @@ _register(
     cpu.trim,
 )
 _register(
-    "rotate",
+    "shift_rope",
     "(Tensor x, Tensor by, Tensor frequencies, bool last) -> Tensor",
-    rotation.rotate,
-    rotation.rotate,
+    rope.shift_rope,
+    rope.shift_rope,
 )
 _register(
-    "exchange",
+    "load_missing",
     "(Tensor(a!) entries, Tensor(b!) keys, Tensor(c!)? values, Tensor key_pages,"
     " Tensor? value_pages, Tensor page_table, Tensor lengths, Tensor rows, Tensor indices,"
     " int unit) -> (Tensor, Tensor, Tensor)",
     _exchange,
-    cpu.exchange,
+    cpu.load_missing,
 )
 _register(
-    "rotary",
+    "apply_rope",
     "(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
-    reference.rotary,
-    reference.rotary,
+    reference.apply_rope,
+    reference.apply_rope,
 )
 _register(
     "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", reference.linear, cpu.linear

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.chosen import gather_tokens
-from keyhole.kernels.rotation import Rotation, rotate
+from keyhole.kernels.gathered_attention import gather_tokens
+from keyhole.kernels.rope import Rotation, shift_rope
 
 # Keys in float64 at a time: 64 MiB for keys of 1024 numbers.
 _ROWS = 8192
@@ -50,7 +50,7 @@ def decompose(
     return basis.view(-1, *keys.shape[1:])
 
 
-def attend_rebuilt(
+def attend_low_rank(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -78,7 +78,7 @@ def attend_rebuilt(
     shared = coefficients[:, None].expand(-1, heads, -1, -1)
     keys = _gathered(shared, page_table, tokens) @ basis.transpose(1, 2)
     if frequencies is not None:
-        keys = rotate(keys, tokens.long(), frequencies, last)
+        keys = shift_rope(keys, tokens.long(), frequencies, last)
     listed = reference.members(taken, page_table.shape[1] * key_pages.shape[2] // chunk)
     own = listed.gather(2, tokens.long() // chunk) | (tokens >= first[:, None, None])
     keys = _gathered(key_pages, page_table, tokens).where(own[..., None], keys)

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from keyhole.kernels import (
     blocks,
-    chosen,
+    cached_selection,
     chunks,
     clusters,
     dispatch,
-    keeping,
+    gathered_attention,
     low_rank,
+    page_recency,
     per_query_head,
     prompt_weights,
     reference,
-    stamps,
     summaries,
 )
 from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
@@ -78,7 +78,7 @@ def attend_and_score(
     return out, tuple(scores)
 
 
-def attend_rebuilt(
+def attend_low_rank(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -98,7 +98,7 @@ def attend_rebuilt(
     low = low_rank
     rebuilt = (low.coefficients, low.basis, low.first, low.taken, low.chunk)
     turned = (low.frequencies, low.last)
-    out: Tensor = torch.ops.keyhole.attend_rebuilt(
+    out: Tensor = torch.ops.keyhole.attend_low_rank(
         *paged, *chosen, *rebuilt, scale, softcap, sinks, *turned
     )
     return out
@@ -131,7 +131,7 @@ def prefill(
     return out
 
 
-def prefill_chosen(
+def sparse_prefill(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -146,7 +146,7 @@ def prefill_chosen(
 ) -> Tensor:
     """Attention of tokens at any places over chosen tokens that are not after them, [T, Hq, Dv]."""
     paged = (query, key_pages, value_pages, pages, positions, tokens)
-    out: Tensor = torch.ops.keyhole.prefill_chosen(*paged, scale, window, softcap, sinks)
+    out: Tensor = torch.ops.keyhole.sparse_prefill(*paged, scale, window, softcap, sinks)
     return out
 
 
@@ -163,11 +163,11 @@ def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -
     return scores
 
 
-def top_indices(
+def top_k(
     scores: Tensor, valid: Tensor, k: int, unit: int, *, first: int = 0, last: int = 0
 ) -> Selection:
     """The k best entries of each row; equal scores go to the earlier entry."""
-    indices, counts = torch.ops.keyhole.top_indices(scores, valid, k, first, last)
+    indices, counts = torch.ops.keyhole.top_k(scores, valid, k, first, last)
     return Selection(indices, counts, unit)
 
 
@@ -187,13 +187,13 @@ def trim(
     return Selection(left, counts, chosen.unit)
 
 
-def rotate(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
+def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
     """Vectors rotated at any positions, turned `by` more; a new tensor."""
-    turned: Tensor = torch.ops.keyhole.rotate(x, by, frequencies, last)
+    turned: Tensor = torch.ops.keyhole.shift_rope(x, by, frequencies, last)
     return turned
 
 
-def exchange(
+def load_missing(
     entries: Tensor,
     keys: Tensor,
     values: Tensor | None,
@@ -208,15 +208,15 @@ def exchange(
     """Brings what is selected into the buffers of sequences; what is there already stays."""
     chosen = (selection.indices, selection.unit)
     assert selection.indices.shape[2] < entries.shape[2], "the last slot is the newest entry's"
-    used, counts, moved = torch.ops.keyhole.exchange(
+    used, counts, moved = torch.ops.keyhole.load_missing(
         entries, keys, values, key_pages, value_pages, page_table, lengths, rows, *chosen
     )
     return Selection(used, counts, selection.unit), moved
 
 
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [B, Hq, T, D] and keys [B, Hkv, T, D] with RoPE applied; new tensors."""
-    turned: tuple[Tensor, Tensor] = torch.ops.keyhole.rotary(query, key, cos, sin)
+    turned: tuple[Tensor, Tensor] = torch.ops.keyhole.apply_rope(query, key, cos, sin)
     return turned
 
 
@@ -228,13 +228,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 backend, use_triton = dispatch.backend, dispatch.use_triton
 recent_indices = reference.recent_indices
-attend_and_score_chosen = chosen.attend_and_score_chosen
-head_scores_chosen, gather_tokens = chosen.head_scores_chosen, chosen.gather_tokens
+attend_and_score_chosen = gathered_attention.attend_and_score_chosen
+head_scores_chosen, gather_tokens = (
+    gathered_attention.head_scores_chosen,
+    gathered_attention.gather_tokens,
+)
 form_clusters, cluster_scores = clusters.form_clusters, clusters.cluster_scores
 add_received, represent_blocks = blocks.add_received, blocks.represent_blocks
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
 between_ends = blocks.between_ends
-keep, kept, with_newer = keeping.keep, keeping.kept, keeping.with_newer
+keep, kept, with_newer = cached_selection.keep, cached_selection.kept, cached_selection.with_newer
 chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
 outlier_chunks = chunks.outlier_chunks
 attend_per_query_head = per_query_head.attend_per_query_head
@@ -243,4 +246,4 @@ cluster_scores_per_query_head = per_query_head.cluster_scores_per_query_head
 prompt_scores = prompt_weights.prompt_scores
 decompose = low_rank.decompose
 summary_scores, spread_scores = summaries.summary_scores, summaries.spread_scores
-renew_stamps, drop_oldest = stamps.renew_stamps, stamps.drop_oldest
+renew_stamps, drop_oldest = page_recency.renew_stamps, page_recency.drop_oldest

@@ -17,9 +17,9 @@ from transformers import AttentionInterface
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
-from keyhole.models import mla, scattered
+from keyhole.models import mla, selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
-from keyhole.policy.base import PromptQueries, ScoreRequest, Selection, Step
+from keyhole.policies.base import PromptQueries, ScoreRequest, Selection, Step
 
 NAME = "keyhole"
 
@@ -81,7 +81,7 @@ def _paged(
     if batch.rewrite is None:
         kernels.append(keys, None if value is None else values, key, value, batch.slots)
     else:
-        scattered.write(batch, batch.rewrite, layer, (key, value))
+        selective_recompute.write(batch, batch.rewrite, layer, (key, value))
     if batch.touched is not None and batch.filled is not None and window is None:
         batch.policy.on_append(keys, cache.data[layer], batch.touched, batch.filled)
     if batch.observer is not None:
@@ -97,7 +97,9 @@ def _paged(
         parts.append(decode(batch, layer, query[rows], newest, window, options))
     for chunk in batch.chunks:
         if isinstance(chunk, ScatteredChunk):
-            part = scattered.attend(batch, chunk, layer, query[chunk.rows], window, options)
+            part = selective_recompute.attend(
+                batch, chunk, layer, query[chunk.rows], window, options
+            )
         else:
             place = (keys, values, chunk.pages, chunk.start)
             part = kernels.prefill(query[chunk.rows], *place, window=window, **options)
@@ -133,13 +135,13 @@ def decode(
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     if window is not None:
         paged = (query, keys, values, step.page_table, step.lengths)
-        if step.thinned is None:
+        if step.kept_tokens is None:
             batch.reads.append(None)
             return kernels.attend(*paged, window=window, **options)
-        selection = step.thinned.selection(layer, window)
+        selection = step.kept_tokens.selection(layer, window)
         batch.reads.append(selection)
         return kernels.attend(*paged, selection=selection, **options)
-    left = step.remaining or step
+    left = step.retained or step
     paged = (query, keys, values, left.page_table, left.lengths)
     requests = policy.needs_scores(layer, step)
     if requests:
@@ -156,7 +158,7 @@ def decode(
         return kernels.attend(*paged, **options)
     low_rank = policy.low_rank(layer, step) if selected.unit == 1 else None
     if low_rank is not None:
-        return kernels.attend_rebuilt(*paged, selection=selected, low_rank=low_rank, **options)
+        return kernels.attend_low_rank(*paged, selection=selected, low_rank=low_rank, **options)
     # Where everything is read, it is read where it lies: there is more of it than places above.
     if chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selected)
@@ -190,7 +192,7 @@ def _attend_and_score(
 
 def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:
     """What is there of a selection, where layers dropped tokens of some prompts."""
-    thinned = (step.remaining or step).thinned
+    thinned = (step.retained or step).kept_tokens
     if thinned is None:
         return selection
     if selection is None:

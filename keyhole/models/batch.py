@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefetch import Prefetcher
-from keyhole.policy.base import Policy, Selection, Step
+from keyhole.policies.base import Policy, Selection, Step
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,16 @@ class Batch:
         """Starts to load what was chosen for the layers after `after`, up to the next choice."""
         step = self.step
         assert step is not None
-        if self.prefetcher is None or step.carry is None:
+        if self.prefetcher is None or step.shared_selection is None:
             return
         layers = range(after + 1, len(self.cache.keys))
         end = next((layer for layer in layers if self._chooses(layer, step)), layers.stop)
         later = [layer for layer in self.prefetcher.layers if after < layer < end]
-        if step.thinned is None:
-            self.prefetcher.start(step.carry, later)
+        if step.kept_tokens is None:
+            self.prefetcher.start(step.shared_selection, later)
             return
         for layer in later:  # each has tokens of its own; what one dropped is not loaded for it
-            self.prefetcher.start(step.thinned.within(layer, step.carry), [layer])
+            self.prefetcher.start(step.kept_tokens.within(layer, step.shared_selection), [layer])
 
     def _chooses(self, layer: int, step: Step) -> bool:
         return layer in self.cache.geometry.full_attention and bool(

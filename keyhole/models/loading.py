@@ -32,8 +32,8 @@ from keyhole.models import families, linear, norms, rotary
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.bundled import TINY, is_tiny, named
-from keyhole.models.locate import Place, ignored_adapter, locate, other_format
-from keyhole.reuse.stability import STABILITY_FILE
+from keyhole.models.locate import ModelFiles, ignored_adapter, locate, other_format
+from keyhole.reuse.blocks.stability import STABILITY_FILE
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
 CALIBRATION_FILE = "keyhole-delta.json"
@@ -258,7 +258,7 @@ def speed_up(network: Any, device: torch.device) -> None:
         part.speed_up(network, device)
 
 
-def _config(found: Place) -> Any:
+def _config(found: ModelFiles) -> Any:
     try:
         return AutoConfig.from_pretrained(
             found.name, local_files_only=found.unreachable is not None

@@ -45,7 +45,7 @@ _CONVERT = (
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelFiles:
     """A model's files. name: a folder or a hub id. config: its config.json.
 
     unreachable: why the hub gives nothing, so that its local cache is all there is; None: it does.
@@ -58,7 +58,7 @@ class Place:
     has_adapter: bool
 
 
-def locate(model: str | Path) -> Place:
+def locate(model: str | Path) -> ModelFiles:
     """The place of a model given by "tiny", a folder or a hub id.
 
     ConfigError for no name; ModelError for one that is not there, with the cause, and for what
@@ -72,7 +72,7 @@ def locate(model: str | Path) -> Place:
         return _on_hub(name)
     if not (folder / _CONFIG).is_file():
         raise ModelError(f"folder {name!r} holds no model: {_in_place_of_config(folder)}")
-    return Place(name, folder / _CONFIG, None, (folder / ADAPTER).is_file())
+    return ModelFiles(name, folder / _CONFIG, None, (folder / ADAPTER).is_file())
 
 
 def other_format(folder: Path) -> str | None:
@@ -104,7 +104,7 @@ def _in_place_of_config(folder: Path) -> str:
     return other_format(folder) or f"it has no {_CONFIG}"
 
 
-def _on_hub(name: str) -> Place:
+def _on_hub(name: str) -> ModelFiles:
     """The files of a hub id; what is in the local cache if the hub does not answer."""
     try:
         known = _known(name, _CONFIG)
@@ -116,10 +116,10 @@ def _on_hub(name: str) -> Place:
             config = Path(hf_hub_download(name, _CONFIG))
         except Exception as found:  # the network and the disk each have their own
             raise _unknown(name, found) from found
-        return Place(name, config, None, has_adapter)
+        return ModelFiles(name, config, None, has_adapter)
     if known is None:
         raise _unknown(name, silence) from silence
-    return Place(name, known, _why(silence), _known(name, ADAPTER) is not None)
+    return ModelFiles(name, known, _why(silence), _known(name, ADAPTER) is not None)
 
 
 def _known(name: str, file: str) -> Path | None:

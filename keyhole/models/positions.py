@@ -30,7 +30,7 @@ def rotates(model: Model) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class RopeShift:
     """The rotation of every layer of a model.
 
     frequencies: per layer float64 [pairs], radians per position, slowed or stretched as the model's
@@ -74,7 +74,7 @@ class Turns:
                 return x
             by = torch.full((), by, device=x.device)
         frequencies = self.frequencies[layer].to(x.device)
-        return kernels.rotate(x, by.to(x.device), frequencies, self.rotated_last[layer])
+        return kernels.shift_rope(x, by.to(x.device), frequencies, self.rotated_last[layer])
 
 
 def _frequencies(rotary: Any, kind: str) -> Tensor:

@@ -48,7 +48,7 @@ def faster(cls: type[nn.Module]) -> type[nn.Module] | None:
         trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
         if rest or more or trained or cos.dim() != 3 or cos.shape[-1] != query.shape[-1]:
             return theirs(query, key, cos, sin, *rest, **more)
-        return kernels.rotary(query, key, cos, sin)
+        return kernels.apply_rope(query, key, cos, sin)
 
     names = {**forward.__globals__, _NAME: ours}
     own = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
@@ -57,11 +57,11 @@ def faster(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def is_plain(theirs: Callable[..., Any]) -> bool:
-    """Whether a function turns heads as `kernels.rotary` does; found out by trying it."""
+    """Whether a function turns heads as `kernels.apply_rope` does; found out by trying it."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = torch.randn(2, 1, 3, 4, generator=generator).repeat(1, 1, 1, 2)
-    wanted = reference.rotary(query, key, cos, sin)
+    wanted = reference.apply_rope(query, key, cos, sin)
     try:
         found = theirs(query, key, cos, sin)
         return all(torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))

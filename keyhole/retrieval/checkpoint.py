@@ -20,7 +20,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class HeadCheckpoint:
     """A folder with a config and tensors, of which only those asked for are read."""
 
     name: str
@@ -29,7 +29,7 @@ class Checkpoint:
     _read: Mapping[str, Callable[[], Tensor]]
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
+    def open(cls, path: str | Path) -> HeadCheckpoint:
         """From a folder or a hub id; ModelError if it is not there or cannot be read."""
         name = str(path)
         folder = _folder(name)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from keyhole.config import is_count, require
 from keyhole.errors import ConfigError, ModelError
-from keyhole.retrieval.checkpoint import Checkpoint
+from keyhole.retrieval.checkpoint import HeadCheckpoint
 from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.target import Target, feature_layers
 
@@ -30,7 +30,7 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 def head_config(
-    draft: Checkpoint, target: Target, inputs: str, max_length: int | None
+    draft: HeadCheckpoint, target: Target, inputs: str, max_length: int | None
 ) -> HeadConfig:
     """The config of the head that `draft` holds; ModelError says what is missing or does not fit.
 
@@ -80,7 +80,7 @@ def head_config(
         raise ModelError(f"the config of draft {draft.name!r} cannot be: {error}") from error
 
 
-def weights(draft: Checkpoint, config: HeadConfig) -> dict[str, Tensor]:
+def weights(draft: HeadCheckpoint, config: HeadConfig) -> dict[str, Tensor]:
     """The tensors of the head under its own parameter names; ModelError names what is not there."""
     H, D, layer = config.hidden_size, config.head_dim, _layer(draft)
     kept = {"embed_norm.weight": draft.tensor(layer + "input_layernorm.weight", H)}
@@ -127,12 +127,14 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _layer(draft: Checkpoint) -> str:
+def _layer(draft: HeadCheckpoint) -> str:
     original = any(name.startswith("midlayer.") for name in draft.shapes)
     return "midlayer." if original else "layers.0."
 
 
-def _count(draft: Checkpoint, fields: dict[str, Any], name: str, default: int | None = None) -> int:
+def _count(
+    draft: HeadCheckpoint, fields: dict[str, Any], name: str, default: int | None = None
+) -> int:
     value = fields.get(name)
     value = default if value is None else value
     if value is None or not is_count(value):
@@ -142,13 +144,13 @@ def _count(draft: Checkpoint, fields: dict[str, Any], name: str, default: int | 
     return int(value)
 
 
-def _has(draft: Checkpoint, fields: dict[str, Any], name: str, tensor: str) -> bool:
+def _has(draft: HeadCheckpoint, fields: dict[str, Any], name: str, tensor: str) -> bool:
     """Whether the draft is of a variant: as its config says or, if that is silent, its tensors."""
     said = fields.get(name)
     return tensor in draft.shapes if said is None else bool(said)
 
 
-def _trained_length(draft: Checkpoint, fields: dict[str, Any]) -> int:
+def _trained_length(draft: HeadCheckpoint, fields: dict[str, Any]) -> int:
     length = _count(draft, fields, "max_position_embeddings")
     kinds = fields.get("layer_types") or ()
     slides = "sliding_attention" in kinds[:1] if kinds else bool(fields.get("use_sliding_window"))
@@ -156,7 +158,9 @@ def _trained_length(draft: Checkpoint, fields: dict[str, Any]) -> int:
     return min(length, int(window)) if slides and window and is_count(window) else length
 
 
-def _feature_layers(draft: Checkpoint, fields: dict[str, Any], target: Target) -> tuple[int, ...]:
+def _feature_layers(
+    draft: HeadCheckpoint, fields: dict[str, Any], target: Target
+) -> tuple[int, ...]:
     if fields.get("use_aux_hidden_state") is False:
         raise ModelError(
             f"draft {draft.name!r} reads no hidden states of single layers (use_aux_hidden_state "

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keyhole.config import is_count, require
-from keyhole.retrieval import eagle3, stored
-from keyhole.retrieval.checkpoint import Checkpoint
+from keyhole.retrieval import eagle3, head_file
+from keyhole.retrieval.checkpoint import HeadCheckpoint
 from keyhole.retrieval.config import INPUTS, HeadConfig
 from keyhole.retrieval.rope import frequencies, rotate
 from keyhole.retrieval.target import Target, distinct_feature_layers
@@ -163,7 +163,7 @@ class RetrievalHead(nn.Module):
         """
         require(max_length is None or is_count(max_length), "max_length", max_length, "at least 1")
         require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
-        draft, shape = Checkpoint.open(path), Target.of(target)
+        draft, shape = HeadCheckpoint.open(path), Target.of(target)
         config = eagle3.head_config(draft, shape, inputs, max_length)
         shape.check_fits(config, draft.name)
         kept = eagle3.weights(draft, config)
@@ -179,8 +179,8 @@ class RetrievalHead(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, target: nn.Module) -> RetrievalHead:
         """Reads what `save_pretrained` wrote, for the network `target`, as `from_eagle3` does."""
-        checkpoint, shape = Checkpoint.open(path), Target.of(target)
-        config, dropped_share = stored.read_config(checkpoint)
+        checkpoint, shape = HeadCheckpoint.open(path), Target.of(target)
+        config, dropped_share = head_file.read_config(checkpoint)
         shape.check_fits(config, checkpoint.name)
         # A head that has shapes and no numbers says what must be there.
         table = torch.empty(config.vocab_size, config.hidden_size, device="meta")
@@ -195,7 +195,7 @@ class RetrievalHead(nn.Module):
 
         Replaces a head that is there. ConfigError if it cannot be written.
         """
-        stored.write(path, self.config, self.dropped_share, dict(self.named_parameters()))
+        head_file.write(path, self.config, self.dropped_share, dict(self.named_parameters()))
 
     @classmethod
     def random(

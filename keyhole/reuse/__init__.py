@@ -18,7 +18,7 @@ _REUSES = Registry(
     "keyhole.reuses",
     {
         "recompute": "keyhole.reuse.recompute:Recompute",
-        "reuse": "keyhole.reuse.plain:PlainReuse",
+        "reuse": "keyhole.reuse.full_reuse:PlainReuse",
         "sam_kv": "keyhole.reuse.sam_kv:SamKV",
         "cacheblend": "keyhole.reuse.cacheblend:CacheBlend",
         "epic": "keyhole.reuse.epic:Epic",
@@ -29,7 +29,7 @@ _REUSES = Registry(
 )
 
 
-def reuses() -> dict[str, type[Reuse]]:
+def available_reuse_methods() -> dict[str, type[Reuse]]:
     """Every reuse method by name: ours in the order of the table, then those of entry points."""
     return _REUSES.classes()
 

@@ -70,7 +70,7 @@ class PlacedDocument:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RecomputePlan:
     """What a prompt keeps of its documents, and what of that is computed again.
 
     kept: bool [L, T]. written: bool [L, T], within `kept`: tokens whose keys and values of that
@@ -132,7 +132,9 @@ class Reuse:
         """Tokens, bool [T], over which the question is read first to get its query; None: no."""
         return None
 
-    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
         """What to keep and what to compute again.
 
         query: per layer float32 [Hq, D], mean over the question's tokens of its rotated queries
@@ -141,7 +143,9 @@ class Reuse:
         """
         raise AssertionError(f"{type(self).__name__} must define plan")
 
-    def revise(self, documents: Sequence[PlacedDocument], plan: Plan, deviation: Tensor) -> Plan:
+    def revise(
+        self, documents: Sequence[PlacedDocument], plan: RecomputePlan, deviation: Tensor
+    ) -> RecomputePlan:
         """What is still to be computed once `check_layer` is; called only if there is one.
 
         deviation: float32 [2, T], |new - stored|^2 in that layer of keys and of values, summed over

@@ -50,7 +50,7 @@ import torch
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.errors import UnknownNameError
-from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,16 +89,20 @@ class CacheBlend(Reuse):
         require(is_number(ratio) and 0 <= ratio <= 1, "recompute_ratio", ratio, "from 0 to 1")
         return dataclasses.replace(self, check_layer=layer)
 
-    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
         """Everything is kept; up to `check_layer` everything is computed again."""
         assert self.check_layer is not None, "resolve comes first"
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
         written = torch.zeros_like(every)
         written[: self.check_layer + 1] = True
-        return Plan(every, written)
+        return RecomputePlan(every, written)
 
-    def revise(self, documents: Sequence[PlacedDocument], plan: Plan, deviation: Tensor) -> Plan:
+    def revise(
+        self, documents: Sequence[PlacedDocument], plan: RecomputePlan, deviation: Tensor
+    ) -> RecomputePlan:
         """The tokens of largest deviation go on; of equals the earlier."""
         total = deviation[DEVIATIONS[self.deviation]].sum(0)
         number = math.ceil(self.recompute_ratio * len(total))

@@ -36,7 +36,7 @@ import torch
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, setting
-from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,9 @@ class Epic(Reuse):
             require(is_count(value, 0), name, value, "a whole number of tokens >= 0")
         return self
 
-    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
         """Everything is kept; the ends are computed again in all layers."""
         edges = starts(documents)
         again = torch.zeros(edges[-1], dtype=torch.bool)
@@ -66,4 +68,4 @@ class Epic(Reuse):
             again[start : min(end, start + self.num_initial)] = True
             again[max(start, end - self.num_local) : end] = True
         written = again.repeat(len(documents[0].layers), 1)
-        return Plan(torch.ones_like(written), written)
+        return RecomputePlan(torch.ones_like(written), written)

@@ -39,10 +39,10 @@ import torch
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
-from keyhole.reuse.base import PlacedDocument, Plan, Reuse
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
 from keyhole.reuse.blocks import Blocks, gather
-from keyhole.reuse.choice import best, fitting
-from keyhole.reuse.scoring import key_scores
+from keyhole.reuse.blocks.scoring import key_scores
+from keyhole.reuse.blocks.selection import best, fitting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,9 @@ class MultiInfLLM(Reuse):
         ends = self._ends(blocks)
         return None if self._takes_all(blocks, ends) else blocks.tokens(ends)
 
-    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
         """First and last blocks, and the best between; of equal scores the earlier."""
         blocks = Blocks.of(documents)
         ends = self._ends(blocks)
@@ -92,7 +94,7 @@ class MultiInfLLM(Reuse):
             scores = [key_scores(own.cpu(), part) for own, part in zip(query, keys, strict=True)]
             kept[:, ~ends] = self._best(torch.stack(scores)[:, ~ends], blocks, ends)
         tokens = blocks.tokens(kept)
-        return Plan(tokens, torch.zeros_like(tokens))
+        return RecomputePlan(tokens, torch.zeros_like(tokens))
 
     def _ends(self, blocks: Blocks) -> Tensor:
         """The first and last blocks of all documents together, bool [M]."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,10 @@ class Recompute(Reuse):
     exact: ClassVar[bool] = True
     keeps_all: ClassVar[bool] = True
 
-    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
         """Everything is kept and computed again."""
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
-        return Plan(every, every.clone())
+        return RecomputePlan(every, every.clone())

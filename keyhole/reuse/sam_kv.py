@@ -41,7 +41,7 @@ intervals, and the median relative error of the first answer token's logits agai
 is computed whole. They say what a difference does on this model, not which method is better.
 
 Beyond the paper, where a mean hides what is looked for: with score="extremes" step 4 compares the
-queries of all of the question's tokens with single keys of a block (`keyhole.reuse.extremes`), and
+queries of all of the question's tokens with single keys of a block (`keyhole.reuse.blocks.extremes`), and
 `share` stands for P in step 3. With score="random" step 4 draws as many blocks without looking at
 them: the control that tells whether a choice finds anything.
 """
@@ -60,14 +60,14 @@ import torch
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, require_layers, setting
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.reuse.base import PlacedDocument, Plan, Reuse, starts
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 from keyhole.reuse.blocks import Blocks, gather
-from keyhole.reuse.choice import choose
-from keyhole.reuse.extremes import extreme_scores
+from keyhole.reuse.blocks.extremes import extreme_scores
+from keyhole.reuse.blocks.outliers import outliers
+from keyhole.reuse.blocks.scoring import key_scores, personal_queries, share
+from keyhole.reuse.blocks.selection import choose
+from keyhole.reuse.blocks.stability import Stability, last_layers
 from keyhole.reuse.fusion import fused
-from keyhole.reuse.outliers import outliers
-from keyhole.reuse.scoring import key_scores, personal_queries, share
-from keyhole.reuse.stability import Stability, last_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +164,9 @@ class SamKV(Reuse):
         ends = self._ends(blocks)
         return None if not self.select or bool(ends.all()) else blocks.tokens(ends)
 
-    def plan(self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
         """Initial and local blocks, and the middle blocks chosen; see the module for the steps."""
         blocks = self._blocks(documents)
         ends = self._ends(blocks)
@@ -184,8 +186,8 @@ class SamKV(Reuse):
             kept[:, ~ends] = torch.cat(self._chosen(blocks, scores, shares), 1)
         tokens = blocks.tokens(kept)
         if not self.recompute:
-            return Plan(tokens, torch.zeros_like(tokens), shares)
-        return Plan(tokens, self._written(documents, blocks, kept, alpha), shares)
+            return RecomputePlan(tokens, torch.zeros_like(tokens), shares)
+        return RecomputePlan(tokens, self._written(documents, blocks, kept, alpha), shares)
 
     def blend(self, new: Tensor, old: Tensor) -> Tensor:
         """The new ones, or fused with the old."""

@@ -13,8 +13,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import keyhole
-from keyhole.engine.async_llm import AsyncLLM
-from keyhole.engine.text import encode_text
+from keyhole.async_llm import AsyncLLM
+from keyhole.engine.tokenization import encode_text
 from keyhole.server import completions, documents, errors
 from keyhole.server.answers import Answer
 from keyhole.server.bodies import DetokenizeBody, TokenizeBody

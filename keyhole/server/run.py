@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from keyhole.engine.async_llm import AsyncLLM
+from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError
 from keyhole.server.app import create_app
 from keyhole.server.settings import ServerConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import Request
 
+from keyhole.async_llm import AsyncLLM
 from keyhole.config import SamplingParams
-from keyhole.engine.async_llm import AsyncLLM
 from keyhole.server.errors import ApiError
 from keyhole.server.limits import Admission
 from keyhole.server.metrics import Metrics

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.bench.bars import step_bars
+from keyhole.bench.targets import step_bars
 
 
 def result(system: str, ratio: float | None, context: int = 32768) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import decode, measure, memory, model, sitting
+from keyhole.bench import comparison, decode, measure, memory, model
 from keyhole.bench.agreement import DisagreementError
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.keyhole_system import KeyholeSystem, Pages, needed_bytes
+from keyhole.bench.memory_fit import Skipped, fitting
 from keyhole.bench.model import Weights
-from keyhole.bench.ours import Ours, Pages, needed_bytes
-from keyhole.bench.peers import Past, Peer
-from keyhole.bench.room import Skipped, fitting
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, UnknownNameError
@@ -107,25 +107,25 @@ def small() -> Weights:
 
 
 @pytest.fixture
-def systems(small: Weights) -> tuple[Pages, list[Peer], list[list[int]], list[int]]:
+def systems(small: Weights) -> tuple[Pages, list[Baseline], list[list[int]], list[int]]:
     """All policies and peers over the same 64 tokens of two prompts."""
     pages = Pages(small.ours, ["full", "quest"], 2, CONTEXT, STEPS)
     pasts = {kind: Past(kind, small.ours, CONTEXT, STEPS) for kind in KINDS}
-    numbers = model.Numbers(small.ours, 2, CONTEXT)
+    numbers = model.RandomKV(small.ours, 2, CONTEXT)
     for cache in (pages, *pasts.values()):
         cache.fill(numbers)
-    peers = [Peer(name, small, pasts[ALL_PEERS[name][1]], CONTEXT) for name in THEIRS]
+    peers = [Baseline(name, small, pasts[ALL_PEERS[name][1]], CONTEXT) for name in THEIRS]
     return pages, peers, *model.prompts(small.ours, 2, CONTEXT, 3)
 
 
 def test_full_attention_and_the_peers_agree_over_the_same_cache(systems: Any) -> None:
     pages, peers, texts, given = systems
     pages.know(texts)
-    errors = sitting.compare(pages.ours[0], peers, texts, given, 1e-4)
+    errors = comparison.compare(pages.ours[0], peers, texts, given, 1e-4)
     assert list(errors) == list(THEIRS)
     assert max(errors.values()) < 1e-5
     again = [*peers[:2], peers[3]]  # a static cache keeps what was added
-    errors = sitting.compare(pages.ours[0], again, texts, given, 1e-4)
+    errors = comparison.compare(pages.ours[0], again, texts, given, 1e-4)
     assert list(errors) == [peer.name for peer in again]
 
 
@@ -134,13 +134,13 @@ def test_a_wrong_page_is_refused(systems: Any) -> None:
     pages.cache.keys[1][3, 0, 3] *= -1
     pages.know(texts)
     with pytest.raises(DisagreementError, match="transformers_sdpa: relative error"):
-        sitting.compare(pages.ours[0], peers, texts, given, 1e-4)
+        comparison.compare(pages.ours[0], peers, texts, given, 1e-4)
 
 
 def test_nothing_is_prefilled_and_every_step_reads_all(systems: Any) -> None:
     pages, _, texts, _ = systems
     pages.know(texts)
-    ours: Ours = pages.ours[0]
+    ours: KeyholeSystem = pages.ours[0]
     ours.start(texts, 3)
     for _ in range(4):
         ours.step()
@@ -202,7 +202,7 @@ def test_who_does_not_fit_is_left_out_and_named(
 ) -> None:
     sizes = {"need_bytes": 3 << 30, "free_bytes": 2 << 30}
     skipped = Skipped(context=64, batch=1, system="transformers_static", **sizes)
-    monkeypatch.setattr(sitting, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
+    monkeypatch.setattr(comparison, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
     asked = settings(systems=("transformers_sdpa", "transformers_static", "full"))
     found = decode.run(asked, lambda *given: reported.append(given))
     assert [r["system"] for r in found["results"]] == ["transformers_sdpa", "full"]
@@ -230,7 +230,7 @@ def test_a_context_that_does_not_fit_is_skipped_and_the_others_go_on(
 def test_without_a_peer_nothing_is_compared_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, reported: list[Any]
 ) -> None:
-    monkeypatch.setattr(sitting, "fitting", lambda *_, **__: ([], []))
+    monkeypatch.setattr(comparison, "fitting", lambda *_, **__: ([], []))
     found = decode.run(settings(systems=("full",)), lambda *given: reported.append(given))
     assert [(r["system"], r["ratio_to_peer"]) for r in found["results"]] == [("full", None)]
     assert reported[0][1] == ["at 64 tokens no peer was there to compare logits with"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.documents import ratios
-from keyhole.bench import documents, measure
+from benchmarks.paper import documents
+from keyhole.bench import measure
 from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.settings import DocumentSettings
 from keyhole.errors import ConfigError, UnknownNameError

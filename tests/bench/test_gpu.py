@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from keyhole.bench.headlines import HEADLINES
+from benchmarks.paper.settings import HEADLINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def test_what_there_is_no_time_for_is_named(
 
 def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "json.tool", "--no-such-thing"]
-    part = gpu.Part(number=9, title="wrong", limit_s=1, least_s=1, commands=[command])
+    part = gpu.GpuPart(number=9, title="wrong", limit_s=1, least_s=1, commands=[command])
     assert not gpu.dry_run([part])
     assert "could not run" in capsys.readouterr().out
 
@@ -115,7 +115,7 @@ def test_a_dry_run_fails_where_a_part_fails_in_small(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu, "_is_understood", lambda *_: True)
     for code, good in (("pass", True), ("raise SystemExit(3)", False)):
         small = [[sys.executable, "-c", code]]
-        part = gpu.Part(number=9, title="", limit_s=9, least_s=1, commands=[], small=small)
+        part = gpu.GpuPart(number=9, title="", limit_s=9, least_s=1, commands=[], small=small)
         assert gpu.dry_run([part]) == good
 
 
@@ -123,7 +123,7 @@ def test_a_dry_run_says_that_there_is_no_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda _: None)
-    part = gpu.Part(number=1, title="", limit_s=9, least_s=1, commands=[])
+    part = gpu.GpuPart(number=1, title="", limit_s=9, least_s=1, commands=[])
     assert gpu._small_tests(1) == []
     assert gpu.dry_run([part])
     assert "triton cannot be imported" in capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_a_dry_run_says_that_there_is_no_triton(
 def test_a_part_that_fails_or_takes_too_long_is_not_good() -> None:
     def run(code: str, limit_s: float = 60) -> bool:
         command = [sys.executable, "-c", code]
-        part = gpu.Part(number=9, title="", limit_s=9, least_s=1, commands=[command])
+        part = gpu.GpuPart(number=9, title="", limit_s=9, least_s=1, commands=[command])
         return gpu.run(part, limit_s)
 
     assert run("pass")

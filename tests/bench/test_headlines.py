@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import headlines as program
-from keyhole.bench import headline, headline_page, memory
-from keyhole.bench.headlines import HEADLINES, Bar, Headline, judged
+from benchmarks.paper import page, setting
+from benchmarks.paper.settings import HEADLINES, Bar, Headline, judged
+from keyhole.bench import memory
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, KernelSettings, ThroughputSettings
 from keyhole.errors import UnknownNameError
 
@@ -23,7 +24,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [n for n in HEADLINES if "_24gb_" not in n and "prompt" not in n])
 def test_a_setting_runs_in_small_and_has_speeds_for_its_bars(name: str) -> None:
     reported = []
-    line = headline.measured(name, "cpu", lambda *given: reported.append(given), small=True)
+    line = setting.measured(name, "cpu", lambda *given: reported.append(given), small=True)
     assert json.loads(json.dumps(line))["headline"] == name
     assert line["small"]
     assert line["bars"] == []
@@ -86,7 +87,7 @@ def test_a_rival_slower_than_computing_everything_is_no_bar(rival: float, says: 
     """Being three times as fast as a CacheBlend slower than recomputing was called met."""
     name = "sam_kv_first_token"
     speeds = {"sam_kv": 3.0, "recompute": 1.0, "cacheblend": rival}
-    unit = headline.unit(name)
+    unit = setting.unit(name)
     line = {
         "headline": name,
         "small": False,
@@ -101,7 +102,7 @@ def test_a_rival_slower_than_computing_everything_is_no_bar(rival: float, says: 
         "bars": judged(HEADLINES[name], unit, speeds),
         "results": [],
     }
-    text = "\n".join(headline_page.section([line]))
+    text = "\n".join(page.section([line]))
     (row,) = (one for one in text.splitlines() if "`sam_kv` by `cacheblend`" in one)
     assert f"| {says} | {3 / rival:.2f}" in row
     assert ("takes 4.0 times as long as `recompute`" in row) == (rival < 1)
@@ -122,4 +123,4 @@ def test_the_command_stores_a_line_where_it_is_told(
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'kernels'"):
-        headline.measured("kernel", "cpu", lambda *_: None)
+        setting.measured("kernel", "cpu", lambda *_: None)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from keyhole.bench import throughput
-from keyhole.bench.headline_page import section
-from keyhole.bench.headlines import HEADLINES
-from keyhole.bench.ideal import ideal, num_weights
+from benchmarks.paper import throughput
+from benchmarks.paper.page import section
+from benchmarks.paper.settings import HEADLINES
+from benchmarks.paper.traffic_lower_bound import ideal, num_weights
+from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.model import make_weights
-from keyhole.bench.room import RESERVE_BYTES
 from keyhole.bench.settings import DecodeSettings, ThroughputSettings
 
 

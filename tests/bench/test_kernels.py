@@ -13,10 +13,10 @@ from keyhole import kernels
 from keyhole.bench import kernels as benchmark
 from keyhole.bench import memory
 from keyhole.bench.agreement import DisagreementError, relative_error
-from keyhole.bench.bars import bars
-from keyhole.bench.cases import Case
+from keyhole.bench.cases import KernelCase
 from keyhole.bench.layer import Layer
 from keyhole.bench.settings import OPS, PAGE_SIZE, KernelSettings
+from keyhole.bench.targets import bars
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
 from keyhole.kernels import cpu
 
@@ -34,7 +34,7 @@ def layer() -> Layer:
 
 
 @pytest.fixture
-def case(layer: Layer) -> Iterator[Case]:
+def case(layer: Layer) -> Iterator[KernelCase]:
     """Attention to everything, with the path put back afterwards."""
     before = cpu.current()
     yield next(benchmark._CASES["attend"](layer))
@@ -50,11 +50,11 @@ def test_a_line_has_every_operation_on_every_path_and_beside_a_peer() -> None:
     assert [found[0]["op"] for found in reported] == list(OPS)
     assert [result for found in reported for result in found] == line["results"]
     cases = {(r["op"], r["about"]) for r in line["results"]}
-    assert len(cases) == len(OPS) + 4  # attend in three ways, top_indices and linear in two
+    assert len(cases) == len(OPS) + 4  # attend in three ways, top_k and linear in two
     for op, about in cases:
         found = {r["system"]: r for r in line["results"] if (r["op"], r["about"]) == (op, about)}
         assert set(PATHS) < set(found)
-        arithmetic = op in ("prefill", "attend_rebuilt")
+        arithmetic = op in ("prefill", "attend_low_rank")
         for result in found.values():
             assert result["ratio_to_peer"] == pytest.approx(1) or result["system"] != result["peer"]
             assert result["peer"] in found
@@ -83,7 +83,7 @@ def test_all_systems_agree(op: str, dtype: str) -> None:
     assert {r["op"] for r in line["results"]} == {op}
 
 
-def test_a_wrong_system_is_refused(case: Case) -> None:
+def test_a_wrong_system_is_refused(case: KernelCase) -> None:
     right = case.peers["torch sdpa"]
 
     def wrong(i: int) -> tuple[torch.Tensor, ...]:
@@ -97,7 +97,7 @@ def test_a_wrong_system_is_refused(case: Case) -> None:
         benchmark.measure_case(replace(case, peers=peers), PATHS, 1, 0.02)
 
 
-def test_a_system_that_gives_nan_is_refused(case: Case) -> None:
+def test_a_system_that_gives_nan_is_refused(case: KernelCase) -> None:
     right = case.peers["torch sdpa"]
     broken = replace(right, run=lambda i: (right.run(i)[0] * torch.nan,))
     with pytest.raises(DisagreementError, match="nan"):
@@ -150,7 +150,7 @@ class Graphs:
         return replay, None
 
 
-def test_on_a_gpu_a_turn_is_a_graph(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_turn_is_a_graph(case: KernelCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's launches of ten small calls were measured in place of what they compute."""
     graphs, real = Graphs(), benchmark._ready
     monkeypatch.setattr(benchmark, "capture", graphs.capture)
@@ -163,7 +163,7 @@ def test_on_a_gpu_a_turn_is_a_graph(case: Case, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_who_cannot_be_a_graph_is_launched_and_named(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: KernelCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.paper.page import section
 from keyhole.bench import launches, model
-from keyhole.bench.headline_page import section
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.keyhole_system import KeyholeSystem, Pages
 from keyhole.bench.launches import NotRecordedError, checked, said, together
-from keyhole.bench.loading import Loading, Text
-from keyhole.bench.ours import Ours, Pages
-from keyhole.bench.peers import Past, Peer
+from keyhole.bench.loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
-from keyhole.engine import core
-from keyhole.engine.recorded import Work
-from keyhole.policy.delta import Delta
+from keyhole.engine import engine as core
+from keyhole.engine.cuda_graphs.runner import Work
+from keyhole.policies.delta import Delta
 from tests.engine.run_again import RunAgain
 
 CONTEXT, STEPS = 64, 12
@@ -44,10 +44,10 @@ def texts(weights: model.Weights) -> list[list[int]]:
     return model.prompts(weights.ours, 2, CONTEXT, 3)[0]
 
 
-def ours(weights: model.Weights, texts: list[list[int]]) -> Ours:
+def ours(weights: model.Weights, texts: list[list[int]]) -> KeyholeSystem:
     """Of a policy that selects, over a cache that is filled."""
     pages = Pages(weights.ours, ["quest"], 2, CONTEXT, STEPS, token_budget=32)
-    pages.fill(model.Numbers(weights.ours, 2, CONTEXT))
+    pages.fill(model.RandomKV(weights.ours, 2, CONTEXT))
     pages.know(texts)
     return pages.ours[0]
 
@@ -122,7 +122,7 @@ def test_an_engine_that_was_told_not_to_is_not_refused(
 ) -> None:
     policy = Delta(token_budget=32)
     with Loading(None, weights.ours, policy, None, "", graphs=False) as system:
-        system.start(Text(prompt=texts[0], answer=[1, 2]))
+        system.start(ForcedText(prompt=texts[0], answer=[1, 2]))
         assert system.launches("above") == said(0, "graphs=False")
         assert checked("above", system.engine, 0, CUDA) == said(0, "graphs=False")
 
@@ -131,8 +131,8 @@ def test_peers_say_what_they_do(
     weights: model.Weights, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     past = Past("in_place", weights.ours, CONTEXT, STEPS)
-    past.fill(model.Numbers(weights.ours, 2, CONTEXT))
-    peer = Peer("torch_flash", weights, past, CONTEXT)
+    past.fill(model.RandomKV(weights.ours, 2, CONTEXT))
+    peer = Baseline("torch_flash", weights, past, CONTEXT)
     peer.start(texts, 2)
     peer.step()
     peer.rest()

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import decode, llama_file, llama_state, measure, model, sitting, worker
+from keyhole.bench import comparison, decode, llama_file, llama_state, measure, model, worker
 from keyhole.bench.agreement import DisagreementError
 from keyhole.bench.llama import Llama, Need
 from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.settings import OUTSIDE, DecodeSettings
 from keyhole.bench.shapes import SHAPES
-from keyhole.bench.worker import Worker, WorkerError
+from keyhole.bench.worker import WorkerError, WorkerProcess
 from keyhole.errors import ConfigError
 
 CONTEXT = 64
@@ -99,7 +99,7 @@ def test_every_step_has_the_same_past() -> None:
     with LlamaFile() as file:
         file.write(weights)
         system = Llama("llama_cpp_flash", weights.ours, file, 2, CONTEXT, 4)
-        system.fill(model.Numbers(weights.ours, 2, CONTEXT))
+        system.fill(model.RandomKV(weights.ours, 2, CONTEXT))
         first = system.logits(texts, [])
         system.start(texts, 2)
         for _ in range(2):
@@ -125,7 +125,7 @@ def test_one_that_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyP
     def needed(*_: Any) -> Need:
         return Need(stays=1 << 60, passes=0)
 
-    monkeypatch.setattr(sitting, "needed_bytes", needed)
+    monkeypatch.setattr(comparison, "needed_bytes", needed)
     line = decode.run(settings(), lambda *_: None)
     assert [result["system"] for result in line["results"]] == ["full"]
     assert [entry["system"] for entry in line["skipped"]] == list(OUTSIDE)
@@ -149,12 +149,12 @@ def test_it_is_measured_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def program(stand_in: None) -> Iterator[Worker]:
-    with Worker() as running:
+def program(stand_in: None) -> Iterator[WorkerProcess]:
+    with WorkerProcess() as running:
         yield running
 
 
-def test_what_fails_in_the_other_process_is_told(program: Worker) -> None:
+def test_what_fails_in_the_other_process_is_told(program: WorkerProcess) -> None:
     arguments = {"path": "nowhere", "cells": 256, "batch": 1, "flash": True, "threads": 1}
     with pytest.raises(
         WorkerError, match=r"`load` failed: RuntimeError: llama\.cpp could not load"
@@ -164,7 +164,7 @@ def test_what_fails_in_the_other_process_is_told(program: Worker) -> None:
         program.call("about", {})
 
 
-def test_a_process_that_is_killed_is_told(program: Worker) -> None:
+def test_a_process_that_is_killed_is_told(program: WorkerProcess) -> None:
     program._process.kill()
     with pytest.raises(WorkerError, match="`about` ended the program: status -9"):
         program.call("about", {})
@@ -173,7 +173,7 @@ def test_a_process_that_is_killed_is_told(program: Worker) -> None:
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_state_has_the_size_that_was_said(transposed: bool) -> None:
     weights = model.make_weights(settings())
-    numbers = model.Numbers(weights.ours, 3, CONTEXT)
+    numbers = model.RandomKV(weights.ours, 3, CONTEXT)
     for sequence in range(3):
         pieces = llama_state.pieces(numbers, sequence, transposed)
         assert sum(len(piece) for piece in pieces) == llama_state.num_bytes(numbers)
@@ -181,7 +181,7 @@ def test_a_state_has_the_size_that_was_said(transposed: bool) -> None:
 
 def test_numbers_are_the_same_whenever_they_are_asked_for() -> None:
     ours = model.make_weights(settings()).ours
-    one, other = (model.Numbers(ours, 2, CONTEXT) for _ in range(2))
+    one, other = (model.RandomKV(ours, 2, CONTEXT) for _ in range(2))
     assert torch.equal(one.keys(1, 1), other.keys(1, 1))
     drawn = [draw(layer, b) for draw in (one.keys, one.values) for layer in (0, 1) for b in (0, 1)]
     assert len({float(tensor[0, 0, 0]) for tensor in drawn}) == 8
@@ -190,10 +190,10 @@ def test_numbers_are_the_same_whenever_they_are_asked_for() -> None:
 def test_ratios_are_taken_within_a_sitting() -> None:
     """The machine may be slower in one of them."""
 
-    def measured(ms: float) -> sitting.Measured:
-        return sitting.Measured(step_ms=[ms, ms], peak_bytes=[1], cost={})
+    def measured(ms: float) -> comparison.SystemSteps:
+        return comparison.SystemSteps(step_ms=[ms, ms], peak_bytes=[1], cost={})
 
-    first = sitting.Sitting(
+    first = comparison.Sitting(
         measured={"full": measured(10), "llama_cpp": measured(20)}, errors={}, skipped=[]
     )
     second = replace(first, measured={"full": measured(30), "llama_cpp_flash": measured(60)})

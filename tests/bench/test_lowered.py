@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import agreement, measure, memory, model, throughput
-from keyhole.bench.lowered import Lowered, Steady
-from keyhole.bench.room import RESERVE_BYTES
+from benchmarks.paper import throughput
+from benchmarks.paper.offloaded_throughput import Lowered, Steady
+from keyhole.bench import agreement, measure, memory, model
+from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.settings import DecodeSettings, ThroughputSettings
 from keyhole.retrieval.scores import group_weights
 

@@ -11,15 +11,17 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench import measure, offload, offload_large, offload_page, report, trace
+from benchmarks import speed_pages
+from benchmarks.speed_pages import offload as offload_page
+from keyhole.bench import measure, offload, offload_large, trace
 from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, Text
+from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, ForcedText
+from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.repeats import Repeats
-from keyhole.bench.room import RESERVE_BYTES
+from keyhole.bench.selection_overlap import SelectionOverlap
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
-from keyhole.cache.elastic import Resident
-from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.offload.prefetch import Prefetcher
+from keyhole.cache.offload.resident_buffer import Resident
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model, load
@@ -135,7 +137,7 @@ def test_a_trace_shows_copies_beside_the_steps(
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
     steps = {e["name"]: e for e in events if e["name"].startswith("step ")}
     assert list(steps) == [f"step {i}" for i in range(trace.STEPS)]
-    copies = [e for e in events if e["name"] == "keyhole::exchange"]
+    copies = [e for e in events if e["name"] == "keyhole::load_missing"]
     assert {e["tid"] for e in copies} != {steps["step 0"]["tid"]}
     for step in steps.values():
         end = step["ts"] + step["dur"]
@@ -161,7 +163,7 @@ def test_repeats_are_counted_per_layer_and_head() -> None:
     def selection(*lists: list[int]) -> Selection:
         return Selection(torch.tensor([lists]).int(), torch.tensor([[3, 2]]).int(), 1)
 
-    repeats = Repeats()
+    repeats = SelectionOverlap()
     first = selection([1, 4, 7], [0, 2, -1])
     second = selection([1, 5, 7], [3, 4, -1])
     for chosen in (first, second):
@@ -180,8 +182,8 @@ def test_repeats_are_counted_per_layer_and_head() -> None:
 
 
 def test_the_last_tokens_of_a_text_become_its_answer() -> None:
-    text = Text(prompt=[1, 2, 3], answer=[4, 5])
-    assert text.last(1) == Text(prompt=[1, 2, 3, 4], answer=[5])
+    text = ForcedText(prompt=[1, 2, 3], answer=[4, 5])
+    assert text.last(1) == ForcedText(prompt=[1, 2, 3, 4], answer=[5])
     assert len(text.last(4)) == len(text) == 5
 
 
@@ -213,7 +215,7 @@ def test_documents_show_a_line(
 ) -> None:
     line = line | {"large": large, "settings": line["settings"] | {"context": 256}}
     stored = measure.header("offload", torch.device("cpu"), "a note", "1.2.3") | line
-    page = report.page([], [], [stored | {"commit": "old"}, stored | {"commit": "new"}])
+    page = speed_pages.page([], [], [stored | {"commit": "old"}, stored | {"commit": "new"}])
     assert page.count("## Offloaded layers") == 1
     assert "commit new" in page
     assert "commit old" not in page

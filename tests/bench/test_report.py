@@ -7,25 +7,30 @@ from typing import Any
 
 import pytest
 
-from keyhole.bench import measure, offload_page, plot, report, tables
-from keyhole.bench.headlines import HEADLINES
+from benchmarks import speed_pages
+from benchmarks.paper.settings import HEADLINES
+from benchmarks.speed_pages import offload as offload_page
+from benchmarks.speed_pages import plot, tables
+from keyhole.bench import measure
 from keyhole.bench.settings import ALL_PEERS
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_results_and_pictures_are_those_of_the_stored_lines() -> None:
-    lines = report.stored("decode")
-    offload = report.stored("offload")
+    lines = speed_pages.stored("decode")
+    offload = speed_pages.stored("offload")
     text = (ROOT / "docs/results.md").read_text()
-    headlines = report.stored("headlines")
-    page = report.page(lines, report.stored("kernels"), offload, report.evaluation(text), headlines)
-    assert page == text, "run `python -m keyhole.bench.report`"
-    shown = [*report.pictures(lines).items()]
+    headlines = speed_pages.stored("headlines")
+    page = speed_pages.page(
+        lines, speed_pages.stored("kernels"), offload, speed_pages.evaluation(text), headlines
+    )
+    assert page == text, "run `python -m benchmarks.speed_pages`"
+    shown = [*speed_pages.pictures(lines).items()]
     shown += [(offload_page.PICTURE, line) for line in offload[-1:]]
     for name, line in shown:
         picture = (ROOT / "docs/images" / name).read_bytes()
-        assert line["date"].encode() in picture, "run `python -m keyhole.bench.report`"
+        assert line["date"].encode() in picture, "run `python -m benchmarks.speed_pages`"
 
 
 def decode_line(**more: Any) -> dict[str, Any]:
@@ -105,15 +110,15 @@ def test_the_last_line_of_each_device_and_batch_counts() -> None:
         with_batch(8, commit="batched"),
         decode_line(commit="gpu", machine=other),
     ]
-    assert {name: line["commit"] for name, line in report.pictures(lines).items()} == {
+    assert {name: line["commit"] for name, line in speed_pages.pictures(lines).items()} == {
         "decode-cpu.png": "new",
         "decode-cpu-batch-8.png": "batched",
         "decode-nvidia-h200.png": "gpu",
     }
-    page = report.page(lines, [])
+    page = speed_pages.page(lines, [])
     assert page.count("## Decode step") == 3
     assert "commit old" not in page
-    readme = report.render(lines)  # a CPU's table, of the smallest batch
+    readme = speed_pages.render(lines)  # a CPU's table, of the smallest batch
     assert "commit new" in readme
     assert "commit gpu" not in readme
     assert "batched" not in readme
@@ -132,7 +137,7 @@ def test_kernels_have_a_row_for_each_case() -> None:
         result("torch sdpa", 9.0, 0.1),
     ]
     line["bars"] = [{"bar": "share", "value": 0.5, "wanted": ">= 0.6", "met": False}]
-    page = report.page([], [line])
+    page = speed_pages.page([], [line])
     row = "| `attend` | all of 32 tokens | 0.25 (50%) | 2 (7 GFLOP/s) | torch sdpa: 9 |"
     assert row in page.splitlines()
     assert "- share: 0.50, target >= 0.6 (missed)" in page.splitlines()
@@ -143,7 +148,7 @@ def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
     line = decode_line(llama_cpp={"version": "0.3.36"})
     line["results"].append(line["results"][0] | {"system": "llama_cpp"})
     line["bars"] = [{"bar": "ratio", "value": 1.5, "wanted": ">= 1.3", "met": True}]
-    page = report.page([line], [])
+    page = speed_pages.page([line], [])
     assert "- ratio: 1.50, target >= 1.3\n" in page
     assert "transformers 5, llama-cpp-python 0.3.36;" in page
     assert "| tokens | `transformers_sdpa` | `full` | `llama_cpp` |" in page
@@ -167,7 +172,7 @@ def headline_line(**more: Any) -> dict[str, Any]:
 
 
 def test_headline_settings_that_no_line_tells_of_are_named_as_unmeasured() -> None:
-    page = report.page([], [], headlines=[])
+    page = speed_pages.page([], [], headlines=[])
     rows = [row for row in page.splitlines() if row.startswith("|")][2:]
     assert len(rows) == sum(len(one.bars) for one in HEADLINES.values())
     assert all(row.endswith("| unmeasured |") for row in rows)
@@ -175,12 +180,12 @@ def test_headline_settings_that_no_line_tells_of_are_named_as_unmeasured() -> No
     # The same in small, or on a CPU, says nothing of it.
     cpu = {"cpu": "A", "cores": 2, "memory_gib": 8.0, "device": "cpu"}
     for other in (headline_line(small=True), headline_line(machine=cpu)):
-        assert report.page([], [], headlines=[other]) == page
+        assert speed_pages.page([], [], headlines=[other]) == page
 
 
 def test_a_headline_setting_has_the_last_line_of_a_gpu() -> None:
     lines = [headline_line(commit="old"), headline_line(commit="new")]
-    page = report.page([], [], headlines=lines)
+    page = speed_pages.page([], [], headlines=lines)
     assert f"{len(HEADLINES)} settings {len(HEADLINES) - 1} are unmeasured:" in page
     first, second = (row for row in page.splitlines() if row.startswith("|") and "`delta`" in row)
     assert first.startswith("| DELTA, figure 4: Qwen2.5-1.5B, batch 64")
@@ -197,7 +202,7 @@ def test_kernels_of_a_gpu_stand_beside_those_of_its_processor() -> None:
         found["settings"]["paths"] = []
         return found | {"machine": found["machine"] | {"device": device}}
 
-    page = report.page([], [line("cpu"), line("NVIDIA H200")])
+    page = speed_pages.page([], [line("cpu"), line("NVIDIA H200")])
     assert "## Kernels on A\n" in page
     assert "## Kernels on NVIDIA H200\n" in page
 
@@ -206,6 +211,6 @@ def test_without_stored_lines_there_is_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(measure, "results", lambda: tmp_path)
-    assert report.stored("decode") == []
-    assert "##" not in report.page([], [])
-    assert report.render([]) == ""
+    assert speed_pages.stored("decode") == []
+    assert "##" not in speed_pages.page([], [])
+    assert speed_pages.render([]) == ""

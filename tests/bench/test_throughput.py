@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from keyhole.bench import measure, memory, model, throughput
-from keyhole.bench.room import RESERVE_BYTES
+from benchmarks.paper import throughput
+from keyhole.bench import measure, memory, model
+from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.settings import DecodeSettings, ThroughputSettings
 from keyhole.errors import ConfigError, UnknownNameError
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.cache.documents import DocumentStore, StoredDocument
-from keyhole.cache.record import STATISTICS, DocumentRecord, HeadRecord, LayerRecord
+from keyhole.documents.record import STATISTICS, DocumentRecord, HeadRecord, LayerRecord
+from keyhole.documents.store import DocumentStore, StoredDocument
 
 MODEL: dict[str, str | int | float] = {
     "model": "tiny",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.cache.documents import DocumentStore
+from keyhole.documents.store import DocumentStore
 from keyhole.errors import ConfigError, UnknownNameError
 from tests.cache.records import MODEL, make_record, place, same, store, user_cache
 

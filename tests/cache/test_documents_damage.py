@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.cache import document_file
-from keyhole.cache.document_index import Index
-from keyhole.cache.documents import DocumentStore, RecordError
+from keyhole.documents import file as document_file
+from keyhole.documents.index import Index
+from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import UnknownNameError
 from tests.cache.records import MODEL, make_record, same, user_cache
 

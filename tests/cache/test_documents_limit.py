@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.cache.documents import DocumentStore, RecordError
+from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import CapacityError, ConfigError
 from tests.cache.records import MODEL, make_record, place, same, user_cache
 
@@ -275,7 +275,7 @@ def test_a_read_only_place_is_read(
 
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "place").rglob("*")}
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr("keyhole.cache.document_local.open", refuse_file, raising=False)
+    monkeypatch.setattr("keyhole.documents.storage.local.open", refuse_file, raising=False)
     store = DocumentStore(tmp_path / "place", MODEL, limit_bytes=size)
     assert encoded(store) == "01"
     with store.open("1") as stored:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.cache.documents import DocumentStore
+from keyhole.documents.store import DocumentStore
 from keyhole.errors import CapacityError, UnknownNameError
 from tests.cache.records import MODEL, make_record, same, user_cache
 

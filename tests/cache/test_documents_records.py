@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from keyhole.cache.documents import DocumentStore, RecordError
-from keyhole.cache.record import DocumentRecord, HeadRecord
+from keyhole.documents.record import DocumentRecord, HeadRecord
+from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, NumericalError
 from tests.cache.records import MODEL, make_head, make_record, place, same, store, user_cache
 

@@ -13,9 +13,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from keyhole.cache.document_local import LocalPlace
-from keyhole.cache.document_remote import RemotePlace
-from keyhole.cache.documents import DocumentStore, RecordError
+from keyhole.documents.storage.local import LocalPlace
+from keyhole.documents.storage.remote import RemotePlace
+from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
 from tests.cache.records import MODEL, make_record, same, user_cache
 

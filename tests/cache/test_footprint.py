@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.cache.elastic import ElasticBuffer
-from keyhole.cache.footprint import data_bytes, layer_memory
+from keyhole.cache.kv_size import data_bytes, layer_memory
 from keyhole.cache.layout import Geometry
+from keyhole.cache.offload.resident_buffer import ResidentBuffer
 from keyhole.cache.pages import bytes_per_page
 from keyhole.models import families
 from keyhole.planner import MemoryModel, buffer_tokens
-from keyhole.policy.quest import Quest
+from keyhole.policies.quest import Quest
 from tests.checkpoints import KINDS, make_config
 
 
@@ -57,7 +57,7 @@ def test_buffers_are_those_of_a_layer_below(
         page_size=16,
         weight_bytes=0,
     )
-    buffer = ElasticBuffer(
+    buffer = ResidentBuffer(
         layout,
         torch.empty(0, dtype=torch.bfloat16),
         page_size=16,

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from keyhole.cache import pages as pages_module
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefix import PrefixIndex
+from keyhole.cache.prefix_cache import PrefixIndex
 
 SIZE = 2
 GEOMETRY = Geometry(

@@ -17,11 +17,11 @@ from torch import Tensor
 from keyhole import kernels
 from keyhole.cache import huge_pages
 from keyhole.cache import pages as pages_module
-from keyhole.cache.elastic import ElasticBuffer, Resident
 from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.offload.prefetch import Prefetcher, Traffic
+from keyhole.cache.offload.resident_buffer import Resident, ResidentBuffer
+from keyhole.cache.offload.tiers import FileTier
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefetch import Prefetcher, Traffic
-from keyhole.cache.tiers import FileTier
 from keyhole.errors import CapacityError
 from keyhole.kernels import Selection
 from keyhole.planner import buffer_tokens
@@ -374,15 +374,15 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.finished: list[str] = []
-        exchange = ElasticBuffer.exchange
+        exchange = ResidentBuffer.load_missing
 
-        def late(buffer: ElasticBuffer, *operands: Any) -> Resident:
+        def late(buffer: ResidentBuffer, *operands: Any) -> Resident:
             assert self.open.wait(60)
             resident = exchange(buffer, *operands)
             self.finished.append(threading.current_thread().name)
             return resident
 
-        patch.setattr(ElasticBuffer, "exchange", late)
+        patch.setattr(ResidentBuffer, "load_missing", late)
 
     def open_soon(self) -> None:
         threading.Timer(0.05, self.open.set).start()
@@ -466,12 +466,12 @@ def test_a_choice_other_than_announced_is_loaded_after_it(monkeypatch: pytest.Mo
 
 def test_a_copy_that_fails_is_told_to_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = small_world()
-    exchange = ElasticBuffer.exchange
+    exchange = ResidentBuffer.load_missing
 
     def fails(*_: Any) -> Resident:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(ElasticBuffer, "exchange", fails)
+    monkeypatch.setattr(ResidentBuffer, "load_missing", fails)
     world.begin([1])
     selection = world.select([[[1, 2, 20]]], 1)
     world.loads.start(selection, [0, 1])
@@ -479,7 +479,7 @@ def test_a_copy_that_fails_is_told_to_who_waits_for_it(monkeypatch: pytest.Monke
         world.loads.wait(0, selection)
     assert isinstance(world.loads._loads[1].result.exception(60), MemoryError)
     # The step is given up; the next one begins as if nothing had been.
-    monkeypatch.setattr(ElasticBuffer, "exchange", exchange)
+    monkeypatch.setattr(ResidentBuffer, "load_missing", exchange)
     assert step(world, [1, 2]).misses > 0
     world.loads.close()
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.cache.elastic import ElasticBuffer, Resident
-from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.offload.prefetch import Prefetcher
+from keyhole.cache.offload.resident_buffer import Resident, ResidentBuffer
 from tests.cache.test_prefetch import small_world
 
 
@@ -29,13 +29,13 @@ class Streams:
             torch.Tensor, "record_stream", lambda _, name: self.log.append(f"kept {name}")
         )
         loads._stream = "side"  # type: ignore[assignment]
-        exchange = ElasticBuffer.exchange
+        exchange = ResidentBuffer.load_missing
 
-        def told(buffer: ElasticBuffer, *operands: Any) -> Resident:
+        def told(buffer: ResidentBuffer, *operands: Any) -> Resident:
             self.log.append(f"{self.name} copies")
             return exchange(buffer, *operands)
 
-        patch.setattr(ElasticBuffer, "exchange", told)
+        patch.setattr(ResidentBuffer, "load_missing", told)
 
     @property
     def name(self) -> str:

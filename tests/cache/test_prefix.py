@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefix import PrefixIndex
+from keyhole.cache.prefix_cache import PrefixIndex
 from tests.cache.test_pages import make_cache
 
 A, B, C = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]

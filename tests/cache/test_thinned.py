@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keyhole.cache.thinned import Thinned
+from keyhole.cache.kept_tokens import Thinned
 from keyhole.kernels import Selection
 
 LAYERS, PAGE = 3, 4

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.cli import build_parser, config_file
+from keyhole.cli import build_parser
+from keyhole.cli.common import config_file
 from tests.cli.conftest import Run
 
 TEXT = """

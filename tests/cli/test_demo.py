@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 import keyhole
-from keyhole.evaluate import demo
-from keyhole.models.tiny.shape import llama_config
-from keyhole.models.tiny.tasks import make
-from keyhole.models.tiny.vocabulary import build_tokenizer
+from keyhole.eval import demo
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.eval.tiny_language.vocabulary import build_tokenizer
+from recipes.tiny_model.shape import llama_config
 from tests.cli.conftest import Run
 
 

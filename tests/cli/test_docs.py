@@ -7,8 +7,8 @@ import pytest
 from keyhole.cli import COMMANDS
 from keyhole.cli.docs import render, with_differences
 from keyhole.cli.documents import ACTIONS
-from keyhole.policy import policies
-from keyhole.reuse import reuses
+from keyhole.policies import available_policies
+from keyhole.reuse import available_reuse_methods
 from tests.docs.markdown import DOCS, num_cells, table_rows
 
 
@@ -18,7 +18,7 @@ def test_every_command_and_method_has_its_section() -> None:
         assert f"\n## keyhole {command}\n" in documents["docs/cli.md"]
     for action in ACTIONS:
         assert f"\n### keyhole documents {action}\n" in documents["docs/cli.md"]
-    for name, cls in [*policies().items(), *reuses().items()]:
+    for name, cls in [*available_policies().items(), *available_reuse_methods().items()]:
         assert f"\n## {name}\n" in documents["docs/methods.md"]
         assert f"`{cls.__name__}`" in documents["docs/methods.md"]
 
@@ -69,7 +69,7 @@ def uneven(text: str) -> list[str]:
 def test_every_row_of_a_table_has_as_many_cells_as_its_heads() -> None:
     """The docstring of ShadowKV has two paragraphs, and its row was a line and a half."""
     documents = render()
-    assert len(table_rows(documents["docs/methods.md"])) > len(policies())
+    assert len(table_rows(documents["docs/methods.md"])) > len(available_policies())
     for name, text in documents.items():
         assert not uneven(text), name
     for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from keyhole import LLM
-from keyhole.cache.documents import DocumentInfo
-from keyhole.cli import flags
-from keyhole.engine.documents import Documents
+from keyhole.cli.common import flags
+from keyhole.documents.store import DocumentInfo
+from keyhole.engine.documents.library import Documents
 from tests.cli.conftest import Run
 from tests.cli.documented import (
     FAQ,

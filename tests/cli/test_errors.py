@@ -49,7 +49,7 @@ def test_an_error_of_the_system_is_one_line(run: Run, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "layers.json")
 
-    monkeypatch.setattr("keyhole.cli.flags.make_llm", full)
+    monkeypatch.setattr("keyhole.cli.common.flags.make_llm", full)
     ran = run("generate", "x")
     assert ran.status == 2
     assert ran.err == "error: No space left on device 'layers.json'\n"
@@ -79,7 +79,7 @@ def test_an_interrupt_and_a_closed_pipe_end_quietly(
     def interrupted(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("keyhole.cli.flags.make_llm", interrupted)
+    monkeypatch.setattr("keyhole.cli.common.flags.make_llm", interrupted)
     monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
     ran = run("generate", "x")
@@ -93,6 +93,6 @@ def test_an_error_that_is_not_the_users_is_not_hidden(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("keyhole.cli.flags.make_llm", broken)
+    monkeypatch.setattr("keyhole.cli.common.flags.make_llm", broken)
     with pytest.raises(ZeroDivisionError):
         run("generate", "x")

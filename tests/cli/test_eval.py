@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.evaluate.forced import Perplexity
-from keyhole.evaluate.selection_map import SelectionMap
+from keyhole.eval.trace.selection_map import SelectionMap
+from keyhole.eval.workloads.perplexity import Perplexity
 from tests.cli.conftest import Run
 
 FIELDS = (
@@ -148,7 +148,7 @@ def test_the_page_gets_the_lines_of_this_command(
 ) -> None:
     written: list[Any] = []
     page = SimpleNamespace(write_report=lambda *given: written.extend(given))
-    monkeypatch.setitem(sys.modules, "keyhole.evaluate.report_page", page)
+    monkeypatch.setitem(sys.modules, "keyhole.eval.report.page", page)
     output, html = tmp_path / "eval.jsonl", tmp_path / "page.html"
     assert run("eval", "--model", path, *forced(text, output, "--policies", "quest")).status == 0
     command = forced(text, output, "--policies", "sliding_window", "--html", str(html))

@@ -11,12 +11,12 @@ import pytest
 
 import keyhole
 from keyhole import LLM
-from keyhole.cli import eval_paper
-from keyhole.evaluate.paper import gate, suite
-from keyhole.evaluate.paper.documents import DocumentEvaluation
-from keyhole.evaluate.paper.speed import Line, Speed
-from keyhole.evaluate.verify import Check
-from keyhole.evaluate.workload import Answered
+from keyhole.cli.eval import paper
+from keyhole.eval.paper import gate, suite
+from keyhole.eval.paper.documents import DocumentEvaluation
+from keyhole.eval.paper.speed import Line, Speed
+from keyhole.eval.verify import Check
+from keyhole.eval.workloads.workload import Answered
 from tests.checkpoints import make_model
 from tests.cli.conftest import Run
 
@@ -68,7 +68,7 @@ def test_a_model_that_answers_nothing_gets_no_recommendation(
     reader: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the gate to the page, with nothing left out; and nothing is measured twice."""
-    monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_2")
+    monkeypatch.setattr(paper, "_DOCUMENTS", "multi_document_2")
     command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     ran = run(*command)
     assert ran.status == 0, ran.err
@@ -116,7 +116,7 @@ def test_the_bundled_model_from_end_to_end(
 ) -> None:
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
     kinds = "multi_document_1,tiny_documents_needs_each_other"
-    monkeypatch.setattr(eval_paper, "_BUNDLED_DOCUMENTS", kinds)
+    monkeypatch.setattr(paper, "_BUNDLED_DOCUMENTS", kinds)
     ran = run("eval", *LITTLE, "--lengths", "1024", *outputs(tmp_path))
     assert ran.status == 0, ran.err
     questions = lines(tmp_path, "eval-documents")
@@ -125,7 +125,7 @@ def test_the_bundled_model_from_end_to_end(
         "tiny_documents_needs_each_other",
     ]
     for line in questions:
-        assert set(line["results"]) == {*keyhole.reuses(), "no_documents"}
+        assert set(line["results"]) == {*keyhole.available_reuse_methods(), "no_documents"}
         assert line["results"]["recompute"]["exact"] == 1
     assert {line["task"] for line in lines(tmp_path, "eval")} == {"tiny_passkey"}
 
@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_under_the_same_command(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
-    monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_1")
+    monkeypatch.setattr(paper, "_DOCUMENTS", "multi_document_1")
     command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     monkeypatch.setattr(Answered, "measure", interrupted)
     ran = run(*command)

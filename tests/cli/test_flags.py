@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from keyhole.cli import flags
+from keyhole.cli.common import flags
 from keyhole.config import EngineConfig, SamplingParams
 from tests.cli.conftest import Run
 

@@ -11,7 +11,7 @@ import pytest
 from tqdm import tqdm
 
 from keyhole import LLM, Delta, Result, SamplingParams, Stats
-from keyhole.cli import streaming
+from keyhole.cli.common import streaming
 from tests.cli.conftest import Run
 
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again and again."

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.cli.interrupt import Interrupt
-from keyhole.engine.core import Engine
+from keyhole.cli.common.interrupt import Interrupt
+from keyhole.engine.engine import Engine
 from tests.cli.conftest import Run
 
 OPTIONS = ("--max-tokens", "12", "--ignore-eos", "--device", "cpu", "--temperature", "0")

@@ -8,11 +8,11 @@ import json
 import pytest
 
 import keyhole
-from keyhole.policy import policies
-from keyhole.reuse import reuses
+from keyhole.policies import available_policies
+from keyhole.reuse import available_reuse_methods
 from tests.cli.conftest import Run
 
-METHODS = {**policies(), **reuses()}
+METHODS = {**available_policies(), **available_reuse_methods()}
 
 
 def test_every_method_has_its_line(run: Run) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.cli import outputs
-from keyhole.cli.outputs import Kind, Output
+from keyhole.cli.common import outputs
+from keyhole.cli.common.outputs import Kind, Output
 from keyhole.errors import ConfigError
 from keyhole.settings_file import SettingsFile
 from tests.cli.conftest import Run
@@ -49,7 +49,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("the work began")
 
     for name in ("load_model", "make_llm"):
-        monkeypatch.setattr(f"keyhole.cli.flags.{name}", load)
+        monkeypatch.setattr(f"keyhole.cli.common.flags.{name}", load)
     monkeypatch.chdir(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_what_is_written_is_of_its_kind() -> None:
         path = Path(__file__).parents[2] / f"keyhole/models/tiny/keyhole-tiny/keyhole-{name}.json"
         assert path.read_bytes().startswith(outputs.LAYERS.starts[""])
     for page in ("report_page.html", "attention/report/page.html"):
-        path = Path(__file__).parents[2] / "keyhole/evaluate" / page
+        path = Path(__file__).parents[2] / "keyhole/eval" / page
         assert path.read_bytes().startswith(outputs.PAGE.starts[""])
 
 

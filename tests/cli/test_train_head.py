@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.cli.interrupt import Interrupt
-from keyhole.retrieval.distill import Distiller
+from keyhole.cli.common.interrupt import Interrupt
+from keyhole.retrieval.training.distill import Distiller
 from tests.cli.conftest import Run
 
 OPTIONS = ("--device", "cpu", "--tokens", "600", "--length", "100", "--batch-tokens", "200")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keyhole import kernels
-from keyhole.evaluate import verify
+from keyhole.eval import verify
 from keyhole.models.loading import HEAD_FOLDER, load
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_model

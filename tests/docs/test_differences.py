@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.evaluate.paired import wilson
+from keyhole.eval.results.paired import wilson
 
 ROOT = Path(__file__).parents[2]
 LINES = [

@@ -13,7 +13,7 @@ from keyhole.bench.shapes import SHAPES
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import _FIRST_PAGES, PageCache, bytes_per_page
 from keyhole.models import families
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 from tests.docs.markdown import DOCS
 
 TEXT = (DOCS / "memory-layout.md").read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import keyhole
-from keyhole.bench import report
+from benchmarks import speed_pages
 from keyhole.cli import build_parser
 from keyhole.engine.result import Result
 from keyhole.models import families
@@ -37,8 +37,8 @@ def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_results_are_the_stored_ones() -> None:
-    written = report.inserted(README, report.render(report.stored("decode")))
-    assert written == README, "run `python -m keyhole.bench.report`"
+    written = speed_pages.inserted(README, speed_pages.render(speed_pages.stored("decode")))
+    assert written == README, "run `python -m benchmarks.speed_pages`"
 
 
 def test_the_quick_start_has_the_stored_times() -> None:
@@ -47,7 +47,7 @@ def test_the_quick_start_has_the_stored_times() -> None:
     for device, cell in zip(("cpu", "NVIDIA H100 80GB HBM3"), row.split(" | ")[1:], strict=True):
         line = [
             line
-            for line in report.stored("decode")
+            for line in speed_pages.stored("decode")
             if line["machine"]["device"] == device and line["settings"]["batch"] == 1
         ][-1]
         assert line["settings"]["shape"] == "llama-3.2-1b"
@@ -58,7 +58,7 @@ def test_the_quick_start_has_the_stored_times() -> None:
 
 
 def test_every_policy_is_in_the_table() -> None:
-    for name, cls in keyhole.policies().items():
+    for name, cls in keyhole.available_policies().items():
         doc = (cls.__doc__ or "").split("\n")[0]
         link = f"{REPOSITORY}/blob/main/docs/methods.md#{name}"
         assert f"| [`{name}`]({link}) | `{cls.__name__}` | {doc} |" in README

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from keyhole.evaluate import head_table
+from benchmarks.results_page import head_table
 
 ROOT = Path(__file__).parents[2]
 

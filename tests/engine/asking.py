@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from keyhole import LLM, SamplingParams
-from keyhole.engine.asking import Asked, assemble
+from keyhole.engine.documents.prompt import DocumentPrompt, assemble
 from keyhole.engine.sequence import Sequence
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
@@ -53,7 +53,7 @@ def assembled(
     method: Reuse,
     prefix: list[int],
     separator: list[int],
-) -> Asked:
+) -> DocumentPrompt:
     return assemble(
         llm.engine,
         llm.documents,

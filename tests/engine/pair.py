@@ -11,18 +11,18 @@ import torch
 
 import keyhole
 from keyhole import Policy, SamplingParams
-from keyhole.engine import core
-from keyhole.engine.core import Engine
-from keyhole.engine.recorded import RecordedSteps
+from keyhole.engine import engine as core
+from keyhole.engine.cuda_graphs.runner import CudaGraphRunner
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 from tests.checkpoints import make_model
 from tests.engine.run_again import RunAgain
-from tests.policy.models import VOCAB, prompt, with_head
-from tests.policy.recording import PAGE, make_engine
+from tests.policies.models import VOCAB, prompt, with_head
+from tests.policies.recording import PAGE, make_engine
 
-POLICIES = keyhole.policies()
+POLICIES = keyhole.available_policies()
 CAPTURABLE = [name for name, cls in POLICIES.items() if cls.capturable is True]
 _FIELDS = {"num_hidden_layers": 4, "vocab_size": VOCAB, "max_position_embeddings": 1024}
 MODELS = {
@@ -76,7 +76,7 @@ def recorded_engine(
     return engine, recorder
 
 
-def steps_of(engine: Engine) -> RecordedSteps:
+def steps_of(engine: Engine) -> CudaGraphRunner:
     recorded = engine._runner._recorded
     assert recorded is not None
     return recorded

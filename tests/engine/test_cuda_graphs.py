@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.engine.graphs import CudaGraphs, make_recorder
-from keyhole.engine.recorded import Outputs
+from keyhole.engine.cuda_graphs import CudaGraphs, make_recorder
+from keyhole.engine.cuda_graphs.runner import Outputs
 
 
 class Gpu:

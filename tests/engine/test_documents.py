@@ -17,10 +17,10 @@ import torch
 from keyhole import LLM, SamplingParams
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.sequence import Sequence
-from keyhole.models.positions import Turns
-from keyhole.policy import make_policy
+from keyhole.models.positions import RopeShift
+from keyhole.policies import make_policy
 from keyhole.reuse import make_reuse
-from keyhole.reuse.base import Plan, Reuse
+from keyhole.reuse.base import RecomputePlan, Reuse
 from tests.checkpoints import make_model
 from tests.engine.asking import (
     BLOCK,
@@ -97,8 +97,8 @@ class Masks(Reuse):
     def fuses(self) -> bool:
         return self._fuses
 
-    def plan(self, documents: Any, query: Any) -> Plan:
-        return Plan(*self._given)
+    def plan(self, documents: Any, query: Any) -> RecomputePlan:
+        return RecomputePlan(*self._given)
 
     def blend(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return plain.fusion(new, old)
@@ -148,7 +148,7 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
         assert llm.engine.preparation.run(request)
         assert asked.context is not None
         geometry, size = llm.engine.geometry, llm.engine.config.page_size
-        turns = Turns.of(llm.engine.model)
+        turns = RopeShift.of(llm.engine.model)
         stored = kept & ~written
         for layer in range(geometry.num_layers):
             for place in stored[layer].nonzero()[:, 0].tolist():

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from keyhole import LLM, Delta, Quest, SpeContext
-from keyhole.cache.elastic import ElasticBuffer
-from keyhole.engine.asking import assemble
+from keyhole.cache.offload.resident_buffer import ResidentBuffer
+from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
-from tests.policy.models import prompt, with_head
-from tests.policy.recording import GREEDY, PAGE
+from tests.policies.models import prompt, with_head
+from tests.policies.recording import GREEDY, PAGE
 
 BLOCK = 8
 TEXTS = {name: prompt(length) for name, length in {"a": 91, "b": 20, "c": 130}.items()}
@@ -127,15 +127,15 @@ def test_what_a_layer_dropped_is_never_loaded(
     engine = llm.engine
     assert engine.placement is not None
     listed: list[tuple[int, torch.Tensor]] = []
-    plain = ElasticBuffer.exchange
+    plain = ResidentBuffer.load_missing
 
-    def watched(buffer: ElasticBuffer, selection: Any, *others: Any) -> Any:
+    def watched(buffer: ResidentBuffer, selection: Any, *others: Any) -> Any:
         buffers = engine.placement.prefetcher._buffers
         layer = next(i for i, known in buffers.items() if known is buffer)
         listed.append((layer, selection.indices))
         return plain(buffer, selection, *others)
 
-    monkeypatch.setattr(ElasticBuffer, "exchange", watched)
+    monkeypatch.setattr(ResidentBuffer, "load_missing", watched)
     step = engine.step
     kept, seen = None, 0
 

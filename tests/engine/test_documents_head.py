@@ -2,7 +2,7 @@
 
 The oracle has the whole way of a question in float64 (`tests/reuse/oracle.py`), here with the
 hidden states that a head's features are made of, and the head's formula in loops
-(`tests/policy/test_spe_context.py`).
+(`tests/policies/test_spe_context.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from keyhole import LLM, SpeContext
-from keyhole.cache.documents import StoredDocument
-from keyhole.engine.asking import assemble
+from keyhole.documents.store import StoredDocument
+from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
 from tests.engine.asking import BLOCK, CASES, EVERYTHING, ask, assert_near, tokens
 from tests.oracle import Array, best, float64
-from tests.policy.models import with_head
-from tests.policy.recording import Recording
-from tests.policy.test_spe_context import Oracle
+from tests.policies.models import with_head
+from tests.policies.recording import Recording
+from tests.policies.test_spe_context import Oracle
 from tests.reuse import oracle, plain, plain_methods
 
 LENGTHS = {"a": 61, "b": 20, "c": 90, "tiny": 1}

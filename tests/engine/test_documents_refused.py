@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.cache.record import DocumentRecord
-from keyhole.engine.asking import assemble
-from keyhole.engine.encoding import encode
+from keyhole.documents.record import DocumentRecord
+from keyhole.engine.documents.encoder import encode
+from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -121,7 +121,7 @@ def test_a_record_of_an_older_version_is_named_and_encoded_again(
 
     texts = {name: f"the {name} lamp is off, the other is on " * 5 for name in ("red", "blue")}
     with monkeypatch.context() as patched:
-        patched.setattr("keyhole.engine.documents.encode", old)
+        patched.setattr("keyhole.engine.documents.library.encode", old)
         for name, text in texts.items():
             llm.documents.add(name, text, block_size=8)
     by_mean = SamKV(block_size=8)

@@ -21,7 +21,7 @@ from keyhole import (
     SamplingParams,
     UnknownNameError,
 )
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from tests.checkpoints import make_model
 

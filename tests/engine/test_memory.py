@@ -12,14 +12,14 @@ import pytest
 from keyhole import LLM, CapacityError, ConfigError, Quest, SamplingParams, SpeContext
 from keyhole.cli import main
 from keyhole.config import EngineConfig
-from keyhole.engine.core import Engine
-from keyhole.engine.memory import model_size
+from keyhole.engine.engine import Engine
+from keyhole.engine.memory.plan import model_size
 from keyhole.models import checkpoint
 from keyhole.models.loading import Model, load
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 from tests.checkpoints import KINDS, make_model
 from tests.engine.test_placement import buffer_bytes
-from tests.policy.models import prompt, with_head
+from tests.policies.models import prompt, with_head
 
 PAGE, BUDGET, FLOAT = EngineConfig.page_size, 16, 4
 FIELDS: dict[str, Any] = {

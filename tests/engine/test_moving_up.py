@@ -14,16 +14,16 @@ import torch
 import keyhole
 from keyhole import LLM, Delta, Policy, Quest, SamplingParams, SpeContext, TidalDecode
 from keyhole.cache import huge_pages
-from keyhole.cache.tiers import PinnedTier
-from keyhole.engine.core import Engine
+from keyhole.cache.offload.tiers import PinnedTier
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError
 from keyhole.models.loading import Model
-from keyhole.planner import LayerMemory, MemoryModel, Plan
+from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan
 from tests.checkpoints import make_model
 from tests.engine.test_placement import buffer_bytes
-from tests.policy.models import prompt, with_head
-from tests.policy.recording import GREEDY, PAGE, steps
+from tests.policies.models import prompt, with_head
+from tests.policies.recording import GREEDY, PAGE, steps
 
 QUEST = Quest(token_budget=16, full_layers=(1,))
 POLICIES: list[Policy] = [
@@ -358,7 +358,7 @@ def test_pinned_memory_goes_the_same_way(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier below a GPU, here below a CPU."""
-    monkeypatch.setattr("keyhole.engine.allocation.make_tier", lambda *_: PinnedTier())
+    monkeypatch.setattr("keyhole.engine.memory.allocation.make_tier", lambda *_: PinnedTier())
     wanted, _ = serve(engine_of(model))
     found, seen = serve(small(model, tmp_path))
     assert max(seen) > seen[-1]
@@ -371,11 +371,11 @@ def test_pinned_memory_goes_the_same_way(
 LAYER = LayerMemory(token_bytes=10, slot_bytes=12)
 
 
-def plan_of(memory: int, layers: int = 5) -> Plan:
+def plan_of(memory: int, layers: int = 5) -> MemoryPlan:
     model = MemoryModel.measured(
         layers=(LAYER,) * layers, requests=2, token_budget=8, page_size=4, weight_bytes=100
     )
-    return Plan(model=model, memory=memory)
+    return MemoryPlan(model=model, memory=memory)
 
 
 def test_a_layer_comes_back_when_what_may_come_fits_beside_it() -> None:

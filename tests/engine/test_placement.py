@@ -21,12 +21,12 @@ from keyhole import (
     StreamingLLM,
     TidalDecode,
 )
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 from keyhole.models.loading import Model
-from keyhole.policy.base import Policy
+from keyhole.policies.base import Policy
 from tests.checkpoints import make_model
-from tests.policy.models import prompt, with_head
-from tests.policy.recording import GREEDY, PAGE, run, steps
+from tests.policies.models import prompt, with_head
+from tests.policies.recording import GREEDY, PAGE, run, steps
 
 MIXED = ["sliding_attention", "full_attention"] * 4
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from keyhole import LLM, SamplingParams, StreamingLLM
-from keyhole.engine.core import Engine
-from keyhole.engine.prompt_pages import HOLE
+from keyhole.cache.page_list import NO_PAGE
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
 from tests.engine.test_placement import buffer_bytes
-from tests.policy.models import prompt
-from tests.policy.recording import PAGE, run
+from tests.policies.models import prompt
+from tests.policies.recording import PAGE, run
 
 ROWS, BUDGET, LAYERS = 3, 6, 4
 #: What it chooses does not depend on scores, so that no rounding can change the choice.
@@ -82,7 +82,7 @@ class Machine(RuleBasedStateMachine):
         found = self.placement.offloaded
         assert engine.cache.upper_bytes + buffer_bytes(engine) <= self.memory
         assert cache_bytes(engine.cache.capacity, found) <= self.memory
-        used = len({page for request in running for page in request.pages if page != HOLE})
+        used = len({page for request in running for page in request.pages if page != NO_PAGE})
         growth = sum(
             max(0, -(-(len(r.prompt) + r.params.max_tokens) // PAGE) - len(r.pages))
             for r in running

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.core import Engine
-from keyhole.engine.prompt_copies import PromptCopies
+from keyhole.engine.engine import Engine
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
 from keyhole.models.loading import Model
-from keyhole.policy import make_policy, policies
-from keyhole.policy.base import Policy
+from keyhole.policies import available_policies, make_policy
+from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_model
-from tests.policy.models import VOCAB, prompt, with_head
+from tests.policies.models import VOCAB, prompt, with_head
 
 PAGE, COUNT = 4, 6
 #: The last has no full page; the one before it ends with one, whose last token is computed again.
@@ -38,11 +38,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 
 def make(name: str) -> Policy:
     """With a small budget, where it has one."""
-    names = {field.name for field in dataclasses.fields(policies()[name])}
+    names = {field.name for field in dataclasses.fields(available_policies()[name])}
     return make_policy(name, {"token_budget": 16} if "token_budget" in names else {})
 
 
-def serve(model: Model, name: str, copies: PromptCopies | None, **config: object) -> list[Sequence]:
+def serve(
+    model: Model, name: str, copies: SharedPromptCache | None, **config: object
+) -> list[Sequence]:
     """All prompts, three at a time, with a question in decode steps and logits kept."""
     settings = {"page_size": PAGE, "max_batch": 3, "prefill_chunk": 64, "prefix_cache": False}
     engine = Engine(model, make(name), EngineConfig(**(settings | config)), copies=copies)
@@ -63,11 +65,11 @@ def cached(served: list[Sequence]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize("name", available_policies())
 def test_logits_are_those_of_an_engine_that_computes_its_prompts(
     models: dict[str, Model], kind: str, name: str
 ) -> None:
-    model, copies, policy = models[kind], PromptCopies(2**30), make(name)
+    model, copies, policy = models[kind], SharedPromptCache(2**30), make(name)
     assert cached(serve(model, "full", copies)) == (0, 0, 0, 0)
     expected = serve(model, name, None)
     for again in (False, True):
@@ -81,7 +83,7 @@ def test_logits_are_those_of_an_engine_that_computes_its_prompts(
 
 
 def test_another_head_makes_its_own_keys(models: dict[str, Model]) -> None:
-    model, copies = models["llama_group3"], PromptCopies(2**30)
+    model, copies = models["llama_group3"], SharedPromptCache(2**30)
     serve(model, "spe_context", copies)
     head = RetrievalHead.from_pretrained(model.head, model.network)
     with torch.no_grad():
@@ -98,12 +100,12 @@ def test_another_head_makes_its_own_keys(models: dict[str, Model]) -> None:
 
 
 def test_no_more_is_kept_than_the_limit(models: dict[str, Model]) -> None:
-    model, copies = models["llama_group3"], PromptCopies(2**30)
+    model, copies = models["llama_group3"], SharedPromptCache(2**30)
     serve(model, "full", copies)
     layout = model.geometry(PAGE)
     assert copies.used == layout.token_bytes * sum(FULL_PAGES)
     assert len(copies) == 3
-    tight = PromptCopies(layout.token_bytes * (FULL_PAGES[0] + FULL_PAGES[2]))
+    tight = SharedPromptCache(layout.token_bytes * (FULL_PAGES[0] + FULL_PAGES[2]))
     serve(model, "full", tight)
     assert len(tight) == 2
     assert tight.used == tight.limit
@@ -111,14 +113,14 @@ def test_no_more_is_kept_than_the_limit(models: dict[str, Model]) -> None:
 
 
 def test_pages_of_another_size_are_others(models: dict[str, Model]) -> None:
-    model, copies = models["llama_group3"], PromptCopies(2**30)
+    model, copies = models["llama_group3"], SharedPromptCache(2**30)
     serve(model, "full", copies)
     assert cached(serve(model, "full", copies, page_size=8)) == (0, 0, 0, 0)
     assert cached(serve(model, "full", copies, page_size=8)) == (40, 88, 24, 0)
 
 
 def test_a_new_purpose_forgets(models: dict[str, Model]) -> None:
-    copies = PromptCopies(2**30)
+    copies = SharedPromptCache(2**30)
     copies.begin("a")
     serve(models["llama_group3"], "full", copies)
     copies.begin("a")
@@ -129,7 +131,7 @@ def test_a_new_purpose_forgets(models: dict[str, Model]) -> None:
 
 def test_pushed_out_and_let_in_again(models: dict[str, Model]) -> None:
     """Few pages: somebody gives his back, and takes the copy the next time, too."""
-    model, copies = models["llama_group3"], PromptCopies(2**30)
+    model, copies = models["llama_group3"], SharedPromptCache(2**30)
     expected = logits(serve(model, "quest", copies))
     probe = Engine(model, make("quest"), EngineConfig(page_size=PAGE, max_batch=3))
     found = serve(model, "quest", copies, memory=36 * probe.cache.page_bytes)
@@ -141,4 +143,4 @@ def test_pushed_out_and_let_in_again(models: dict[str, Model]) -> None:
 def test_refused_where_layers_move_down(models: dict[str, Model], tmp_path: Path) -> None:
     config = EngineConfig(page_size=PAGE, memory=2**20, offload=str(tmp_path))
     with pytest.raises(ConfigError, match="offload"):
-        Engine(models["llama_group3"], make("delta"), config, copies=PromptCopies(2**20))
+        Engine(models["llama_group3"], make("delta"), config, copies=SharedPromptCache(2**20))

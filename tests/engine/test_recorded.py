@@ -14,8 +14,8 @@ import torch
 
 import keyhole
 from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, ShadowKV, SpeContext
-from keyhole.engine.recorded import batch_bucket, width_bucket
-from keyhole.engine.step_inputs import StepInputs
+from keyhole.engine.cuda_graphs.buffers import GraphBuffers
+from keyhole.engine.cuda_graphs.runner import batch_bucket, width_bucket
 from keyhole.kernels import cpu
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
@@ -35,8 +35,8 @@ from tests.engine.pair import (
     steps_of,
     zeros,
 )
-from tests.policy.models import prompt
-from tests.policy.recording import PAGE, Recording, make_engine
+from tests.policies.models import prompt
+from tests.policies.recording import PAGE, Recording, make_engine
 
 __all__ = ["model", "models", "zeros"]
 
@@ -214,14 +214,14 @@ def test_a_recording_reads_its_fixed_inputs_alone(
 ) -> None:
     """Numbers of the host that are spoilt after recording change nothing."""
     pair = Pair(monkeypatch, model, Quest(token_budget=20))
-    load_inputs = StepInputs.load
+    load_inputs = GraphBuffers.load
 
-    def spoilt(inputs: StepInputs, arrays: dict[str, np.ndarray]) -> None:
+    def spoilt(inputs: GraphBuffers, arrays: dict[str, np.ndarray]) -> None:
         load_inputs(inputs, arrays)
         for array in [*arrays.values(), *inputs._arrays.values()]:
             array.fill(1 << 20 if array.dtype != bool else 1)
 
-    monkeypatch.setattr(StepInputs, "load", spoilt)
+    monkeypatch.setattr(GraphBuffers, "load", spoilt)
     pair.run(((0, 3, 30), (2, 40, 20)))
 
 
@@ -244,7 +244,7 @@ def test_a_policy_that_goes_by_numbers_of_the_host_without_saying_so_is_found(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:
     """The comparison above has teeth: without its branch, delta reads as it did when recorded."""
-    monkeypatch.setattr(Delta, "branch", Policy.branch)
+    monkeypatch.setattr(Delta, "capture_key", Policy.capture_key)
     pair = Pair(monkeypatch, model, Delta(token_budget=20, delta_layers=(2,)))
     with pytest.raises(AssertionError):
         pair.run(((0, 3, 30),))
@@ -351,7 +351,7 @@ def test_the_page_of_nobody_is_not_offered_to_sequences(
 def test_shapes_that_were_not_used_for_long_are_given_up(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:
-    monkeypatch.setattr("keyhole.engine.recorded._MOST", 2)
+    monkeypatch.setattr("keyhole.engine.cuda_graphs.runner._MOST", 2)
     pair = Pair(monkeypatch, model, Full())
     pair.run()
     assert len(steps_of(pair.engine)._shapes) == 2
@@ -378,7 +378,7 @@ def test_inputs_lie_where_they_were_and_hold_nobody_beside() -> None:
         "slots": np.array([9]),
     }
     nobody = {"goes": 0, "table": 7, "slots": 70}
-    inputs = StepInputs(like, 3, {"table": 4}, nobody, torch.device("cpu"))
+    inputs = GraphBuffers(like, 3, {"table": 4}, nobody, torch.device("cpu"))
     places = {name: x.data_ptr() for name, x in inputs.tensors.items()}
     assert all(place % 16 == 0 for place in places.values())
     inputs.load({name: x.repeat(2, 0) for name, x in like.items()})

@@ -25,7 +25,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.sampler import _change, sample
 from keyhole.engine.sequence import Sequence
-from keyhole.policy import make_policy, policies
+from keyhole.policies import available_policies, make_policy
 
 VOCAB = 23
 DRAWS = 4000
@@ -198,7 +198,9 @@ def test_a_wrong_type_is_named_as_such(make: Callable[[], object], message: str)
         make()
 
 
-@pytest.mark.parametrize("name", [n for n, c in policies().items() if hasattr(c, "full_layers")])
+@pytest.mark.parametrize(
+    "name", [n for n, c in available_policies().items() if hasattr(c, "full_layers")]
+)
 def test_full_layers_beyond_the_depth_are_refused_at_start(name: str, checkpoint: Path) -> None:
     policy = make_policy(name, {"full_layers": (0, 99)})
     with pytest.raises(ConfigError, match=r"full_layers \(0, 99\) must be layers from 0 to 3"):

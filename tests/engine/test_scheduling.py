@@ -17,7 +17,7 @@ from keyhole import (
     SamplingParams,
     StreamingLLM,
 )
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i] * (10 + 7 * i) for i in range(5)]

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_OURS = "keyhole.kernels.gpu."
+_OURS = "keyhole.kernels.triton."
 
 
 class Absent:

@@ -57,7 +57,7 @@ def cases(shapes: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
 
 
 # Interpreted or compiled here they are called by name, as the dispatcher has them on a GPU alone.
-gpu = importlib.import_module("keyhole.kernels.gpu") if DEVICE == "cpu" else None
+gpu = importlib.import_module("keyhole.kernels.triton") if DEVICE == "cpu" else None
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Cache:
         entries = self.table.shape[1] * self.size // unit
         scores = torch.randn(len(LENGTHS), lists, entries, generator=self.random).to(DEVICE)
         valid = (self.lengths + unit - 1) // unit
-        return reference.top_indices(scores, valid, k, unit, last=1)
+        return reference.top_k(scores, valid, k, unit, last=1)
 
 
 def run(name: str, *operands: object) -> object:

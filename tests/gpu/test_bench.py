@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.bench import headline, trace
-from keyhole.bench.headlines import HEADLINES
-from keyhole.bench.model import Numbers, make_weights, prompts
-from keyhole.bench.peers import Past, Peer
+from benchmarks.paper import setting
+from benchmarks.paper.settings import HEADLINES
+from keyhole.bench import trace
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.model import RandomKV, make_weights, prompts
 from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
 from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.offload.prefetch import Prefetcher
+from keyhole.cache.offload.tiers import PinnedTier
 from keyhole.cache.pages import PageCache
-from keyhole.cache.prefetch import Prefetcher
-from keyhole.cache.tiers import PinnedTier
 from keyhole.kernels import Selection
 from tests.gpu.streams import beside_each_other
 
@@ -27,26 +28,26 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("name", HEADLINES)
 def test_a_headline_setting_runs_in_small(name: str) -> None:
-    line = headline.measured(name, "cuda", lambda *_: None, small=True)
+    line = setting.measured(name, "cuda", lambda *_: None, small=True)
     wanted = {n for bar in HEADLINES[name].bars for n in (bar.of, bar.by) if n}
     assert wanted <= set(line["speeds"])
 
 
 @pytest.fixture
-def peers() -> tuple[list[Peer], list[list[int]], list[int]]:
+def peers() -> tuple[list[Baseline], list[list[int]], list[int]]:
     """All peers over the same numbers, each with a cache of its own."""
     asked = DecodeSettings(contexts=(CONTEXT,), shape="smoke", device="cuda")
     weights = make_weights(asked)
-    numbers = Numbers(weights.ours, 2, CONTEXT)
+    numbers = RandomKV(weights.ours, 2, CONTEXT)
     found = []
     for name, (_, kind) in ALL_PEERS.items():
         past = Past(kind, weights.ours, CONTEXT, STEPS)
         past.fill(numbers)
-        found.append(Peer(name, weights, past, CONTEXT))
+        found.append(Baseline(name, weights, past, CONTEXT))
     return found, *prompts(weights.ours, 2, CONTEXT, 3)
 
 
-def test_all_peers_agree(peers: tuple[list[Peer], list[list[int]], list[int]]) -> None:
+def test_all_peers_agree(peers: tuple[list[Baseline], list[list[int]], list[int]]) -> None:
     found, texts, given = peers
     expected, *others = [peer.logits(texts, given) for peer in found]
     for other in others:
@@ -54,7 +55,7 @@ def test_all_peers_agree(peers: tuple[list[Peer], list[list[int]], list[int]]) -
 
 
 def test_a_captured_step_is_the_step_again_and_again(
-    peers: tuple[list[Peer], list[list[int]], list[int]],
+    peers: tuple[list[Baseline], list[list[int]], list[int]],
 ) -> None:
     found, texts, _ = peers
     (flash,) = (peer for peer in found if peer.name == next(iter(MORE_PEERS)))

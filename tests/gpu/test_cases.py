@@ -11,7 +11,7 @@ import pytest
 
 from keyhole.models.loading import Model, load
 from tests.gpu import test_device, test_graphs
-from tests.policy.recording import forced_logits, make_engine
+from tests.policies.recording import forced_logits, make_engine
 
 
 @pytest.fixture(scope="module", params=test_device.KINDS)

@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.models.loading import Model, load
-from keyhole.policy import make_policy
-from keyhole.policy.base import Policy
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
 from tests.checkpoints import make_model
-from tests.policy.models import with_head
-from tests.policy.recording import PAGE, forced, forced_logits, make_engine, run
+from tests.policies.models import with_head
+from tests.policies.recording import PAGE, forced, forced_logits, make_engine, run
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 KINDS = ("llama", "gemma2", "deepseek_v3")
-POLICIES = keyhole.policies()
+POLICIES = keyhole.available_policies()
 #: float32 on both sides; a wrong key changes these logits by more than 0.01.
 TOLERANCE = 1e-3
 #: Prompts, and the tokens that follow each.

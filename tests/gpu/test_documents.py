@@ -9,7 +9,7 @@ import torch
 
 from keyhole import LLM, SamplingParams
 from keyhole.models.loading import load
-from keyhole.reuse import make_reuse, reuses
+from keyhole.reuse import available_reuse_methods, make_reuse
 from tests.checkpoints import make_model
 from tests.gpu import test_device
 from tests.gpu.test_device import tokens
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 #: float32 on both sides; a wrong key changes the likeliest tokens' log-probabilities by far more.
 TOLERANCE = 1e-3
 BLOCK = 8
-METHODS = reuses()
+METHODS = available_reuse_methods()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3"])

@@ -14,16 +14,16 @@ import torch
 
 import keyhole
 from keyhole import LLM, Delta, Full, Policy, SamplingParams, SpeContext
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model, load
-from keyhole.policy import make_policy
+from keyhole.policies import make_policy
 from tests.gpu.test_device import checkpoint
-from tests.policy.recording import PAGE, make_engine
+from tests.policies.recording import PAGE, make_engine
 
 pytestmark = pytest.mark.gpu
 
-POLICIES = [name for name, cls in keyhole.policies().items() if cls.capturable is True]
+POLICIES = [name for name, cls in keyhole.available_policies().items() if cls.capturable is True]
 #: When each request comes, the length of its prompt, and how many tokens it wants. There are up to
 #: four in rows for four, three among them; the cache grows while they decode, and budgets are
 #: passed on the way.
@@ -47,7 +47,7 @@ def tokens(count: int) -> list[int]:
 
 
 def small(name: str) -> Policy:
-    cls = keyhole.policies()[name]
+    cls = keyhole.available_policies()[name]
     has_budget = "token_budget" in cls.__dataclass_fields__
     return make_policy(name, {"token_budget": 5 * PAGE} if has_budget else {})
 
@@ -103,7 +103,11 @@ def test_settings_with_more_ways_to_go(model: Model, policy: Policy) -> None:
 
 
 #: Those that may have layers below and read keys of pages through attention alone.
-BELOW = [n for n in POLICIES if n not in ("full", "raas") and not keyhole.policies()[n].reads_keys]
+BELOW = [
+    n
+    for n in POLICIES
+    if n not in ("full", "raas") and not keyhole.available_policies()[n].reads_keys
+]
 
 
 def below(model: Model, name: str, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.kernels import ScoreRequest, Selection, elastic, reference, rotation
+from keyhole.kernels import ScoreRequest, Selection, reference, resident_buffer, rope
 from tests.gpu.operands import (
     COMPILED,
     DEVICE,
@@ -176,7 +176,7 @@ def test_scores_of_page_bounds(shape: tuple[int, ...], dtype: torch.dtype, size:
 
 
 @pytest.mark.parametrize("case", [(None, 700, 4, 16), (None, 1, 0, 0), (50, 60, 1, 2)])
-def test_top_indices(case: tuple[int | None, int, int, int]) -> None:
+def test_top_k(case: tuple[int | None, int, int, int]) -> None:
     """More than one block of entries; ties, infinities, NaN, nothing to choose and all of it."""
     width, k, first, last = case
     width = width or (5000 if INTERPRETED else 131_072)
@@ -187,9 +187,9 @@ def test_top_indices(case: tuple[int | None, int, int, int]) -> None:
     scores[1, 1] *= 0.0  # of both signs
     for valid in ((width, width // 2 + 1), (0, 3)) if width == 50 else ((width - 7, width),):
         operands = scores.to(DEVICE), torch.tensor(valid, dtype=torch.int32, device=DEVICE), k
-        indices, counts = run("top_indices", *operands, first, last)
+        indices, counts = run("top_k", *operands, first, last)
         # On the CPU, where every NaN is sorted as the largest number, whatever its bits are.
-        wanted = reference.top_indices(scores, operands[1].cpu(), k, 1, first=first, last=last)
+        wanted = reference.top_k(scores, operands[1].cpu(), k, 1, first=first, last=last)
         assert indices.dtype == counts.dtype == torch.int32
         assert torch.equal(indices.cpu(), wanted.indices)
         assert torch.equal(counts.cpu(), wanted.counts)
@@ -234,10 +234,10 @@ def test_a_captured_step_follows_its_operands() -> None:
             whole,
             scores,
             bounds,
-            run("top_indices", guesses, lengths.clamp(max=300), 20, 1, 2)[0],
+            run("top_k", guesses, lengths.clamp(max=300), 20, 1, 2)[0],
             run("head_scores", cache.query, cache.keys, cache.table, lengths, cache.scale),
-            run("rotate", cache.query, place, frequencies, False),
-            run("exchange", *above, *below, cache.table, lengths, rows, picked, 1)[0],
+            run("shift_rope", cache.query, place, frequencies, False),
+            run("load_missing", *above, *below, cache.table, lengths, rows, picked, 1)[0],
         ]
 
     if INTERPRETED:
@@ -264,16 +264,16 @@ def test_a_captured_step_follows_its_operands() -> None:
         *paged, requests=(ScoreRequest("max", PAGE),), scale=cache.scale
     )
     operands = (*twins, *below, cache.table, lengths, rows)
-    used, _ = elastic.exchange(*operands, selection=Selection(picked, picked, 1))
+    used, _ = resident_buffer.load_missing(*operands, selection=Selection(picked, picked, 1))
     wanted = [
         reference.attend(*paged, scale=cache.scale),
         reference.attend(*paged, scale=cache.scale, selection=chosen),
         whole,
         *scores,
         reference.bound_scores(cache.query, low, high, cache.table),
-        reference.top_indices(guesses, lengths.clamp(max=300), 20, 1, first=1, last=2).indices,
+        reference.top_k(guesses, lengths.clamp(max=300), 20, 1, first=1, last=2).indices,
         reference.head_scores(cache.query, cache.keys, cache.table, lengths, scale=cache.scale),
-        rotation.rotate(cache.query, place, frequencies, False),
+        rope.shift_rope(cache.query, place, frequencies, False),
         used.indices,
     ]
     for ours, twin in zip(above, twins, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.kernels import Selection, elastic, reference, rotation
+from keyhole.kernels import Selection, reference, resident_buffer, rope
 from tests.gpu.operands import DEVICE, DTYPES, EACH_DTYPE, INTERPRETED, MARKS, PAGE, run, twice
 
 pytestmark = MARKS
@@ -48,8 +48,8 @@ def test_rotate(dtype: torch.dtype, pairs: int, last: bool) -> None:
         (x[0, 0], one),
         (x[:, :0], one),
     ):
-        found = run("rotate", rows, place, frequencies, last)
-        wanted = rotation.rotate(rows, place, frequencies, last)
+        found = run("shift_rope", rows, place, frequencies, last)
+        wanted = rope.shift_rope(rows, place, frequencies, last)
         assert found.dtype == wanted.dtype
         rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
         torch.testing.assert_close(found, wanted, rtol=rounding, atol=2e-6)
@@ -68,14 +68,14 @@ def test_rotary(dtype: torch.dtype, dim: int, batch: int) -> None:
     query, key = (draw(batch, 7, heads, dim).transpose(1, 2) for heads in (6, 2))
     for texts in {1, batch}:
         cos, sin = draw(2, texts, 7, dim)
-        found = run("rotary", query, key, cos, sin)
-        wanted = reference.rotary(query, key, cos, sin)
+        found = run("apply_rope", query, key, cos, sin)
+        wanted = reference.apply_rope(query, key, cos, sin)
         rounding = torch.finfo(dtype).eps  # the interpreter cuts bfloat16 off; products reach 16
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours.dtype == dtype
             assert ours.transpose(1, 2).is_contiguous()
             torch.testing.assert_close(ours, theirs, rtol=rounding, atol=16 * rounding)
-    none = run("rotary", query[:, :, :0], key[:, :, :0], cos[:, :0], sin[:, :0])
+    none = run("apply_rope", query[:, :, :0], key[:, :, :0], cos[:, :0], sin[:, :0])
     assert [x.shape[2] for x in none] == [0, 0]
 
 
@@ -107,9 +107,9 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
         picked[..., 0] = (lengths - 1)[:, None] // unit
         paged = (key_pages, None if shared else value_pages, table[:2])
         here = (lengths.to(DEVICE), rows, picked.to(DEVICE))
-        results = run("exchange", *found, *paged, *here, unit)
+        results = run("load_missing", *found, *paged, *here, unit)
         selection = Selection(here[2], here[2], unit)
-        used, moved = elastic.exchange(*wanted, *paged, *here[:2], selection=selection)
+        used, moved = resident_buffer.load_missing(*wanted, *paged, *here[:2], selection=selection)
         for ours, twin in zip(results, (used.indices, used.counts, moved), strict=True):
             assert ours.dtype == twin.dtype
             assert torch.equal(ours, twin)

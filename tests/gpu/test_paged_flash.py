@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 from torch.nn.attention import varlen
 
-from keyhole.kernels import gpu, operations
-from keyhole.kernels.gpu import paged_flash
+from keyhole.kernels import operations, triton
+from keyhole.kernels.triton import paged_flash
 from tests.oracle import attention, float64, in_order, visible
 
 PAGE, LENGTHS = 16, (1, 40, 33)
@@ -240,8 +240,8 @@ def test_what_it_does_not_know_our_kernels_compute(
 
 
 def test_people_are_told_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "usable", lambda: True)
-    monkeypatch.setattr(gpu, "flash", lambda: True)
+    monkeypatch.setattr(triton, "usable", lambda: True)
+    monkeypatch.setattr(triton, "flash", lambda: True)
     monkeypatch.setattr(paged_flash, "version", lambda: "FA3")
     name = operations.backend(torch.device("cuda"))
     assert name == "Triton, dense steps by FA3, prompts by FlashAttention"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from keyhole.kernels import gpu, operations, reference
-from keyhole.kernels.gpu import prefill as fused
+from keyhole.kernels import operations, reference
+from keyhole.kernels import triton as gpu
+from keyhole.kernels.triton import prefill as fused
 from tests.oracle import attention, float64, in_order, visible
 
 #: KV heads, group, head size, page size.
@@ -216,6 +217,6 @@ def test_each_choice_asks_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
     assert taken("append", numbers, numbers, places) == (True, False)
     assert taken("prefill", numbers, numbers, places) == (False, True)
     assert taken("prefill", numbers, below, places) == (False, False)
-    assert taken("rotate", numbers, places, angles) == (True, False)
-    assert taken("rotate", angles, places, angles) == (False, False)
+    assert taken("shift_rope", numbers, places, angles) == (True, False)
+    assert taken("shift_rope", angles, places, angles) == (False, False)
     assert taken("append", numbers, angles, places) == (False, False)

@@ -23,11 +23,11 @@ from keyhole import (
     SpeContext,
     sparse,
 )
-from keyhole.models.tiny.tasks import make
-from keyhole.policy import make_policy, policies
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.policies import available_policies, make_policy
 from tests.checkpoints import KINDS, make_config, make_model, make_network, make_tokenizer
 from tests.hf.generating import assert_same, decode, forward, network, prompts, state
-from tests.policy.models import with_head
+from tests.policies.models import with_head
 
 __all__ = ["network"]
 
@@ -57,12 +57,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize("name", available_policies())
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3"])
 def test_under_a_policy_logits_are_those_of_the_engine(
     name: str, kind: str, checkpoints: dict[str, str]
 ) -> None:
-    inputs, method = prompts(70, 45), policies()[name]
+    inputs, method = prompts(70, 45), available_policies()[name]
     sparse_one = "token_budget" in method.__dataclass_fields__
     small: dict[str, Any] = {"token_budget": 24, "prompt_in_budget": True}
     fields = method.__dataclass_fields__

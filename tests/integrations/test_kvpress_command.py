@@ -25,22 +25,22 @@ pytest.importorskip("kvpress", reason="needs kvpress: run `make test-kvpress`")
 
 from keyhole import Full
 from keyhole.config import EngineConfig
-from keyhole.engine.core import Engine
-from keyhole.evaluate.line_file import LineFile
-from keyhole.evaluate.tasks import make_task
-from keyhole.evaluate.workload import Answered
+from keyhole.engine.engine import Engine
+from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.tasks import make_task
+from keyhole.eval.workloads.workload import Answered
 from keyhole.integrations.kvpress.__main__ import main
 from keyhole.integrations.kvpress.answer import CompressedModel
-from keyhole.integrations.kvpress.evaluation import Cell, Evaluation
+from keyhole.integrations.kvpress.evaluation import PressCell, PressEvaluation
 from keyhole.integrations.kvpress.presses import Press, make_press
 
 pytestmark = pytest.mark.filterwarnings("default")  # of kvpress and what it brings along
 
 
-def cell(**changes: Any) -> Cell:
+def cell(**changes: Any) -> PressCell:
     press = make_press("snapkv", 96, {"window_size": 16})
     fields = {"task": make_task("tiny_passkey"), "length": 256, "setup": "prompt", "press": press}
-    return Cell(**(fields | {"samples": 2} | changes))
+    return PressCell(**(fields | {"samples": 2} | changes))
 
 
 FIELDS = """
@@ -52,7 +52,7 @@ selection_maps
 
 
 def test_a_line_says_what_was_measured() -> None:
-    evaluation = Evaluation(load(keyhole.tiny()))
+    evaluation = PressEvaluation(load(keyhole.tiny()))
     for setup in ("prompt", "question"):
         line = json.loads(json.dumps(evaluation.line(cell(setup=setup))))
         assert sorted(line) == sorted(FIELDS)
@@ -70,7 +70,7 @@ def test_with_a_budget_for_all_the_line_is_that_of_keyhole(setup: str) -> None:
     """But for the question, which is one forward here and a decode step for each token there."""
     task, press = make_task("tiny_majority"), make_press("tova", 256)
     asked = cell(task=task, press=press, samples=4, setup=setup)
-    line = Evaluation(load(keyhole.tiny())).line(asked)
+    line = PressEvaluation(load(keyhole.tiny())).line(asked)
     model = load(keyhole.tiny())
     full = Answered(task, model)
     wanted = full.measure(
@@ -123,13 +123,13 @@ def test_the_command_adds_a_line_for_every_cell(tmp_path: Path) -> None:
 def test_what_is_there_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, line, measured = tmp_path / "lines.jsonl", Evaluation.line, []
+    output, line, measured = tmp_path / "lines.jsonl", PressEvaluation.line, []
 
-    def counted(self: Evaluation, cell: Cell) -> dict[str, Any]:
+    def counted(self: PressEvaluation, cell: PressCell) -> dict[str, Any]:
         measured.append((cell.press.name, cell.press.budget, cell.setup, cell.samples))
         return line(self, cell)
 
-    monkeypatch.setattr(Evaluation, "line", counted)
+    monkeypatch.setattr(PressEvaluation, "line", counted)
     asked = [*CELLS, "--presses", "knorm", "--output", str(output)]
     assert main([*asked, "--budgets", "64"]) == 0
     with output.open("a") as file:
@@ -220,7 +220,7 @@ def test_a_model_with_windows_is_refused(tmp_path: Path, kind: str) -> None:
 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no tokenizer"):
-        Evaluation(load(make_model("llama", tmp_path)))
+        PressEvaluation(load(make_model("llama", tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,6 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_wrong_cell_is_named(changes: dict[str, Any], message: str) -> None:
-    evaluation = Evaluation(load(keyhole.tiny()))
+    evaluation = PressEvaluation(load(keyhole.tiny()))
     with pytest.raises(KeyholeError, match=message):
         evaluation.line(cell(**changes))

@@ -39,12 +39,12 @@ def test_without_the_extension_there_is_one_warning(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cpu, "_path", None)
     scores, valid = torch.tensor([[[1.0, 3.0, 2.0]]]), torch.tensor([3], dtype=torch.int32)
     with pytest.warns(RuntimeWarning, match="CPU extension is not installed") as caught:
-        found = kernels.top_indices(scores, valid, 2, 1)
+        found = kernels.top_k(scores, valid, 2, 1)
     assert found.indices.tolist() == [[[1, 2]]]
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kernels.top_indices(scores, valid, 2, 1)
+        kernels.top_k(scores, valid, 2, 1)
     monkeypatch.undo()
 
 

@@ -64,7 +64,7 @@ def low_ranks(draw: st.DrawFn) -> tuple[Paged, LowRank, Selection]:
 @settings(max_examples=80, deadline=None)
 def test_attention_reads_rebuilt_keys(drawn: tuple[Paged, LowRank, Selection]) -> None:
     case, low_rank, selection = drawn
-    found = kernels.attend_rebuilt(
+    found = kernels.attend_low_rank(
         case.query,
         case.keys,
         case.values,
@@ -119,7 +119,7 @@ def test_long_lists_are_read_in_parts() -> None:
     table = pages.long()
     places = torch.arange(length)
     keys[table] = (
-        kernels.rotate(before, places[:, None], frequencies, last=False)
+        kernels.shift_rope(before, places[:, None], frequencies, last=False)
         .view(len(pages), size, heads, dim)
         .transpose(1, 2)
     )
@@ -140,14 +140,14 @@ def test_long_lists_are_read_in_parts() -> None:
     lengths = torch.tensor([length]).int()
     rest = (values, pages[None], lengths)
     broken = torch.full_like(keys, torch.nan)  # of which none is read
-    found = kernels.attend_rebuilt(
+    found = kernels.attend_low_rank(
         query, broken, *rest, selection=selection, low_rank=low_rank, scale=0.3
     )
     wanted = kernels.attend(query, keys, *rest, selection=selection, scale=0.3)
     assert (found - wanted).abs().max() < 1e-5
     # A choice that all heads share is as good as one for each.
     shared = Selection(tokens[:, :1], selection.counts[:, :1], 1)
-    again = kernels.attend_rebuilt(
+    again = kernels.attend_low_rank(
         query, broken, *rest, selection=shared, low_rank=low_rank, scale=0.3
     )
     assert torch.equal(again, found)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import ScoreRequest, Selection, reference, trimming
+from keyhole.kernels import ScoreRequest, Selection, reference, top_p
 
 PAGE = 16
 #: Relative to the largest number: sums in another order, and one rounding to the dtype.
@@ -62,7 +62,7 @@ class Cache:
         entries = self.table.shape[1] * PAGE // unit
         scores = torch.randn(len(self.lengths), heads, entries, generator=self.random)
         valid = (self.lengths + unit - 1) // unit
-        return reference.top_indices(scores, valid, k, unit, last=1)
+        return reference.top_k(scores, valid, k, unit, last=1)
 
 
 def check(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -162,15 +162,15 @@ def test_bounds_and_their_scores(cache: Cache) -> None:
 
 @given(st.integers(1, 5000), st.integers(1, 600), st.sampled_from((1, 3, 1000)), st.integers(0, 99))
 @settings(max_examples=60)
-def test_top_indices_of_long_rows(n: int, k: int, distinct: int, seed: int) -> None:
+def test_top_k_of_long_rows(n: int, k: int, distinct: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     scores = torch.randn(2, 3, n, generator=random).mul(distinct).round()
     scores[scores > 2 * distinct] = torch.inf
     scores[scores < -2 * distinct] = -torch.inf
     scores[:, :, :: max(1, n // 3)] = torch.nan
     valid = torch.tensor([n, (n + 1) // 2], dtype=torch.int32)
-    found = kernels.top_indices(scores, valid, k, 1, last=1)
-    wanted = reference.top_indices(scores, valid, k, 1, last=1)
+    found = kernels.top_k(scores, valid, k, 1, last=1)
+    wanted = reference.top_k(scores, valid, k, 1, last=1)
     assert torch.equal(found.indices, wanted.indices)
     assert torch.equal(found.counts, wanted.counts)
 
@@ -192,9 +192,9 @@ def test_trim_of_long_rows(n: int, k: int, share: float, distinct: int, least: i
     for b, count in enumerate(valid.tolist()):
         scores[b, :, count:] = torch.nan  # nobody looks here
     places = {"first": min(4, k - 1), "last": 1}
-    chosen = reference.top_indices(scores, valid, k, 1, **places)
+    chosen = reference.top_k(scores, valid, k, 1, **places)
     found = kernels.trim(chosen, scores, valid, share, least=least, **places)
-    wanted = trimming.trim(chosen, scores, valid, share, least=least, **places)
+    wanted = top_p.trim(chosen, scores, valid, share, least=least, **places)
     assert torch.equal(found.indices, wanted.indices)
     assert torch.equal(found.counts, wanted.counts)
     assert found.indices.dtype == found.counts.dtype == torch.int32
@@ -205,11 +205,11 @@ def test_scores_in_16_bits_are_compared_as_what_they_are(dtype: torch.dtype) -> 
     random = torch.Generator().manual_seed(4)
     scores = torch.randint(0, 2, (2, 3, 300), generator=random).to(dtype)  # sums are exact
     valid = torch.tensor([300, 170], dtype=torch.int32)
-    chosen = kernels.top_indices(scores, valid, 90, 1, last=1)
-    wanted = reference.top_indices(scores.float(), valid, 90, 1, last=1)
+    chosen = kernels.top_k(scores, valid, 90, 1, last=1)
+    wanted = reference.top_k(scores.float(), valid, 90, 1, last=1)
     assert torch.equal(chosen.indices, wanted.indices)
     found = kernels.trim(chosen, scores, valid, 0.25, last=1)
-    wanted = trimming.trim(wanted, scores.float(), valid, 0.25, last=1)
+    wanted = top_p.trim(wanted, scores.float(), valid, 0.25, last=1)
     assert torch.equal(found.indices, wanted.indices)
     assert (found.counts < 90).all()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from keyhole import LLM, SamplingParams
-from keyhole.engine.core import Engine
+from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from tests.checkpoints import KINDS, make_model
 

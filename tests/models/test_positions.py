@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from keyhole.errors import ConfigError
-from keyhole.kernels import rotation
+from keyhole.kernels import rope
 from keyhole.models import mla
 from keyhole.models.attention import PassThrough
 from keyhole.models.loading import Model, load
-from keyhole.models.positions import Turns
+from keyhole.models.positions import RopeShift
 from tests.checkpoints import make_model
 
 FAR = 262_144
@@ -131,8 +131,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Turns:
-    return Turns.of(load(make_model("llama", tmp_path_factory.mktemp("model")), "cpu"))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> RopeShift:
+    return RopeShift.of(load(make_model("llama", tmp_path_factory.mktemp("model")), "cpu"))
 
 
 def run(model: Model, places: Tensor) -> Recorder:
@@ -168,7 +168,7 @@ def exactly(rotary: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def deviation(model: Model, places: Tensor, by: Tensor) -> Tensor:
     """Largest error of any key or query per token, relative to the length of what is rotated."""
-    turns, here, there = Turns.of(model), run(model, places), run(model, places + by)
+    turns, here, there = RopeShift.of(model), run(model, places), run(model, places + by)
     errors = []
     for before, after in ((here.keys, there.keys), (here.queries, there.queries)):
         assert sorted(before) == list(range(4))
@@ -200,7 +200,7 @@ def test_it_differs_from_the_models_own_float32_by_the_rounding_of_its_angles(
 
 
 def test_a_number_turns_all_alike(model: Model) -> None:
-    turns, recorder = Turns.of(model), run(model, PLACES)
+    turns, recorder = RopeShift.of(model), run(model, PLACES)
     for layer, keys in recorder.keys.items():
         for by in (1, -64, 100_000):
             places = torch.full((len(keys), 1), by)
@@ -208,7 +208,7 @@ def test_a_number_turns_all_alike(model: Model) -> None:
 
 
 def test_what_is_not_rotated_stays(model: Model) -> None:
-    turns, recorder = Turns.of(model), run(model, PLACES)
+    turns, recorder = RopeShift.of(model), run(model, PLACES)
     for layer, keys in recorder.keys.items():
         rotated = 2 * len(turns.frequencies[layer])
         rest = slice(None, -rotated) if recorder.latent else slice(rotated, None)
@@ -220,7 +220,7 @@ def test_what_is_not_rotated_stays(model: Model) -> None:
 
 def test_frequencies_are_read_in_float32_from_a_model_in_bfloat16(tmp_path: Path) -> None:
     path = make_model("gemma3", tmp_path)
-    short, full = (Turns.of(load(path, "cpu", dtype)) for dtype in ("bfloat16", "float32"))
+    short, full = (RopeShift.of(load(path, "cpu", dtype)) for dtype in ("bfloat16", "float32"))
     local, world = full.frequencies[0], full.frequencies[1]
     assert local[-1].item() == pytest.approx(10000.0**-0.75)
     assert world[-1].item() == pytest.approx(1e6**-0.75)
@@ -228,7 +228,7 @@ def test_frequencies_are_read_in_float32_from_a_model_in_bfloat16(tmp_path: Path
         assert torch.equal(a, b)
 
 
-def test_bfloat16_is_rounded_once(llama: Turns) -> None:
+def test_bfloat16_is_rounded_once(llama: RopeShift) -> None:
     x = torch.randn(50, 2, 8).bfloat16()
     by = torch.arange(0, 100_000, 2000)[:, None]
     turned = llama.turn(0, x, by)
@@ -237,20 +237,20 @@ def test_bfloat16_is_rounded_once(llama: Turns) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(64, 448), (100_000, 1), (99_999, -99_999)])
-def test_turns_add_up(llama: Turns, first: int, second: int) -> None:
+def test_turns_add_up(llama: RopeShift, first: int, second: int) -> None:
     x = torch.randn(20, 2, 8)
     both = llama.turn(1, llama.turn(1, x, first), second)
     assert (both - llama.turn(1, x, first + second)).abs().max() < 2e-6
 
 
-def test_by_nothing_changes_no_bit(llama: Turns) -> None:
+def test_by_nothing_changes_no_bit(llama: RopeShift) -> None:
     x = torch.randn(20, 2, 8).bfloat16()
     assert torch.equal(llama.turn(0, x, 0), x)
     assert torch.equal(llama.turn(0, x, torch.zeros(20, 1, dtype=torch.int64)), x)
     assert torch.equal(llama.turn(0, -0.0 * x, 0).view(torch.int16), (-0.0 * x).view(torch.int16))
 
 
-def test_a_turned_mean_is_the_mean_of_what_was_turned(llama: Turns) -> None:
+def test_a_turned_mean_is_the_mean_of_what_was_turned(llama: RopeShift) -> None:
     """What the block means of a stored document rest on."""
     x = torch.randn(10, 64, 2, 8)
     by = torch.arange(10)[:, None] * 9973
@@ -258,7 +258,7 @@ def test_a_turned_mean_is_the_mean_of_what_was_turned(llama: Turns) -> None:
     assert (means - llama.turn(2, x, by[:, None]).mean(1)).abs().max() < 1e-6
 
 
-def test_the_input_is_left_alone(llama: Turns) -> None:
+def test_the_input_is_left_alone(llama: RopeShift) -> None:
     x = torch.randn(20, 2, 8)
     before = x.clone()
     llama.turn(0, x, 77)
@@ -266,7 +266,7 @@ def test_the_input_is_left_alone(llama: Turns) -> None:
     assert torch.equal(x, before)
 
 
-def test_views_and_empty_rows(llama: Turns) -> None:
+def test_views_and_empty_rows(llama: RopeShift) -> None:
     x = torch.randn(2, 20, 8)
     turned = llama.turn(0, x.transpose(0, 1), 77)
     assert torch.equal(turned, llama.turn(0, x.transpose(0, 1).contiguous(), 77))
@@ -275,11 +275,11 @@ def test_views_and_empty_rows(llama: Turns) -> None:
 
 @pytest.mark.parametrize("length", [1, 6, 7, 8, 14, 30])
 def test_pieces_join_where_they_were_cut(
-    llama: Turns, monkeypatch: pytest.MonkeyPatch, length: int
+    llama: RopeShift, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     x, by = torch.randn(length, 2, 8), torch.arange(length) * 997 - 5000
     whole = [llama.turn(0, x, 300), llama.turn(0, x, by[:, None])]
-    monkeypatch.setattr(rotation, "_PIECE", 7 * 2 * 8)
+    monkeypatch.setattr(rope, "_PIECE", 7 * 2 * 8)
     assert torch.equal(llama.turn(0, x, 300), whole[0])
     assert torch.equal(llama.turn(0, x, by[:, None]), whole[1])
     one_by_one = [llama.turn(0, row, int(place)) for row, place in zip(x, by, strict=True)]
@@ -292,13 +292,13 @@ def test_pieces_join_where_they_were_cut(
     assert torch.equal(llama.turn(0, x, torch.tensor(300)), whole[0])
 
 
-def test_it_runs_where_the_vectors_are(llama: Turns) -> None:
+def test_it_runs_where_the_vectors_are(llama: RopeShift) -> None:
     x = torch.empty(20, 2, 8, device="meta")
     for by in (77, torch.arange(20)[:, None]):
         assert llama.turn(0, x, by).device.type == "meta"
 
 
-def test_a_million_positions_keep_float32_exactness(llama: Turns) -> None:
+def test_a_million_positions_keep_float32_exactness(llama: RopeShift) -> None:
     """Against complex numbers in float64."""
     x = torch.randn(5, 8)
     pairs = torch.complex(x[:, :4].double(), x[:, 4:].double())
@@ -311,10 +311,10 @@ def test_a_million_positions_keep_float32_exactness(llama: Turns) -> None:
 def test_learned_positions_are_refused_by_name(tmp_path: Path) -> None:
     model = load(make_model("gpt_bigcode", tmp_path), "cpu")
     with pytest.raises(ConfigError, match=r"family 'gpt_bigcode'.*cannot be shifted"):
-        Turns.of(model)
+        RopeShift.of(model)
 
 
-def test_turns_that_are_kept_are_those_that_are_computed(llama: Turns) -> None:
+def test_turns_that_are_kept_are_those_that_are_computed(llama: RopeShift) -> None:
     """Back, forth, further and far beyond what is kept, for all vectors in the same places too."""
 
     def one_by_one(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

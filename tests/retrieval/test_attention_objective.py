@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 
-from keyhole.retrieval.attention_objective import attention_loss, mass_divergence
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.attention_objective import attention_loss, mass_divergence
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 
-def lesson_of(kind: str, layers: tuple[int, ...], rows: list[int]) -> tuple[RetrievalHead, Lesson]:
+def lesson_of(
+    kind: str, layers: tuple[int, ...], rows: list[int]
+) -> tuple[RetrievalHead, TeacherTargets]:
     network = make_network(make_config(kind))
     inputs = "tokens+features" if layers else "tokens"
     head = RetrievalHead.random(network, inputs=inputs)
@@ -21,7 +23,7 @@ def lesson_of(kind: str, layers: tuple[int, ...], rows: list[int]) -> tuple[Retr
     return head, Teacher(network, head.config.feature_layers).lesson(text, torch.tensor(rows))
 
 
-def plain_loss(head: RetrievalHead, lesson: Lesson, first: int, last: int) -> float:
+def plain_loss(head: RetrievalHead, lesson: TeacherTargets, first: int, last: int) -> float:
     """Loops and Python numbers over the queries and keys that the head gives."""
     ids = lesson.token_ids
     fused = None
@@ -77,5 +79,5 @@ def test_a_row_with_nothing_outside_of_the_window_teaches_nothing() -> None:
 def test_a_head_that_agrees_has_no_loss() -> None:
     head, lesson = lesson_of("llama_mha", (), [10, 20, 29])
     _, logs = attention_loss(head, lesson)
-    same = Lesson(lesson.token_ids, (), lesson.rows, logs.exp().detach())
+    same = TeacherTargets(lesson.token_ids, (), lesson.rows, logs.exp().detach())
     assert mass_divergence(logs, same, first=1, last=3).item() == pytest.approx(0, abs=1e-5)

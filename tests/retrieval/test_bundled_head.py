@@ -7,23 +7,23 @@ from random import Random
 import pytest
 
 import keyhole
-from keyhole.evaluate.head_recall import WINDOW, Text, measure
+from keyhole.eval.head_recall import WINDOW, RecallText, measure
+from keyhole.eval.tiny_language.tasks import is_correct, make
+from keyhole.eval.tiny_language.vocabulary import BOS, WORD_IDS
 from keyhole.models.loading import load
-from keyhole.models.tiny.tasks import is_correct, make
-from keyhole.models.tiny.vocabulary import BOS, WORD_IDS
 from keyhole.retrieval.head import RetrievalHead
 
 
-def text(task: str, words: int) -> Text:
+def text(task: str, words: int) -> RecallText:
     """An item with its answer; query tokens are some of the answer's."""
     item = make(task, words, 0)
     prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
     ids = prompt + [WORD_IDS[word] for word in item.answer.split()]
     places = range(len(prompt), len(ids))
-    return Text(token_ids=ids, rows=sorted(Random(0).sample(places, min(32, len(places)))))
+    return RecallText(token_ids=ids, rows=sorted(Random(0).sample(places, min(32, len(places)))))
 
 
-def margins(words: int, texts: list[Text], budgets: tuple[int, ...]) -> list[float]:
+def margins(words: int, texts: list[RecallText], budgets: tuple[int, ...]) -> list[float]:
     """Share of the attention that the head finds above that of the newest tokens, per budget."""
     model = load(keyhole.tiny(), "cpu")
     assert model.head is not None

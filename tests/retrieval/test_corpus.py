@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.models.tiny.head_texts import HeadTexts
-from keyhole.retrieval.corpus import FileCorpus, read
+from keyhole.eval.tiny_language.head_texts import HeadTexts
+from keyhole.retrieval.training.corpus import FileCorpus, read
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 
 

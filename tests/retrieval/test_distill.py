@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from keyhole.errors import ConfigError, NumericalError, UnknownNameError
-from keyhole.retrieval import training
-from keyhole.retrieval.corpus import FileCorpus
-from keyhole.retrieval.distill import Distiller, rate
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.recipe import Recipe
-from keyhole.retrieval.selection_objective import selection_loss
+from keyhole.retrieval.training import train
+from keyhole.retrieval.training.corpus import FileCorpus
+from keyhole.retrieval.training.distill import Distiller, rate
+from keyhole.retrieval.training.selection_objective import selection_loss
+from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
-RECIPE = Recipe(tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3))
+RECIPE = TrainingConfig(
+    tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3)
+)
 
 
 class Texts:
@@ -47,7 +49,7 @@ def start(network: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def of(objective: str, start: str) -> Recipe:
+def of(objective: str, start: str) -> TrainingConfig:
     begin = start if objective == "selection" else None
     return dataclasses.replace(RECIPE, objective=objective, start=begin)
 
@@ -100,47 +102,47 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     network: Any, start: str, objective: str, tmp_path: Path
 ) -> None:
     recipe = of(objective, start)
-    whole = training.train(network, Texts(), recipe, tmp_path / "whole")
+    whole = train.train(network, Texts(), recipe, tmp_path / "whole")
     asked = iter([False, False, True])
-    part = training.train(network, Texts(), recipe, tmp_path / "part", stop=lambda: next(asked))
+    part = train.train(network, Texts(), recipe, tmp_path / "part", stop=lambda: next(asked))
     assert (part.finished, part.steps) == (False, 2)
-    assert training.recipe_of(tmp_path / "part") is not None
-    rest = training.train(network, Texts(), recipe, tmp_path / "part", resume=True)
+    assert train.recipe_of(tmp_path / "part") is not None
+    rest = train.train(network, Texts(), recipe, tmp_path / "part", resume=True)
     assert (rest.finished, rest.steps) == (True, whole.steps)
     heads = [RetrievalHead.from_pretrained(tmp_path / x, network) for x in ("whole", "part")]
     for one, other in zip(*(head.parameters() for head in heads), strict=True):
         assert torch.equal(one, other)
-    assert not (tmp_path / "part" / training.SNAPSHOT).exists()
+    assert not (tmp_path / "part" / train.SNAPSHOT).exists()
 
 
 def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> None:
     """Other texts were taken without a word."""
     one, other = (FileCorpus(([n] * 200,), f"--data '{n}.txt'") for n in (7, 8))
-    training.train(network, one, RECIPE, tmp_path, stop=lambda: True)
+    train.train(network, one, RECIPE, tmp_path, stop=lambda: True)
     with pytest.raises(ConfigError, match=r"made with --data '7.txt' .* --data '8.txt' .* has oth"):
-        training.train(network, other, RECIPE, tmp_path, resume=True)
+        train.train(network, other, RECIPE, tmp_path, resume=True)
     same = FileCorpus(one.texts, "--data 'moved.txt'")
-    assert training.train(network, same, RECIPE, tmp_path, resume=True).finished
+    assert train.train(network, same, RECIPE, tmp_path, resume=True).finished
 
 
 def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
-    training.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
+    train.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
     with pytest.raises(ConfigError, match="holds a run that is not finished; resume it"):
-        training.train(network, Texts(), RECIPE, tmp_path / "run")
+        train.train(network, Texts(), RECIPE, tmp_path / "run")
     other = dataclasses.replace(RECIPE, seed=1)
     with pytest.raises(ConfigError, match="seed 1 must be 0, as in the run"):
-        training.train(network, Texts(), other, tmp_path / "run", resume=True)
+        train.train(network, Texts(), other, tmp_path / "run", resume=True)
     bigger = make_network(make_config("llama_group4"))
     with pytest.raises(ConfigError, match=r"learning_rate .* must be"):
-        training.train(bigger, Texts(), RECIPE, tmp_path / "run", resume=True)
-    (tmp_path / "run" / training.SNAPSHOT).write_bytes(b"no")
+        train.train(bigger, Texts(), RECIPE, tmp_path / "run", resume=True)
+    (tmp_path / "run" / train.SNAPSHOT).write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot be read"):
-        training.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
+        train.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
     with pytest.raises(ConfigError, match="holds no run that could be resumed"):
-        training.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
+        train.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
     RetrievalHead.random(network).save_pretrained(tmp_path / "head")
     with pytest.raises(ConfigError, match="holds a finished head; choose another"):
-        training.train(network, Texts(), RECIPE, tmp_path / "head")
+        train.train(network, Texts(), RECIPE, tmp_path / "head")
 
 
 def test_nan_stops_a_training_and_nothing_is_lost(
@@ -156,10 +158,10 @@ def test_nan_stops_a_training_and_nothing_is_lost(
     with pytest.raises(
         NumericalError, match=r"the loss of step 3 is nan .* the step before is kept"
     ):
-        training.train(network, Texts(), RECIPE, tmp_path)
+        train.train(network, Texts(), RECIPE, tmp_path)
     monkeypatch.setattr(Distiller, "_loss", good)
-    rest = training.train(network, Texts(), RECIPE, tmp_path, resume=True)
-    whole = training.train(network, Texts(), RECIPE, tmp_path / "whole")
+    rest = train.train(network, Texts(), RECIPE, tmp_path, resume=True)
+    whole = train.train(network, Texts(), RECIPE, tmp_path / "whole")
     assert rest.finished
     assert rest.steps == whole.steps
     heads = [RetrievalHead.from_pretrained(x, network) for x in (tmp_path, tmp_path / "whole")]
@@ -168,23 +170,23 @@ def test_nan_stops_a_training_and_nothing_is_lost(
 
 def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'eagle'"):
-        Recipe(objective="eagel")
+        TrainingConfig(objective="eagel")
     with pytest.raises(ConfigError, match="learning_rate 0 must be"):
-        Recipe(learning_rate=0)
+        TrainingConfig(learning_rate=0)
     with pytest.raises(ConfigError, match="length 20 must be >= 64"):
-        Recipe(length=20)
+        TrainingConfig(length=20)
     with pytest.raises(ConfigError, match="length 1000 must be at most 512"):
-        Distiller(network, Texts(), Recipe(length=1000))
+        Distiller(network, Texts(), TrainingConfig(length=1000))
     with pytest.raises(ConfigError, match="--objective selection requires --start"):
-        Recipe(objective="selection")
+        TrainingConfig(objective="selection")
     for objective in ("attention", "eagle"):
         with pytest.raises(ConfigError, match=r"--start .* requires --objective selection"):
-            Recipe(objective=objective, start=start)
-    fewer = Recipe(objective="selection", start=start, feature_layers=(1, 2))
+            TrainingConfig(objective=objective, start=start)
+    fewer = TrainingConfig(objective="selection", start=start, feature_layers=(1, 2))
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 2\) must be \(1, 2, 3\), as in"):
         Distiller(network, Texts(), fewer)
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 4\) must be layers of 0 to 3"):
-        Distiller(network, Texts(), Recipe(feature_layers=(1, 4)))
+        Distiller(network, Texts(), TrainingConfig(feature_layers=(1, 4)))
 
 
 def test_the_rate_rises_and_falls() -> None:

@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.retrieval.distill import Distiller
-from keyhole.retrieval.draft import DECAY, Draft, eagle_loss
-from keyhole.retrieval.recipe import Recipe
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.distill import Distiller
+from keyhole.retrieval.training.draft import DECAY, Draft, eagle_loss
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
+from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 from tests.retrieval.test_distill import Texts
 
 LAYERS = (1, 2, 3)
 
 
-def made(kind: str = "llama") -> tuple[Any, Draft, Lesson]:
+def made(kind: str = "llama") -> tuple[Any, Draft, TeacherTargets]:
     network = make_network(make_config(kind))
-    recipe = Recipe(objective="eagle", length=64, feature_layers=LAYERS, learning_rate=1e-3)
+    recipe = TrainingConfig(objective="eagle", length=64, feature_layers=LAYERS, learning_rate=1e-3)
     draft = Distiller(network, Texts(), recipe).module
     assert isinstance(draft, Draft)
     for weight in (draft.o.weight, draft.down.weight):  # zero at first

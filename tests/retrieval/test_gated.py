@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from keyhole.errors import NumericalError
-from keyhole.retrieval.gated import gated_logits, log_gates
-from keyhole.retrieval.recall import chosen
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.recall import chosen
+from keyhole.retrieval.training.soft_selection import gated_logits, log_gates
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from tests.checkpoints import KINDS, VOCAB_SIZE, make_config, make_network
 
 LENGTH, START = 40, 22
 
 
-def lesson_of(network: Any) -> Lesson:
+def lesson_of(network: Any) -> TeacherTargets:
     ids = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(START, LENGTH)
     return Teacher(network, ()).lesson(ids, rows, logit_steps=1, keep_cache=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.retrieval.attention_objective import attention_loss
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.selection_objective import (
+from keyhole.retrieval.training.attention_objective import attention_loss
+from keyhole.retrieval.training.selection_objective import (
     ATTENTION,
     COLD,
     TILT,
@@ -22,20 +22,20 @@ from keyhole.retrieval.selection_objective import (
     temperature,
     window,
 )
-from keyhole.retrieval.teacher import Lesson, Teacher
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 LENGTH, START = 90, 70
 
 
-def lesson_of(network: Any, head: RetrievalHead) -> Lesson:
+def lesson_of(network: Any, head: RetrievalHead) -> TeacherTargets:
     ids = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(START, LENGTH)
     teacher = Teacher(network, head.config.feature_layers)
     return teacher.lesson(ids, rows, logit_steps=1, keep_cache=True)
 
 
-def plain_weights(head: RetrievalHead, lesson: Lesson) -> torch.Tensor:
+def plain_weights(head: RetrievalHead, lesson: TeacherTargets) -> torch.Tensor:
     """The head's softmax weights [heads, R, n] in float64, row after row."""
     fused = None
     if head.config.uses_features:
@@ -53,7 +53,7 @@ def plain_weights(head: RetrievalHead, lesson: Lesson) -> torch.Tensor:
 
 
 def plain_divergence(
-    network: Any, head: RetrievalHead, lesson: Lesson, budget: int, heat: float
+    network: Any, head: RetrievalHead, lesson: TeacherTargets, budget: int, heat: float
 ) -> float:
     """By a mask in transformers' eager attention, and sums over words."""
     weights = plain_weights(head, lesson)

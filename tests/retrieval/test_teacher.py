@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from keyhole.errors import ConfigError, NumericalError
-from keyhole.retrieval import teacher
-from keyhole.retrieval.teacher import Teacher
+from keyhole.retrieval.training import teacher
+from keyhole.retrieval.training.teacher import Teacher
 from tests.checkpoints import KINDS, VOCAB_SIZE, make_config, make_network
 
 LENGTH = 40

@@ -12,11 +12,11 @@ import torch
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ConfigError
-from keyhole.reuse.base import PlacedDocument, Plan, Reuse
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
 from keyhole.reuse.cacheblend import CacheBlend
 from keyhole.reuse.epic import Epic
+from keyhole.reuse.full_reuse import PlainReuse
 from keyhole.reuse.multi_infllm import MultiInfLLM
-from keyhole.reuse.plain import PlainReuse
 from keyhole.reuse.recompute import Recompute
 from tests.reuse.placed import make_documents, make_query
 
@@ -32,7 +32,7 @@ GEOMETRY = Geometry(
 
 def plan_of(
     method: Reuse, documents: Sequence[PlacedDocument], query: Sequence[torch.Tensor] | None = None
-) -> Plan:
+) -> RecomputePlan:
     plan = method.plan(documents, query)
     assert plan.kept.shape == plan.written.shape == (3, sum(d.length for d in documents))
     assert plan.kept.dtype == plan.written.dtype == torch.bool

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.reuse import extremes
-from keyhole.reuse.extremes import extreme_keys, extreme_scores
+from keyhole.reuse.blocks import extremes
+from keyhole.reuse.blocks.extremes import extreme_keys, extreme_scores
 
 HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (7, 1)])
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.reuse.base import PlacedDocument, Plan
+from keyhole.reuse.base import PlacedDocument, RecomputePlan
+from keyhole.reuse.blocks.stability import Stability
 from keyhole.reuse.fusion import fused
 from keyhole.reuse.sam_kv import SamKV
-from keyhole.reuse.stability import Stability
 from tests.reuse.placed import make_documents, make_queries, make_query, with_fact
 
 LENGTHS = (75, 9, 61, 52, 1)
@@ -65,7 +65,7 @@ def plain_plan(
     first: int = 1,
     last: int = 2,
     share: float | None = None,
-) -> Plan:
+) -> RecomputePlan:
     """Steps 2 to 6 one by one, token by token; algorithms of SamKV, sections 3.1 to 3.3.
 
     Queries [t, Hq, D]: blocks are scored by their extreme keys and the queries of all tokens.
@@ -137,10 +137,10 @@ def plain_plan(
                 if (i, b) in chosen and float(facts.alpha[b]) < mean - 3 * spread:
                     written[layer, start + int(facts.representatives[b])] = True
             start += document.length
-    return Plan(kept, written, tuple(shares))
+    return RecomputePlan(kept, written, tuple(shares))
 
 
-def check(found: Plan, wanted: Plan) -> None:
+def check(found: RecomputePlan, wanted: RecomputePlan) -> None:
     assert torch.equal(found.kept, wanted.kept)
     assert torch.equal(found.written, wanted.written)
     assert not (found.written & ~found.kept).any()

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keyhole.reuse import statistics
-from keyhole.reuse.statistics import BlockMeans, BlockStatistics, ReceivedAttention, block_means
+from keyhole.reuse.blocks import statistics
+from keyhole.reuse.blocks.statistics import (
+    BlockMeans,
+    BlockStatistics,
+    ReceivedAttention,
+    block_means,
+)
 
 
 def attention_map(

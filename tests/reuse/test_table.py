@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.reuse import make_reuse, reuses
+from keyhole.reuse import available_reuse_methods, make_reuse
 from keyhole.reuse.sam_kv import SamKV
 
 CODE = '''
@@ -27,7 +27,7 @@ class Mine(Reuse):
 
 
 def test_every_method_is_named_as_in_the_table_and_described() -> None:
-    table = reuses()
+    table = available_reuse_methods()
     assert list(table) == ["recompute", "reuse", "sam_kv", "cacheblend", "epic", "multi_infllm"]
     for name, cls in table.items():
         assert cls.name == name

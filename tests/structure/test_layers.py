@@ -33,7 +33,7 @@ LAZY_PARTS = {"cli", "__init__"}
 
 LAZY_FILES = {
     "keyhole/kernels/__init__.py",  # chooses its backend at the first use of an operation
-    "keyhole/kernels/gpu/__init__.py",  # no kernel, and no Triton, before one is needed
+    "keyhole/kernels/triton/__init__.py",  # no kernel, and no Triton, before one is needed
     "keyhole/registry.py",  # tables of methods, with entries from other packages
 }
 """Files whose job is to import by name."""
@@ -145,7 +145,7 @@ def test_imports_stand_at_the_top_of_the_file() -> None:
         "from keyhole import engine",
         "from keyhole import LLM",
         "import keyhole",
-        "from keyhole.engine.llm import LLM",
+        "from keyhole.llm import LLM",
         "from ..engine import llm",
         "from .. import engine",
         "from keyhole.reuse import base",
@@ -154,7 +154,7 @@ def test_imports_stand_at_the_top_of_the_file() -> None:
     ],
 )
 def test_an_import_that_does_not_point_down_is_found(source: str) -> None:
-    assert len(list(upward("policy", imports(source, "keyhole.policy")))) == 1
+    assert len(list(upward("policy", imports(source, "keyhole.policies")))) == 1
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,12 @@ def test_an_import_that_does_not_point_down_is_found(source: str) -> None:
         "from keyhole.cache.pages import Pages",
         "from ..kernels import attend",
         "from . import base",
-        "from keyhole.policy.base import Policy",
+        "from keyhole.policies.base import Policy",
         "import torch, keyholes",
     ],
 )
 def test_an_import_that_points_down_is_accepted(source: str) -> None:
-    assert not list(upward("policy", imports(source, "keyhole.policy")))
+    assert not list(upward("policy", imports(source, "keyhole.policies")))
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_an_import_that_points_down_is_accepted(source: str) -> None:
     ],
 )
 def test_an_import_inside_a_function_is_found(source: str) -> None:
-    found = imports(source, "keyhole.policy")
+    found = imports(source, "keyhole.policies")
     assert len(list(hidden("policy", found))) == 1
     assert not list(hidden("cli", found))
 
 
 def test_an_optional_package_may_be_imported_inside_a_function() -> None:
-    found = imports("def plot():\n    from matplotlib import pyplot", "keyhole.evaluate")
+    found = imports("def plot():\n    from matplotlib import pyplot", "keyhole.eval")
     assert not list(hidden("evaluate", found))

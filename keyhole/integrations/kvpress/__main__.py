@@ -17,10 +17,10 @@ from typing import Any
 
 from keyhole import method_specs
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.evaluate import task_specs
-from keyhole.evaluate.eval_settings import SETUPS
-from keyhole.evaluate.line_file import LineFile
-from keyhole.integrations.kvpress.evaluation import Cell, Evaluation
+from keyhole.eval import task_specs
+from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.settings import SETUPS
+from keyhole.integrations.kvpress.evaluation import PressCell, PressEvaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
 from keyhole.method_specs import Spec
 from keyhole.models.bundled import TINY, is_tiny
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Measures what is not there yet, one line each here and in the file."""
     cells, file = list(_cells(arguments)), LineFile(arguments.output)
-    evaluation = Evaluation(load(arguments.model, arguments.device, arguments.dtype))
+    evaluation = PressEvaluation(load(arguments.model, arguments.device, arguments.dtype))
     refused = 0
     for cell in cells:
         press, length = cell.press, cell.length
@@ -78,7 +78,7 @@ def _told(name: str, line: Mapping[str, Any]) -> str:
     )
 
 
-def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
     """All combinations; ConfigError for what cannot be understood."""
     made = [
         make_press(spec.name, budget, _settings(spec), arguments.interval)
@@ -90,7 +90,7 @@ def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     tasks = task_specs.answered(parsed, "forces a text; kvpress's presses only answer")
     lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
-        yield Cell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
+        yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
 
 
 def _settings(spec: Spec) -> dict[str, Any]:

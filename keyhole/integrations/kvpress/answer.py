@@ -27,7 +27,7 @@ from keyhole.models.loading import Model
 
 
 @dataclass(kw_only=True)
-class Answer:
+class PressAnswer:
     """Generated tokens, the one that ended them included, and what the decode steps cost.
 
     One entry per step: keys read / keys there (mean over layers), bytes of keys and values read,
@@ -66,7 +66,7 @@ class CompressedModel:
     @torch.no_grad()
     def answer(
         self, press: Press, context: Sequence[int], question: Sequence[int], max_tokens: int
-    ) -> Answer:
+    ) -> PressAnswer:
         """Greedy, `max_tokens` at most.
 
         context: token ids that are pressed once they are computed, densely. question: ids that are
@@ -74,7 +74,7 @@ class CompressedModel:
         ConfigError where the budget is too small for the question; NumericalError for NaN.
         """
         self._attend_by(press.attention)
-        network, cache, answer = self._model.network, _CountingCache(), Answer()
+        network, cache, answer = self._model.network, _CountingCache(), PressAnswer()
         with _applied(press.prefill(len(context), len(question)), network):
             logits = self._forward(context, 0, cache)
         if question:

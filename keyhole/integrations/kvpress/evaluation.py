@@ -20,17 +20,17 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.config import is_count, require
 from keyhole.errors import ModelError, UnknownNameError
-from keyhole.evaluate.eval_run import as_stored, model_digest, require_length
-from keyhole.evaluate.eval_settings import SETUPS
-from keyhole.evaluate.tasks import Task
-from keyhole.evaluate.workload import Answered
-from keyhole.integrations.kvpress.answer import Answer, CompressedModel
+from keyhole.eval.run import as_stored, model_digest, require_length
+from keyhole.eval.settings import SETUPS
+from keyhole.eval.tasks import Task
+from keyhole.eval.workloads.workload import Answered
+from keyhole.integrations.kvpress.answer import CompressedModel, PressAnswer
 from keyhole.integrations.kvpress.presses import Press
 from keyhole.models.loading import Model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class PressCell:
     """What is measured; `samples` are those with the numbers from 0 on."""
 
     task: Task
@@ -45,7 +45,7 @@ class Cell:
             raise UnknownNameError("setup", self.setup, SETUPS)
 
 
-class Evaluation:
+class PressEvaluation:
     """A loaded model for any number of cells."""
 
     def __init__(self, model: Model) -> None:
@@ -55,7 +55,7 @@ class Evaluation:
         self._fingerprint = model_digest(model)
         self._asked = functools.cache(self._make)  # its samples are the same under every press
 
-    def known_by(self, cell: Cell) -> dict[str, Any]:
+    def known_by(self, cell: PressCell) -> dict[str, Any]:
         """What a cell is known by: lines that agree in all of it are the same measurement."""
         press, asked = cell.press, self._asked(cell.task)
         return as_stored(
@@ -72,7 +72,7 @@ class Evaluation:
             }
         )
 
-    def line(self, cell: Cell) -> dict[str, Any]:
+    def line(self, cell: PressCell) -> dict[str, Any]:
         """Runs a cell; ConfigError, before it runs, for one that cannot be."""
         require_length(self._model, cell.length)
         asked = self._asked(cell.task)
@@ -108,7 +108,7 @@ class Evaluation:
         return header
 
 
-def _costs(answers: list[Answer]) -> dict[str, Any]:
+def _costs(answers: list[PressAnswer]) -> dict[str, Any]:
     """Means over all decode steps, the median time of one, and the largest cache."""
     shares = [share for answer in answers for share in answer.read_shares]
     read = [count for answer in answers for count in answer.bytes_read]

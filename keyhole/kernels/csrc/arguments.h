@@ -132,7 +132,7 @@ struct TopIndices {
     int32_t* counts;       // [B, H]
 };
 
-// Of `top_indices` with the same scores.
+// Of `top_k` with the same scores.
 struct Trim {
     int64_t B, H, n, k, least, first, last;
     float share;
@@ -143,7 +143,7 @@ struct Trim {
     int32_t* counts;         // [B, H]
 };
 
-// `reference.exchange`: H heads of the buffer, `lists` of n selected entries of `unit` tokens.
+// `reference.load_missing`: H heads of the buffer, `lists` of n selected entries of `unit` tokens.
 struct Exchange {
     int64_t itemsize, B, H, D, Dv, page_size, slots, unit;  // Dv 0: values are part of the keys
     int32_t* entries;    // [R, H, slots]
@@ -186,7 +186,7 @@ extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86
 void append(const Append&);
 void exchange(const Exchange&);
 void spread_scores(const SpreadScores&);
-void top_indices(const TopIndices&);
+void top_k(const TopIndices&);
 void trim(const Trim&);
 
 // Whether this processor's second level of cache waits for more lines at a time than its first.

@@ -179,7 +179,7 @@ void linear(int dtype, int64_t T, int64_t I, int64_t O, Address x, int64_t x_str
 void best_indices(std::tuple<int64_t, int64_t, int64_t> sizes, int64_t k, int64_t first,
                   int64_t last, Address scores, Address valid, Address indices, Address counts) {
     const auto [B, H, n] = sizes;
-    top_indices({B, H, n, k, first, last, at<float>(scores), at<int32_t>(valid),
+    top_k({B, H, n, k, first, last, at<float>(scores), at<int32_t>(valid),
                  at<int32_t>(indices), at<int32_t>(counts)});
 }
 
@@ -220,12 +220,12 @@ NB_MODULE(_cpu, m) {
     m.def("attend", &attend, unlocked);
     m.def("prefill", &prefill, unlocked);
     m.def("append", &append_rows, unlocked);
-    m.def("exchange", &exchange_rows, unlocked);
+    m.def("load_missing", &exchange_rows, unlocked);
     m.def("page_bounds", &page_bounds, unlocked);
     m.def("bound_scores", &bound_scores, unlocked);
     m.def("summary_scores", &summary_scores, unlocked);
     m.def("spread_scores", &spread, unlocked);
     m.def("linear", &linear, unlocked);
-    m.def("top_indices", &best_indices, unlocked);
+    m.def("top_k", &best_indices, unlocked);
     m.def("trim", &trim_choice, unlocked);
 }

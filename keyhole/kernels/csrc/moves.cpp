@@ -134,7 +134,7 @@ void append(const Append& a) {
     }
 }
 
-void top_indices(const TopIndices& a) {
+void top_k(const TopIndices& a) {
 #pragma omp parallel for schedule(dynamic) if (a.B * a.H * a.n > 1 << 14)
     for (int64_t i = 0; i < a.B * a.H; i++) {
         const int64_t valid = a.valid[i / a.H];

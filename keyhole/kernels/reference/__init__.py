@@ -11,7 +11,7 @@ from keyhole.kernels.reference.choosing import (
     members,
     page_bounds,
     recent_indices,
-    top_indices,
+    top_k,
 )
 from keyhole.kernels.reference.decode import (
     attend,
@@ -20,13 +20,14 @@ from keyhole.kernels.reference.decode import (
     head_scores,
     over_heads,
 )
-from keyhole.kernels.reference.layers import linear, rotary
+from keyhole.kernels.reference.layers import apply_rope, linear
 from keyhole.kernels.reference.pages import append, gathered
 from keyhole.kernels.reference.prompt import attend_block, prefill
 from keyhole.kernels.reference.summaries import spread_scores, summary_scores
 
 __all__ = [
     "append",
+    "apply_rope",
     "attend",
     "attend_and_score",
     "attend_block",
@@ -40,8 +41,7 @@ __all__ = [
     "page_bounds",
     "prefill",
     "recent_indices",
-    "rotary",
     "spread_scores",
     "summary_scores",
-    "top_indices",
+    "top_k",
 ]

@@ -41,7 +41,7 @@ def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -
     return bound.amax(2)
 
 
-def top_indices(
+def top_k(
     scores: Tensor, valid: Tensor, k: int, unit: int, *, first: int = 0, last: int = 0
 ) -> Selection:
     """The k best entries of each row; equal scores go to the earlier entry, NaN is the largest.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from keyhole.kernels.reference.pages import Reads, reads_of, window_pages
+from keyhole.kernels.reference.pages import PageReads, reads_of, window_pages
 from keyhole.kernels.reference.softmax import capped, in_groups, softmax
 from keyhole.kernels.selection import ScoreRequest, Selection
 
@@ -122,7 +122,7 @@ def head_scores(
 def _weights(
     query: Tensor,
     key_pages: Tensor,
-    reads: Reads,
+    reads: PageReads,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -137,7 +137,7 @@ def _weights(
     return softmax(scores, sinks)
 
 
-def _mix(weights: Tensor, value_pages: Tensor, reads: Reads) -> Tensor:
+def _mix(weights: Tensor, value_pages: Tensor, reads: PageReads) -> Tensor:
     """Values under weights [B, Hkv, G, n], float32 [B, Hq, Dv]."""
     out = weights.new_zeros(*weights.shape[:3], value_pages.shape[-1])
     for value, tokens in reads.blocks(value_pages):

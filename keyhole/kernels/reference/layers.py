@@ -12,7 +12,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [B, Hq, T, D] and keys [B, Hkv, T, D], each pair (i, i + D / 2) turned by its angle.
 
     RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 34) as transformers computes it,

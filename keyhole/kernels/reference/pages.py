@@ -44,7 +44,7 @@ def gathered(pages: Tensor, index: tuple[Tensor, ...], device: torch.device) -> 
 
 
 @dataclass(frozen=True)
-class Reads:
+class PageReads:
     """What a decode step reads, as indices into pages.
 
     where: the index of n entries (pages or tokens) per sequence and KV head. size: tokens of an
@@ -74,14 +74,14 @@ def reads_of(
     lengths: Tensor,
     selection: Selection | None,
     window: int | None,
-) -> Reads:
+) -> PageReads:
     """What `attend` reads: all pages of the table, or what is selected; the last `window` seen."""
     position, where = _places(page_table, selection, key_pages.shape[1], key_pages.shape[2])
     valid = (position >= 0) & (position < lengths[:, None, None])
     if window is not None:
         valid &= position >= (lengths - window)[:, None, None]
     size = key_pages.shape[2] if selection is None else selection.unit
-    return Reads(where, size, valid.expand(len(lengths), -1, -1))
+    return PageReads(where, size, valid.expand(len(lengths), -1, -1))
 
 
 def _places(

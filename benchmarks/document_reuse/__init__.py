@@ -1,0 +1,1 @@
+"""Reuse methods beside each other at equal budgets."""

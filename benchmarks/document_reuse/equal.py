@@ -1,0 +1,106 @@
+"""The table of docs/samkv.md at equal budgets: every method, and a choice beside no choice.
+
+Written by `python -m benchmarks.samkv --render` from the stored lines, between two comments.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.document_reuse.methods import EQUAL, PAIRS
+from benchmarks.document_reuse.page import PAGE, Line, Lines, between
+from keyhole.eval.results.paired import gain, wilson
+
+BEGIN = "<!-- equal budgets: python -m benchmarks.samkv --render -->\n"
+END = "<!-- end of equal budgets -->"
+
+_HEADS = {
+    "one/anywhere": "one, anywhere",
+    "two_hop/anywhere": "two hops, anywhere",
+    "needs_each_other/anywhere": "each other, anywhere",
+}
+
+
+def stored(path: Path) -> Lines:
+    """The last line of each cell."""
+    texts = path.read_text().splitlines() if path.is_file() else []
+    lines = [json.loads(text) for text in texts]
+    return {(line["kind"], line["shape"]): line for line in lines}
+
+
+def write(lines: Lines, docs: Path) -> None:
+    """Rewrites the tables of the page."""
+    page = docs / PAGE
+    page.write_text(between(page.read_text(), BEGIN, END, render(lines)))
+
+
+def render(lines: Lines) -> str:
+    """Shares of right answers for each shape, then choices beside what they are compared with."""
+    parts = []
+    for shape in sorted({shape for _, shape in lines}):
+        found = {kind: lines[kind, shape] for kind in _HEADS if (kind, shape) in lines}
+        number, words = shape.split("x")
+        parts += [f"### {number} documents of {words} words", _shares(found), _gains(found)]
+        parts.append(_about(list(found.values())))
+    return "\n\n".join(parts) + "\n"
+
+
+def _shares(found: dict[str, Line]) -> str:
+    """Right answers with Wilson's interval; kept and computed as means over the kinds."""
+    rows = [_head("method", found, ["kept", "computed"])]
+    for name in EQUAL:
+        own = [_result(line, name) for line in found.values()]
+        cells = []
+        for result in own:
+            low, high = wilson(sum(result["right"]), len(result["right"]))
+            share = f"{100 * result['exact']:.0f}"
+            cells.append(f"{share} ({100 * low:.0f} to {100 * high:.0f})")
+        cells += [
+            f"{sum(result[field] for result in own) / len(own):.1%}"
+            for field in ("sequence_ratio", "recompute_ratio")
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _gains(found: dict[str, Line]) -> str:
+    """Differences of pairs in points, with their interval and the exact test's p."""
+    rows = [_head("as many tokens kept: points more", found, [])]
+    for name, other in PAIRS:
+        cells = []
+        for line in found.values():
+            own, theirs = (_result(line, which)["right"] for which in (name, other))
+            more = gain(own, theirs)
+            cells.append(
+                f"{100 * more.points:+.0f} ({100 * more.low:+.0f} to {100 * more.high:+.0f}), "
+                f"p {more.p:.2g}"
+            )
+        rows.append(f"| {name} than {other} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _head(first: str, found: dict[str, Line], last: list[str]) -> str:
+    names = [first, *(_HEADS[kind] for kind in found), *last]
+    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
+
+
+def _result(line: Line, name: str) -> Line:
+    result: Line = next(result for result in line["results"] if result["method"] == name)
+    return result
+
+
+def _about(lines: list[Line]) -> str:
+    """How, where and when."""
+    line = lines[-1]
+    machine, versions = line["machine"], line["versions"]
+    tokens = sum(line["results"][0]["tokens"] for line in lines) / len(lines)
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    commands = ", ".join(dict.fromkeys(f"`{line['command']}`" for line in lines))
+    return (
+        f"{tokens:,.0f} tokens a prompt; {line['items']} questions of each kind, blocks of "
+        f"{line['block_size']} tokens; 95 % intervals (Wilson's; Newcombe's of differences) and "
+        f"McNemar's exact test.\n{machine['cpu']}, {machine['cores']} cores; torch "
+        f"{versions['torch']}, transformers {versions['transformers']}; {line['date'][:10]}, "
+        f"commit {commits}; {commands}."
+    )

@@ -1,0 +1,1 @@
+"""The papers' headline settings on a GPU."""

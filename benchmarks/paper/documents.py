@@ -1,0 +1,152 @@
+"""Time to the first token of questions over stored documents, in a model with random weights.
+
+Documents of random tokens are encoded and stored once. Then every method answers, in turns: our
+methods bring the documents from the store into the prompt and compute the rest of it, `recompute`
+computes all of it, and so does transformers. The logits of these two must agree before anything is
+timed. What random weights find in random tokens means nothing; how much is kept and computed again
+is stored with the times, as these depend on it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.bench import agreement, measure
+from keyhole.bench.comparison import TOLERANCE
+from keyhole.bench.interleaved_timer import Turn, take_turns
+from keyhole.bench.measure import Report
+from keyhole.bench.model import Weights, make_weights
+from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, DocumentSettings, require_known
+from keyhole.config import SamplingParams
+from keyhole.kernels import operations
+from keyhole.llm import LLM
+from keyhole.reuse import available_reuse_methods, make_reuse
+
+#: Computes the whole prompt, by attention of transformers.
+PEER = "transformers_sdpa"
+RECOMPUTE = "recompute"
+
+_WARM_UP = 1
+_FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
+    """Measures every method; the part of a line of results that is this benchmark's own."""
+    require_known("method", settings.methods, (PEER, *available_reuse_methods()))
+    device = measure.device(settings.device)
+    bandwidth = measure.read_bandwidth(device)
+    length = settings.documents * settings.tokens + settings.question
+    asked = DecodeSettings(
+        contexts=(-(-length // PAGE_SIZE) * PAGE_SIZE,),
+        shape=settings.shape,
+        dtype=settings.dtype,
+        device=settings.device,
+    )
+    weights = make_weights(asked)
+    generator = torch.Generator().manual_seed(0)
+    size = (settings.documents, settings.tokens)
+    texts = torch.randint(weights.ours.vocab_size, size, generator=generator)
+    question = torch.randint(weights.ours.vocab_size, (settings.question,), generator=generator)
+    prompt = torch.cat([texts.flatten(), question])
+    error = _compare(weights, prompt)
+    with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+        llm = LLM(weights.ours, prefix_cache=False, max_batch=1, documents=folder)
+        names = [f"document {i}" for i in range(settings.documents)]
+        for name, text in zip(names, texts.tolist(), strict=True):
+            llm.documents.add(name, {"prompt_token_ids": text})
+        methods = [
+            _Theirs(weights, prompt) if name == PEER else _Ours(name, llm, names, question)
+            for name in settings.methods
+        ]
+        turns = {method.name: Turn(call=method.call, told_ms=method.told_ms) for method in methods}
+        times = take_turns(turns, _WARM_UP + settings.repeat, device)
+    results = [
+        {
+            "context": length,
+            "system": method.name,
+            "ttft_ms": statistics.median(times[method.name][_WARM_UP:]),
+            "all_ttft_ms": times[method.name][_WARM_UP:],
+        }
+        | method.cost
+        for method in methods
+    ]
+    report(results, [])
+    return {
+        "settings": asdict(settings),
+        "kernels": operations.backend(device),
+        "read_bytes_per_s": bandwidth,
+        "relative_error": error,
+        "results": results,
+    }
+
+
+class _Ours:
+    """One of our methods over stored documents."""
+
+    def __init__(self, name: str, llm: LLM, documents: Sequence[str], question: Tensor) -> None:
+        self.name = name
+        self.cost: dict[str, Any] = {}
+        self._llm, self._documents = llm, list(documents)
+        self._question = {"prompt_token_ids": question.tolist()}
+        self._reuse = make_reuse(name)
+        self._ttft_ms = 0.0
+
+    def call(self) -> None:
+        """Asks once more."""
+        stats = self._llm.ask(
+            self._question, self._documents, reuse=self._reuse, params=_FIRST_TOKEN
+        ).stats
+        assert stats.ttft_ms is not None
+        self._ttft_ms = stats.ttft_ms
+        self.cost = {
+            "sequence_ratio": stats.sequence_ratio,
+            "recompute_ratio": stats.recompute_ratio,
+            "store_bytes_read": stats.store_bytes_read,
+        }
+
+    def told_ms(self) -> float:
+        """From the request to its first token, as the engine counts it."""
+        return self._ttft_ms
+
+
+class _Theirs:
+    """The whole prompt at once, as a user of transformers computes it."""
+
+    name = PEER
+    told_ms = None
+
+    def __init__(self, weights: Weights, prompt: Tensor) -> None:
+        self.cost = dict.fromkeys(("sequence_ratio", "recompute_ratio", "store_bytes_read"))
+        self._weights, self._prompt = weights, prompt
+
+    def call(self) -> None:
+        """The likeliest next token."""
+        _next_logits(self._weights, self._prompt).argmax().item()
+
+
+@torch.no_grad()
+def _next_logits(weights: Weights, prompt: Tensor) -> Tensor:
+    """Logits [vocabulary] after a prompt, by transformers, which keeps keys as for an answer."""
+    network = weights.theirs
+    network.set_attn_implementation("sdpa")
+    tokens = prompt[None].to(weights.ours.device)
+    logits: Tensor = network(input_ids=tokens, use_cache=True, logits_to_keep=1).logits[0, -1]
+    return logits
+
+
+def _compare(weights: Weights, prompt: Tensor) -> float:
+    """The error of our logits after the prompt; DisagreementError if it is too large."""
+    engine = LLM(weights.ours, prefix_cache=False, max_batch=1).engine
+    sequence = engine.add(prompt.tolist(), _FIRST_TOKEN, keep_logits=True)
+    while not sequence.is_finished:
+        engine.step()
+    expected = _next_logits(weights, prompt).float().cpu()
+    tolerance = TOLERANCE[weights.ours.dtype]
+    return agreement.check(RECOMPUTE, [sequence.logits[0]], [expected], tolerance)

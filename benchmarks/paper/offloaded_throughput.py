@@ -1,0 +1,172 @@
+"""A policy whose layers are offloaded as texts grow, as a system of whole answers.
+
+SpeContext's section 6 makes room for more requests that way. The engine and its cache are made for
+one length at a time, with as many layers below as the plan says for it. Requests are bounded by
+what they take above, and by what the host is to hold.
+
+Random weights look elsewhere at every step, real ones do not: more than 80 % of a choice were in
+the one before (SpeContext, section 5.2). So the head here has queries that hardly change; what
+share of the chosen tokens was there already is counted, and is in the line of results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.bench import agreement, memory
+from keyhole.bench.loading import WARM_UP, ForcedText, Loading, timed
+from keyhole.bench.model import RandomKV, prompts
+from keyhole.bench.settings import LOWERED, PAGE_SIZE, ThroughputSettings
+from keyhole.cache.offload.prefetch import Prefetcher
+from keyhole.errors import CapacityError, ConfigError
+from keyhole.models.loading import Model
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+# Tokens after a prompt whose logits are compared with those of everything above.
+_COMPARED = 3
+_TOLERANCE = 1e-2  # the same numbers, in the same order: 0 is expected
+
+
+class Steady(RetrievalHead):
+    """A random head whose queries are the same but for a small part.
+
+    Of 2,048 tokens chosen among 8,192 to 34,816, 86 to 80 % are chosen again at the next step.
+    """
+
+    SAME = 0.99
+    same: Tensor  # [num_heads, D]
+
+    @classmethod
+    def random(cls, target: nn.Module, *, inputs: str = "tokens+features", seed: int = 0) -> Steady:
+        """See `RetrievalHead.random`."""
+        head = super().random(target, inputs=inputs, seed=seed)
+        assert isinstance(head, Steady)
+        size = (head.config.num_heads, head.config.head_dim)
+        drawn = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        head.register_buffer("same", drawn.to(head.q.weight))
+        return head
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, fused: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `RetrievalHead.forward`."""
+        query, key = super().forward(token_ids, positions, fused)
+        return self.SAME * self.same + (1 - self.SAME**2) ** 0.5 * query, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSteps:
+    """Steps of all requests at one length.
+
+    layers_below: offloaded layers. hit_rate: share of the chosen tokens of these layers that were
+    above already; moved_bytes: of a step. error: of one request's logits against those of an
+    engine with everything above.
+    """
+
+    step_ms: list[float]
+    layers_below: int
+    hit_rate: float | None
+    moved_bytes: float
+    launches: dict[str, Any]
+    error: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is below and what is loaded, for a line of results."""
+        names = ("layers_below", "hit_rate", "moved_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+class Lowered:
+    """One of the systems in LOWERED. room: bytes beside the weights of the model."""
+
+    def __init__(self, name: str, model: Model, settings: ThroughputSettings, room: int) -> None:
+        self.name = name
+        self._model = model
+        self._repeat = settings.decode.repeat
+        budget = settings.decode.token_budget
+        chosen = {} if budget is None else {"token_budget": budget}
+        self._policy: Policy = make_policy(LOWERED[name], chosen)
+        self._head = Steady.random(model.network)
+        self._room = room - sum(parameter.nbytes for parameter in self._head.parameters())
+        self.requests = self._most(settings)
+
+    def measure(self, length: int) -> RequestSteps:
+        """Fills an engine with requests of that length and times their steps.
+
+        DisagreementError if the logits of the first one are not those of everything above.
+        """
+        model, count = self._model, self.requests
+        numbers = RandomKV(model, count, length)
+        texts, given = prompts(model, count, length, self._steps(count))
+        short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
+        expected = self._logits_above(numbers, short)
+        with tempfile.TemporaryDirectory() as folder, self._loading(folder, count) as system:
+            # A cache doubles as it grows; below, that would be twice what is wanted of the host.
+            system.engine.cache.max_pages = self._pages(count, length)
+            system.fill(numbers, texts)
+            found = system.logits(short)
+            error = agreement.check(self.name, [found], [expected], _TOLERANCE)
+            system.start(*(ForcedText(prompt=text, answer=given) for text in texts))
+            times, traffic = timed({self.name: system}, self._repeat, model.device)
+            loaded, launched = traffic[self.name], system.launches(self.name)
+            below = system.layers_below
+        assert loaded is not None
+        return RequestSteps(
+            step_ms=times[self.name],
+            layers_below=below,
+            hit_rate=loaded.hit_rate,
+            moved_bytes=loaded.moved_bytes / self._repeat,
+            launches=launched,
+            error=error,
+        )
+
+    def _logits_above(self, numbers: RandomKV, text: ForcedText) -> Tensor:
+        with Loading(None, self._model, self._policy, self._head, "") as above:
+            above.fill(numbers, [text.prompt])
+            found = above.logits(text)
+        del above
+        memory.give_back()  # the requests need it
+        return found
+
+    def _loading(self, folder: str, requests: int) -> Loading:
+        where = (self._model, self._policy, self._head, folder, self._room)
+        return Loading(Prefetcher, *where, requests=requests)
+
+    def _most(self, settings: ThroughputSettings) -> int:
+        """Whole texts that fit above with some layers below, and of which the host has room."""
+        length = settings.prompt + settings.answer
+        text_bytes = length * self._model.geometry(PAGE_SIZE).token_bytes
+        counts = range(1, settings.host_memory // text_bytes + 1)
+        return max(itertools.takewhile(lambda count: self._fits(count, length), counts), default=0)
+
+    def _fits(self, requests: int, length: int) -> bool:
+        if self._room <= 0:
+            return False
+        try:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                self._loading(folder, requests) as system,
+            ):
+                placement = system.engine.placement
+                assert placement is not None
+                most = max(placement.plan.capacities)
+        except (CapacityError, ConfigError):  # not even the buffers, or no page beside them
+            return False
+        return most >= self._pages(requests, length)
+
+    def _steps(self, requests: int) -> int:
+        """Tokens after the prompt, of requests that begin one after the other."""
+        return requests + WARM_UP + self._repeat + 1
+
+    def _pages(self, requests: int, length: int) -> int:
+        """For texts, steps, a copy of a page that is known; and one that is nobody's."""
+        each = -(-(length + self._steps(requests)) // PAGE_SIZE) + 1
+        return requests * each + 1

@@ -1,0 +1,134 @@
+"""What docs/results.md says of the papers' headline settings: targets and what was found."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.paper import setting
+from benchmarks.paper.settings import FLASH, HEADLINES, Bar, Headline, named
+from benchmarks.paper.traffic_lower_bound import ideal
+from benchmarks.speed_pages import tables
+from keyhole.bench.settings import ThroughputSettings
+
+Line = dict[str, Any]
+
+UNMEASURED = "unmeasured"
+#: Who reads everything, once, in place.
+_DENSE = ("full", FLASH)
+_HEADS = "setting;speed;in the paper;target;found".split(";")
+
+
+def section(lines: Sequence[Line]) -> list[str]:
+    """Paragraphs and a table with a row for every target; only lines of a GPU count.
+
+    What no line tells is named as unmeasured.
+    """
+    last = {line["headline"]: line for line in lines if counts(line)}
+    left = len(HEADLINES) - len(last)
+    return [
+        "## The papers' headline settings, on a GPU",
+        "The targets on one NVIDIA GPU, at the settings that the papers lead with: a speed by\n"
+        "that of another system of the same run, with weights of the right shape and random\n"
+        "numbers (`make gpu PART=4` and on; `benchmarks/paper/settings.py` has the settings).\n"
+        "SpeContext's table 3 is of whole answers: as many requests at once as a system has room\n"
+        "for beside its weights, steps timed at 4 lengths along the answer, and their times\n"
+        "integrated; prompts are not counted. With 24 GB one request has room, so the target\n"
+        "there is that of `spe_context_below`: its layers are offloaded as texts grow, as\n"
+        "many requests run as memory and 32 GiB of the host allow, and its head chooses about\n"
+        "four of five tokens again at the next step, as in the paper's figure 6b.\n"
+        f"Of {len(HEADLINES)} settings {left} are {UNMEASURED}:",
+        tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
+        *dict.fromkeys(one.note for one in HEADLINES.values() if one.note),
+        *_arithmetic(),
+        *(_about(last[name]) for name in HEADLINES if name in last),
+    ]
+
+
+def _arithmetic() -> list[str]:
+    """What the bytes of a step say of the bars over a dense step of the same number of requests."""
+    rows = []
+    for one in HEADLINES.values():
+        if not isinstance(one.settings, ThroughputSettings):
+            continue
+        wanted = max(bar.wanted for bar in one.bars if bar.by in _DENSE)
+        found = ideal(one.settings)
+        far = ": out of reach without offloading, which `spe_context_below` uses"
+        reach = "" if found.gain >= wanted else far
+        plural = "" if found.requests == 1 else "s"
+        sizes = one.about.removesuffix(f", budget {one.settings.decode.token_budget:,}")
+        rows.append(
+            f"- {sizes}: {found.requests} request{plural}, by bytes at most {found.gain:.2f}, "
+            f"target {wanted}{reach}"
+        )
+    return [
+        "What arithmetic says of these bars: a step must read the weights, without the input\n"
+        "embedding, and keys and values: all of them, or the budget's and the keys of\n"
+        "`spe_context`'s head. Where everything lies above, every system has room for the same\n"
+        f"number of requests, and at one bandwidth `spe_context` can be so much faster than\n"
+        f"{' and '.join(f'`{name}`' for name in _DENSE)}, over the whole answer:",
+        "\n".join(rows),
+    ]
+
+
+def counts(line: Line) -> bool:
+    """Whether a line tells of a setting at its full size, on a GPU."""
+    known = line["headline"] in HEADLINES
+    return known and not line["small"] and line["machine"]["device"] != "cpu"
+
+
+def _rows(name: str, line: Line | None) -> list[list[str]]:
+    one = HEADLINES[name]
+    return [
+        [_setting(one) if i == 0 else "", _speed(name, bar), bar.paper, *_found(name, bar, line)]
+        for i, bar in enumerate(one.bars)
+    ]
+
+
+def _setting(one: Headline) -> str:
+    return one.about if one.source == "ours" else f"{one.source}: {one.about}"
+
+
+def _speed(name: str, bar: Bar) -> str:
+    by = "" if bar.by is None else f" by `{bar.by}`"
+    return f"`{bar.of}`{by}, {setting.unit(name)}"
+
+
+def _found(name: str, bar: Bar, line: Line | None) -> list[str]:
+    wanted = f">= {bar.wanted}"
+    if line is None:
+        return [wanted, UNMEASURED]
+    said = named(bar, setting.unit(name))
+    for entry in line["bars"]:
+        if entry["bar"] == said:
+            if (slow := _slow(bar, line["speeds"])) is not None:
+                return ["–", f"{entry['value']:.2f}, which says nothing: {slow}"]
+            return [entry["wanted"], f"{entry['value']:.2f}{'' if entry['met'] else ' (missed)'}"]
+    return [wanted, "not there"]
+
+
+def _slow(bar: Bar, speeds: Mapping[str, float]) -> str | None:
+    """Why being faster than a bar's other system says nothing; None where it says something."""
+    if bar.floor is None or bar.by is None or not {bar.by, bar.floor} <= speeds.keys():
+        return None
+    times = speeds[bar.floor] / speeds[bar.by]
+    return f"`{bar.by}` takes {times:.1f} times as long as `{bar.floor}`" if times > 1 else None
+
+
+def _is_replayed(result: dict[str, Any]) -> bool:
+    return bool(result.get("launches", {}).get("replayed_steps"))
+
+
+def _about(line: Line) -> str:
+    versions = line["versions"]
+    note = f" Note: {line['note']}." if line["note"] else ""
+    speeds = ", ".join(f"`{name}` {speed:.4g}" for name, speed in line["speeds"].items())
+    graphs = [f"`{r['system']}`" for r in line["results"] if _is_replayed(r)]
+    launched = f" Steps as CUDA graphs: {', '.join(graphs)}." if graphs else ""
+    return (
+        f"{line['headline']}, {line['unit']}: {speeds}.{launched}\n{line['machine']['device']}, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}; "
+        f"{line['date'][:10]}, commit {line['commit']}; "
+        f"`{shlex.join(tables.command(line))}`.{note}"
+    )

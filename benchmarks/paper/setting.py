@@ -1,0 +1,159 @@
+"""Measures one of the papers' headline settings, or the same in small, which shows that it runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.paper import documents, throughput
+from benchmarks.paper.offloaded_throughput import Steady
+from benchmarks.paper.settings import ALL, FLASH, HEADLINES, PAGES, TOKENS, Asked, Headline, judged
+from keyhole.bench import decode, kernels, measure, offload_large
+from keyhole.bench.measure import Report
+from keyhole.bench.memory_fit import RESERVE_BYTES
+from keyhole.bench.settings import (
+    PAGE_SIZE,
+    DecodeSettings,
+    DocumentSettings,
+    KernelSettings,
+    OffloadSettings,
+    ThroughputSettings,
+    require_known,
+)
+
+Line = dict[str, Any]
+
+#: What a small run has room for, beside what every run keeps free: some requests, some layers.
+_SMALL_BYTES = RESERVE_BYTES + (1 << 19)
+_ATTENTION = {None: ALL, PAGE_SIZE: PAGES, 1: TOKENS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A benchmark. unit: of its speeds, of which more is better. small: settings of a moment."""
+
+    unit: str
+    run: Callable[[Any, Headline, Report], Line]
+    speeds: Callable[[Line], dict[str, float]]
+    small: Callable[[Any], Any]
+
+
+def measured(name: str, device: str, report: Report, *, small: bool = False) -> Line:
+    """The part of a line of results that is the setting's own, with its speeds and bars.
+
+    small: in the shape "smoke", with a few tokens. UnknownNameError for a name that is not known.
+    """
+    require_known("setting", [name], HEADLINES)
+    headline = HEADLINES[name]
+    kind, settings = _KINDS[type(headline.settings)], headline.settings
+    if small:
+        settings = kind.small(settings)
+    line = kind.run(on(settings, device), headline, report)
+    speeds = kind.speeds(line)
+    more = {"headline": name, "small": small, "unit": kind.unit, "speeds": speeds}
+    # In small nothing is reached or missed.
+    return line | more | {"bars": [] if small else judged(headline, kind.unit, speeds)}
+
+
+def unit(name: str) -> str:
+    """What the speeds of a setting are counted in."""
+    return _KINDS[type(HEADLINES[name].settings)].unit
+
+
+def on(settings: Asked, device: str) -> Any:
+    """The same settings on a device."""
+    if isinstance(settings, ThroughputSettings):
+        return replace(settings, decode=replace(settings.decode, device=device))
+    return replace(settings, device=device)
+
+
+def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> Line:
+    device = measure.device(settings.device)
+    # A GPU offloads to the host's RAM; for a CPU there is no such peer.
+    theirs = headline.theirs if device.type == "cuda" else (FLASH,)
+    bandwidth = measure.read_bandwidth(device)
+    with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+        results = offload_large.run(settings, folder, theirs, Steady)
+    report([{"context": settings.context, **result} for result in results], [])
+    return {"settings": asdict(settings), "read_bytes_per_s": bandwidth, "results": results}
+
+
+def _small_decode(settings: DecodeSettings) -> DecodeSettings:
+    sizes = replace(settings, shape="smoke", contexts=(64,), batch=min(2, settings.batch), repeat=1)
+    return replace(sizes, token_budget=48)
+
+
+def _small_throughput(settings: ThroughputSettings) -> ThroughputSettings:
+    decode = replace(_small_decode(settings.decode), token_budget=64)
+    sizes = replace(settings, prompt=48, answer=32, points=2, memory=_SMALL_BYTES)
+    return replace(sizes, decode=decode)
+
+
+def _small_offload(settings: OffloadSettings) -> OffloadSettings:
+    sizes = replace(settings, shape="smoke", context=256, budgets=(64,), memory=_SMALL_BYTES)
+    return replace(sizes, repeat=2)
+
+
+def _small_kernels(settings: KernelSettings) -> KernelSettings:
+    return replace(settings, shape="smoke", contexts=(32, 64), batch=2, repeat=1)
+
+
+def _small_documents(settings: DocumentSettings) -> DocumentSettings:
+    return replace(settings, shape="smoke", documents=2, tokens=256, question=8, repeat=1)
+
+
+def _share(line: Line) -> dict[str, float]:
+    """Of the copy bandwidth, on the best path; everything, then pages, then tokens."""
+    path = line["settings"]["paths"][0]
+    return {
+        _ATTENTION[result["unit"]]: result["copy_share"]
+        for result in line["results"]
+        if result["op"] == "attend" and result["system"] == path
+    }
+
+
+_KINDS: dict[type, _Kind] = {
+    DecodeSettings: _Kind(
+        unit="tokens/s",
+        run=lambda settings, _, report: decode.run(settings, report),
+        speeds=lambda line: {
+            result["system"]: 1e3 * line["settings"]["batch"] / result["step_ms"]
+            for result in line["results"]
+        },
+        small=_small_decode,
+    ),
+    ThroughputSettings: _Kind(
+        unit="tokens/s",
+        run=lambda settings, _, report: throughput.run(settings, report),
+        speeds=lambda line: {
+            result["system"]: result["tokens_per_s"]
+            for result in line["results"]
+            if result["tokens_per_s"] is not None
+        },
+        small=_small_throughput,
+    ),
+    OffloadSettings: _Kind(
+        unit="tokens/s",
+        run=_offload,
+        speeds=lambda line: {
+            result["system"]: 1e3 / result["step_ms"] for result in line["results"]
+        },
+        small=_small_offload,
+    ),
+    KernelSettings: _Kind(
+        unit="share of the copy bandwidth",
+        run=lambda settings, _, report: kernels.run(settings, report),
+        speeds=_share,
+        small=_small_kernels,
+    ),
+    DocumentSettings: _Kind(
+        unit="first tokens/s",
+        run=lambda settings, _, report: documents.run(settings, report),
+        speeds=lambda line: {
+            result["system"]: 1e3 / result["ttft_ms"] for result in line["results"]
+        },
+        small=_small_documents,
+    ),
+}

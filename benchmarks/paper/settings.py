@@ -1,0 +1,210 @@
+"""The papers' headline settings, and what is to be reached there on a GPU: `make gpu`.
+
+Each is a setting of a benchmark of this package, with weights of the right shape and random
+numbers. What is to be reached are ratios of speeds within one run: `of` is to be at least `wanted`
+times as fast as `by`. `benchmarks.paper.setting` measures them, `python -m benchmarks.headlines` is
+the command, docs/results.md names those that nobody has measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.bench.loading import ELASTIC, NO_ELASTIC
+from keyhole.bench.settings import (
+    DecodeSettings,
+    DocumentSettings,
+    KernelSettings,
+    OffloadSettings,
+    ThroughputSettings,
+)
+from keyhole.config import parse_bytes
+
+Asked = DecodeSettings | ThroughputSettings | OffloadSettings | KernelSettings | DocumentSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What is to be reached. by: None where `of` is a share itself. paper: what was reported.
+
+    floor: a system that `by` has to be as fast as, or being faster than `by` says nothing.
+    """
+
+    of: str
+    by: str | None = None
+    wanted: float
+    paper: str = ""
+    floor: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One setting. source: where it is from; about: what it is. theirs: peers where those are
+    not among the settings. note: what docs/results.md says of its bars.
+    """
+
+    source: str
+    about: str
+    settings: Asked
+    theirs: tuple[str, ...] = ()
+    bars: tuple[Bar, ...]
+    note: str = ""
+
+
+#: The best dense step of others: see `keyhole.bench.settings.MORE_PEERS`.
+FLASH = "torch_flash"
+#: Kinds of attention in the kernels' table of speeds.
+ALL, PAGES, TOKENS = "attend, all", "attend, pages", "attend, tokens per head"
+
+
+def _table_3(
+    prompt: int, answer: int, memory: str, *bars: Bar, more: tuple[str, ...] = (), note: str = ""
+) -> Headline:
+    systems = ("transformers_eager", "transformers_sdpa", FLASH, "full", "spe_context", *more)
+    decode = DecodeSettings(
+        shape="llama-3.1-8b",
+        systems=systems,
+        token_budget=2048,
+        repeat=5,
+    )
+    sizes = f"{prompt:,} tokens in, {answer:,} out, requests for {memory}"
+    return Headline(
+        source="SpeContext, table 3",
+        about=f"Llama-3.1-8B, {sizes}, budget 2,048",
+        settings=ThroughputSettings(
+            prompt=prompt, answer=answer, memory=parse_bytes(memory), decode=decode
+        ),
+        bars=bars,
+        note=note,
+    )
+
+
+def _kernels(batch: int) -> Headline:
+    return Headline(
+        source="ours",
+        about=f"one layer of Llama-3.1-8B, batch {batch}, 4,096 and 16,384 tokens",
+        settings=KernelSettings(
+            shape="llama-3.1-8b",
+            contexts=(4096, 16384),
+            batch=batch,
+            ops=("attend", "attend_and_score", "head_scores", "page_bounds", "bound_scores"),
+            repeat=21,
+        ),
+        bars=(
+            Bar(of=ALL, wanted=0.8),
+            Bar(of=PAGES, wanted=0.7),
+            Bar(of=TOKENS, wanted=0.5),
+        ),
+    )
+
+
+def _long_answer(of: str = "spe_context") -> tuple[Bar, ...]:
+    """The paper's own ratios."""
+    return (
+        Bar(of=of, by="transformers_eager", wanted=24.89, paper="24.89, 80 GB"),
+        Bar(of=of, by="full", wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
+        Bar(of=of, by=FLASH, wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
+    )
+
+
+def _long_prompt(of: str = "spe_context") -> tuple[Bar, ...]:
+    """The paper's own ratios."""
+    return (
+        Bar(of=of, by="transformers_sdpa", wanted=7.4, paper="7.40 by Flash Attention, 80 GB"),
+        Bar(of=of, by="full", wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
+        Bar(of=of, by=FLASH, wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
+    )
+
+
+#: Above, there is room for one request: what makes room for more is what these bars are of.
+_BELOW = "spe_context_below"
+
+_OF_LONG_PROMPTS = (
+    f"For a long prompt the targets are the paper's own ratios of that column "
+    f"({_long_prompt()[0].wanted} over Flash Attention,\n{_long_prompt()[1].wanted} over "
+    f"FlashInfer), not those of its long answers ({_long_answer()[0].wanted} over eager, "
+    f"{_long_answer()[1].wanted}): over eager\n"
+    "attention the paper has no ratio there, as that was out of memory."
+)
+
+HEADLINES: dict[str, Headline] = {
+    "delta_figure_4": Headline(
+        source="DELTA, figure 4",
+        about="Qwen2.5-1.5B, batch 64, 18,432 tokens, budget 1,024",
+        settings=DecodeSettings(
+            shape="qwen2.5-1.5b",
+            contexts=(18 * 1024,),
+            batch=64,
+            systems=("transformers_sdpa", FLASH, "full", "delta"),
+            token_budget=1024,
+            repeat=21,
+        ),
+        bars=(
+            Bar(of="delta", by="full", wanted=2.0, paper="1.49, 35 to 28 ms"),
+            Bar(of="delta", by=FLASH, wanted=1.5),
+        ),
+    ),
+    "spe_context_80gb_long_answer": _table_3(2048, 32768, "80GB", *_long_answer()),
+    "spe_context_80gb_long_prompt": _table_3(
+        32768, 2048, "80GB", *_long_prompt(), note=_OF_LONG_PROMPTS
+    ),
+    "spe_context_24gb_long_answer": _table_3(
+        2048, 32768, "24GB", *_long_answer(_BELOW), more=(_BELOW,)
+    ),
+    "spe_context_24gb_long_prompt": _table_3(
+        32768, 2048, "24GB", *_long_prompt(_BELOW), more=(_BELOW,), note=_OF_LONG_PROMPTS
+    ),
+    "spe_context_edge": Headline(
+        source="SpeContext, figure 10b",
+        about="Llama-3.2-1B, one text of 34,816 tokens, 4 GB for weights and cache, budget 2,048",
+        settings=OffloadSettings(
+            shape="llama-3.2-1b",
+            context=34 * 1024,
+            policies=("spe_context",),
+            budgets=(2048,),
+            memory=parse_bytes("4GB"),
+            repeat=51,
+        ),
+        theirs=("transformers_offloaded", "transformers_eager_offloaded"),
+        bars=(
+            Bar(of=ELASTIC, by="transformers_eager_offloaded", wanted=10.06, paper="10.06"),
+            Bar(of=ELASTIC, by="transformers_offloaded", wanted=1.0),
+            Bar(of=ELASTIC, by=NO_ELASTIC, wanted=1.0),
+        ),
+        note="For one text of 34,816 tokens the head of random weights chooses about four of five\n"
+        "tokens again at the next step, as in SpeContext's figure 6b.",
+    ),
+    "kernels": _kernels(64),
+    "sam_kv_first_token": Headline(
+        source="SamKV, figure 1",
+        about="Llama-3.1-8B, 16 documents of 1,024 tokens, a question of 64",
+        settings=DocumentSettings(
+            methods=("transformers_sdpa", "recompute", "cacheblend", "sam_kv"),
+        ),
+        bars=(
+            Bar(of="sam_kv", by="transformers_sdpa", wanted=1.0),
+            Bar(of="sam_kv", by="recompute", wanted=1.0),
+            Bar(of="sam_kv", by="cacheblend", wanted=1.0, floor="recompute"),
+        ),
+    ),
+    # The least batch for which the kernels' shares are wanted.
+    "kernels_batch_16": _kernels(16),
+}
+
+
+def judged(headline: Headline, unit: str, speeds: dict[str, float]) -> list[dict[str, Any]]:
+    """What was reached of every bar whose systems were measured."""
+    found = []
+    for bar in headline.bars:
+        if bar.of not in speeds or (bar.by is not None and bar.by not in speeds):
+            continue
+        value = speeds[bar.of] / (1.0 if bar.by is None else speeds[bar.by])
+        said = {"value": value, "wanted": f">= {bar.wanted}", "met": value >= bar.wanted}
+        found.append({"bar": named(bar, unit), **said})
+    return found
+
+
+def named(bar: Bar, unit: str) -> str:
+    """A bar in words."""
+    return f"{bar.of}: {unit}" + ("" if bar.by is None else f" by those of {bar.by}")

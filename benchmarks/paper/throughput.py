@@ -1,0 +1,169 @@
+"""Tokens per second of whole answers, as many requests at once as a given memory has room for.
+
+Every system has requests of its own number, counted from shapes: weights, keys and values of whole
+texts, and what a step copies must fit. A full run of long answers takes hours, so steps are timed
+at some lengths along the way, each as in the decode benchmark, and their times are integrated by
+the trapezoidal rule over the answer's tokens. Prompts are not computed and not counted. Systems
+with the same number of requests take turns; those of another number, and other people's caches,
+have a sitting of their own, beside ours where the numbers are equal. So have policies whose layers
+are offloaded (`benchmarks.paper.offloaded_throughput`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks.paper.offloaded_throughput import Lowered
+from keyhole.bench import launches, measure, memory
+from keyhole.bench.comparison import WARM_UP, sit
+from keyhole.bench.keyhole_system import needed_bytes
+from keyhole.bench.measure import Report, Result
+from keyhole.bench.memory_fit import RESERVE_BYTES, passing_layers
+from keyhole.bench.model import make_weights
+from keyhole.bench.settings import (
+    ALL_PEERS,
+    LOWERED,
+    PAGE_SIZE,
+    ThroughputSettings,
+    require_known,
+)
+from keyhole.kernels import operations
+from keyhole.models.loading import Model
+from keyhole.policies import available_policies
+
+
+def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
+    """Measures every length; the part of a line of results that is this benchmark's own.
+
+    Gives each length's step times to `report`, with notes on what was left out.
+    """
+    require_known("system", settings.decode.systems, (*ALL_PEERS, *available_policies(), *LOWERED))
+    lengths = lengths_along(settings.prompt, settings.answer, settings.points)
+    asked = replace(settings.decode, contexts=lengths)
+    device = measure.device(asked.device)
+    bandwidth = measure.read_bandwidth(device)
+    weights = make_weights(asked)
+    weight_bytes = sum(parameter.nbytes for parameter in weights.ours.network.parameters())
+    room = settings.memory - weight_bytes - RESERVE_BYTES
+    beside = [name for name in asked.systems if name not in LOWERED]
+    requests = {name: most_requests(name, weights.ours, settings, room) for name in beside}
+    lowered = {
+        name: Lowered(name, weights.ours, settings, room)
+        for name in asked.systems
+        if name in LOWERED
+    }
+    step_ms: dict[str, list[float]] = {name: [] for name in asked.systems}
+    launched: dict[str, list[dict[str, Any]]] = {name: [] for name in asked.systems}
+    loads: dict[str, list[dict[str, Any]]] = {name: [] for name in lowered}
+    errors: dict[str, float] = {}
+    skipped: list[dict[str, Any]] = []
+    for length in lengths:
+        found: list[Result] = []
+        notes: list[str] = []
+        times: dict[str, list[float]] = {}
+        for batch, names in sittings(requests):
+            sitting = sit(weights, replace(asked, batch=batch, systems=names), length)
+            for name, measured in sitting.measured.items():
+                times.setdefault(name, []).extend(measured.step_ms)
+                launched[name].append(measured.cost["launches"])
+            for name, error in sitting.errors.items():
+                errors[name] = max(error, errors.get(name, 0.0))
+            skipped += [one.as_dict() for one in sitting.skipped]
+            notes += map(str, sitting.skipped)
+            memory.give_back()  # the next one needs this one's
+        for name, system in lowered.items():
+            if not system.requests:
+                continue
+            own = system.measure(length)
+            times[name] = own.step_ms
+            launched[name].append(own.launches)
+            errors[name] = max(own.error, errors.get(name, 0.0))
+            loads[name].append(own.as_dict())
+            memory.give_back()
+        for name, spent in times.items():
+            step_ms[name].append(statistics.median(spent))
+            found.append({"context": length, "system": name, "step_ms": step_ms[name][-1]})
+        report(found, notes)
+    requests |= {name: system.requests for name, system in lowered.items()}
+    return {
+        "settings": asdict(settings) | {"page_size": PAGE_SIZE, "warm_up": WARM_UP},
+        "kernels": operations.backend(device),
+        "read_bytes_per_s": bandwidth,
+        "weight_bytes": weight_bytes,
+        "lengths": lengths,
+        "counted": "decode steps at these lengths, integrated over the answer; no prompts",
+        "relative_error": errors,
+        "results": [
+            _result(name, requests[name], lengths, spent, settings.answer)
+            | {"launches": launches.together(launched[name])}
+            | ({"loads": loads[name]} if name in loads else {})
+            for name, spent in step_ms.items()
+        ],
+        "skipped": skipped,
+    }
+
+
+def lengths_along(prompt: int, answer: int, points: int) -> tuple[int, ...]:
+    """Lengths from the prompt's to that of the whole text, evenly, in whole pages."""
+    along = [prompt + answer * i // (points - 1) for i in range(points)]
+    return tuple(-(-length // PAGE_SIZE) * PAGE_SIZE for length in along)
+
+
+def answer_seconds(lengths: Sequence[int], step_ms: Sequence[float], answer: int) -> float:
+    """The time of an answer: the mean of the step times over the lengths, times its tokens."""
+    pairs = zip(itertools.pairwise(lengths), itertools.pairwise(step_ms), strict=True)
+    area = sum((last - first) * (a + b) / 2 for (first, last), (a, b) in pairs)
+    return 1e-3 * answer * area / (lengths[-1] - lengths[0])
+
+
+def most_requests(name: str, model: Model, settings: ThroughputSettings, room: int) -> int:
+    """Whole texts for which a system has room beside the weights."""
+    tokens = settings.prompt + settings.answer
+    if name in ALL_PEERS:
+        geometry = model.geometry(PAGE_SIZE)
+        past = tokens * geometry.token_bytes
+        each = past + passing_layers(name, geometry) * past // geometry.num_layers
+    else:
+        # A page is nobody's, however many requests there are.
+        one, two = (needed_bytes(model, [name], count, tokens, 1) for count in (1, 2))
+        each = two - one
+        room -= one - each
+    return max(0, room // each)
+
+
+def sittings(requests: Mapping[str, int]) -> list[tuple[int, tuple[str, ...]]]:
+    """Who sits together, with how many requests: our systems beside each peer of the same number.
+
+    Those that have room for none are left out.
+    """
+    ours = {name: count for name, count in requests.items() if name not in ALL_PEERS}
+    found = [
+        (count, (name, *(own for own, same in ours.items() if same == count)))
+        for name, count in requests.items()
+        if name in ALL_PEERS and count
+    ]
+    there = {count for count, _ in found}
+    return found + [
+        (count, tuple(own for own, same in ours.items() if same == count))
+        for count in dict.fromkeys(ours.values())
+        if count and count not in there
+    ]
+
+
+def _result(
+    name: str, requests: int, lengths: Sequence[int], step_ms: list[float], answer: int
+) -> Result:
+    """Without a throughput if it was not there at every length."""
+    whole = len(step_ms) == len(lengths)
+    seconds = answer_seconds(lengths, step_ms, answer) if whole else None
+    return {
+        "system": name,
+        "requests": requests,
+        "step_ms": step_ms,
+        "answer_s": seconds,
+        "tokens_per_s": None if seconds is None else requests * answer / seconds,
+    }

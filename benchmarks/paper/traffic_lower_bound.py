@@ -1,0 +1,56 @@
+"""What the steps of whole answers must move at least, counted from the shape of a model.
+
+By these bytes, at one bandwidth, reading less can make a step so much faster and no more, where all
+keys and values lie above. Copies, and what selects beside the head's keys, come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from keyhole.bench.memory_fit import RESERVE_BYTES
+from keyhole.bench.settings import ThroughputSettings
+from keyhole.bench.shapes import SHAPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ideal:
+    """requests: whole texts that fit at most, of every system. gain: over reading everything."""
+
+    requests: int
+    gain: float
+
+
+def ideal(settings: ThroughputSettings) -> Ideal:
+    """Of SpeContext at its budget, over the whole answer; a Llama's shape only.
+
+    Step bytes are linear in the length, so that their mean is that of the middle of the answer.
+    """
+    decode = settings.decode
+    shape, size = SHAPES[decode.shape], getattr(torch, decode.dtype).itemsize
+    assert "model_type" not in shape, "another family has other weights"
+    assert decode.token_budget is not None
+    head_bytes = size * shape["num_key_value_heads"] * shape["head_dim"]
+    token_bytes = 2 * shape["num_hidden_layers"] * head_bytes
+    room = settings.memory - RESERVE_BYTES - size * num_weights(decode.shape)
+    requests = max(0, room // ((settings.prompt + settings.answer) * token_bytes))
+    embedding = 0 if shape["tie_word_embeddings"] else shape["vocab_size"] * shape["hidden_size"]
+    # A step reads a row of the embedding for each token; where it is tied, all of it at the end.
+    weights = size * (num_weights(decode.shape) - embedding)
+    length = settings.prompt + settings.answer // 2
+    dense = weights + requests * length * token_bytes
+    chosen = min(length, decode.token_budget) * token_bytes + length * head_bytes
+    return Ideal(requests=requests, gain=dense / (weights + requests * chosen))
+
+
+def num_weights(shape_name: str) -> int:
+    """Numbers in all weights of a Llama of that shape."""
+    shape = SHAPES[shape_name]
+    width = shape["hidden_size"]
+    heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+    layer = width * (heads * shape["head_dim"] + 3 * shape["intermediate_size"] + 2)
+    tables = 1 if shape["tie_word_embeddings"] else 2
+    total = tables * shape["vocab_size"] * width + shape["num_hidden_layers"] * layer + width
+    return int(total)

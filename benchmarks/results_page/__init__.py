@@ -1,0 +1,200 @@
+"""What docs/results.md says of right answers and their cost, between two comments.
+
+Written by `python -m benchmarks.evaluation --render` from the stored lines, with whatever cells
+there are: one that was not measured is a dash in a table, and white in a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.results_page import adaptive, controls, controls_pictures, variations
+from benchmarks.results_page import errors as results_errors
+from benchmarks.results_page import pictures as results_pictures
+from benchmarks.results_page import scope as results_scope
+from benchmarks.results_page.cells import ASKED, FULL, TaskCells, columns, methods, named, of_task
+from benchmarks.results_page.text import image, kib, month, paragraph, percent, ratio, written
+from keyhole.eval.report.plot_style import NOTHING
+from keyhole.eval.results.cells import Cell, cells, read_lines
+from keyhole.eval.results.line_file import Line
+
+PAGE = "results.md"
+LINES, ERRORS, SCOPE = "evaluation.jsonl", "evaluation-errors.jsonl", "dense-layers.jsonl"
+#: A configuration of each policy is shown at this budget and length.
+_SHOWN = (256, 2048)
+BEGIN = "<!-- evaluation: python -m benchmarks.evaluation --render -->\n"
+END = "<!-- end of evaluation -->\n"
+
+
+def write(results: Path, docs: Path) -> None:
+    """Rewrites the part of the page and its pictures; results: the folder of the lines."""
+    page, lines, errors = docs / PAGE, stored(results / LINES), stored(results / ERRORS)
+    scope = stored(results / SCOPE)
+    claims = {name: stored(results / file) for name, file in controls.FILES.items()}
+    head, rest = page.read_text().split(BEGIN)
+    _, tail = rest.split(END)
+    page.write_text(f"{head}{BEGIN}{render(lines, errors, scope, claims)}{END}{tail}")
+    latest = results_errors.latest(errors)
+    controls_pictures.write(claims, docs / "images")
+    results_pictures.write(measured(lines), latest, docs / "images", newest([*lines, *errors]))
+
+
+def stored(path: Path) -> list[Line]:
+    """The lines of a file; none where there is no file."""
+    return read_lines(path) if path.is_file() else []
+
+
+def newest(lines: Sequence[Line]) -> str:
+    """The date of the last line, which pictures have in them."""
+    return max((str(line["date"]) for line in lines), default="")
+
+
+def measured(lines: Sequence[Line]) -> list[Cell]:
+    """Cells of the page's tasks, named by their method; adaptive budgets have names of their own.
+
+    Of two lines of a cell the later counts.
+    """
+    return [named(cell) for cell in cells(lines) if cell.place.task in ASKED]
+
+
+def render(
+    lines: Sequence[Line],
+    errors: Sequence[Line],
+    scope: Sequence[Line] = (),
+    claims: Mapping[str, Sequence[Line]] | None = None,
+) -> str:
+    """All of it; nothing without lines.
+
+    scope: the lines of `results_scope`. claims: those of `results_controls`, by part.
+    """
+    found, errors = measured(lines), results_errors.latest(errors)
+    if not found:
+        return ""
+    pictures = results_pictures.names(found, errors)
+    parts = [
+        *results_scope.section(scope),
+        *_controls(claims or {}),
+        f"## Configurations as of {month(newest(lines))}",
+        paragraph(
+            f"{len(found)} cells, measured before any control was. Dense layers, windows and "
+            "tuning are **unequal**: the tables compare these configurations with each other, not "
+            "their selection rules. No row shows that one method selects better than another."
+        ),
+        *_unequal(found),
+        paragraph(
+            "The same samples for every policy, greedily, with the code of `keyhole eval` "
+            "([evaluation.md](evaluation.md) says what is counted). A length is that of prompt and "
+            "answer together; a budget is the tokens that a step may read in a sparse layer. An "
+            "answer is right to its last word, or wrong. Columns are budgets, each after its "
+            f"length; {NOTHING} was not measured."
+        ),
+        *image(pictures.heat_map, "Right answers by configuration, length and budget"),
+    ]
+    for task in ASKED:
+        if own := of_task(found, task):
+            parts += _task(task, own, pictures.pareto.get(task))
+    parts += adaptive.section(found)
+    parts += results_errors.section(errors, pictures.maps)
+    return "\n\n".join([*parts, _about(lines)]) + "\n\n"
+
+
+def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
+    pictures = controls_pictures.names(claims)
+    parts = controls.section(claims, pictures)
+    return [*parts, *variations.sections(claims, pictures)]
+
+
+def _unequal(found: Sequence[Cell]) -> list[str]:
+    """What the configurations do not have in common, and a table of their settings."""
+    budget, length = _SHOWN
+    table = results_scope.configurations(found, budget, length)
+    if not table:
+        return []
+    return [
+        "\n".join(
+            [
+                "- `delta`: its layers were measured on this model (`keyhole calibrate`). No other "
+                "policy was tuned.",
+                "- `tidal_decode`, `omnikv`: the newest token is their whole window, where "
+                "`delta` has an eighth of the budget.",
+                "- `raas`: the prompt counts in its budget. Where that is longer than the budget, "
+                "one generated page is all it keeps, and budgets make no difference.",
+                "- `infllm`: stands for each block by the keys farthest from its mean; the paper "
+                "takes the tokens that queries nearby attend to most.",
+                "- `spe_context`: its head was trained on this model by objectives of our own, "
+                "its attention and then what a choice changes in its predictions. The paper's is "
+                "cut out of a draft model; such a head was not asked here.",
+            ]
+        ),
+        f"At {length:,} tokens and a budget of {budget:,}:",
+        table,
+    ]
+
+
+def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
+    asked = ASKED[task]
+    caption = f"Right answers against bytes read per step, by configuration: {asked.title.lower()}"
+    return [
+        f"### {asked.title} (`{task}`)",
+        paragraph(f"{asked.about} {_samples(own)}"),
+        "Right answers, %:",
+        _table(own, lambda cell, _: percent(cell.score)),
+        *image(picture, caption),
+        "<details><summary>Keys read, bytes per step, length of answers</summary>",
+        "Share of all keys that a step read, those of layers that read everything among them, %:",
+        _table(own, lambda cell, _: percent(cell.read_share)),
+        "KiB read per step: keys, values, and what the policy chooses by:",
+        _table(own, lambda cell, _: kib(cell.bytes_per_step)),
+        "Words written, by those under full attention (below 1: answers stop early):",
+        _table(own, _length),
+        "</details>",
+    ]
+
+
+def _table(own: list[Cell], text: Callable[[Cell, Cell | None], str]) -> str:
+    """A row for each method, a column for each length and budget; full attention in all of them."""
+    table, heads = TaskCells(own), columns(own)
+    top = [""]
+    for number, (length, budget) in enumerate(heads):
+        is_first = number == 0 or heads[number - 1][0] != length
+        top.append(f"{length:,}: {budget:,}" if is_first else f"{budget:,}")
+    rows = []
+    for name in methods(own):
+        texts = []
+        for length, budget in heads:
+            full = table.full(length)
+            cell = full if name == FULL else table.get(name, length, budget)
+            texts.append(NOTHING if cell is None else text(cell, full))
+        rows.append([f"`{name}`", *texts])
+    return written(top, rows)
+
+
+def _length(cell: Cell, full: Cell | None) -> str:
+    found = ratio(cell, full)
+    return NOTHING if found is None else f"{found:.2f}"
+
+
+def _samples(own: list[Cell]) -> str:
+    """How many samples the cells of each length have."""
+    by_length: dict[int, set[int]] = {}
+    for cell in own:
+        by_length.setdefault(cell.place.length, set()).add(cell.samples or 0)
+    texts = [
+        f"{min(found)}{'' if len(found) == 1 else f' to {max(found)}'} at {length:,} tokens"
+        for length, found in sorted(by_length.items())
+    ]
+    return f"Samples in a cell: {', '.join(texts)}."
+
+
+def _about(lines: Sequence[Line]) -> str:
+    line = max(lines, key=lambda line: str(line["date"]))
+    machine, versions = line["machine"], line["versions"]
+    commits = dict.fromkeys(str(at["commit"]) for at in lines)
+    hours = sum(at.get("cpu_seconds", 0) for at in lines) / 3600
+    return paragraph(
+        f"{line['model']}; {len(lines)} lines in `benchmarks/results/{LINES}`, each with its "
+        f"command; {hours:.1f} hours of one core. {machine['cpu']}; torch {versions['torch']}, "
+        f"transformers {versions['transformers']}; until {newest(lines)[:10]}, commit "
+        f"{', '.join(commits)}; `python -m benchmarks.evaluation`."
+    )

@@ -1,0 +1,259 @@
+"""What docs/results.md says of methods beside their controls: tables for each terms, never mixed.
+
+The lines are those of `keyhole eval --controls`, in a file of their own for each part;
+`python -m benchmarks.claims` measures them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.results_page.cells import ASKED, FULL, PageTask
+from benchmarks.results_page.text import image, paragraph, percent, written
+from keyhole.eval.controls import table as eval_controls_table
+from keyhole.eval.report.plot_style import NOTHING
+from keyhole.eval.results.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
+from keyhole.eval.results.conditions import CONTROL
+from keyhole.eval.results.line_file import Line
+
+#: The lines of each part, beside those of all other results.
+FILES = {
+    name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")
+} | {"adaptive": "adaptive-layers.jsonl"}
+#: Title and meaning of each terms, in the order of the page.
+TERMS = {
+    "equal": (
+        "Equal terms",
+        "Layers 0 and 1 are dense for every method, and those that select once for several layers "
+        "select in layer 1. Everywhere else 16 first tokens and the newest quarter of the budget "
+        "are always read, and the budget counts every token. `sliding_window` has no first tokens "
+        "by definition. `raas` evicts a page from all layers at once and cannot keep layers "
+        "dense, so it is not here. The head of `spe_context` was trained on this model, by "
+        "objectives of our own; no other method was trained.",
+    ),
+    "tuned": (
+        "Tuned",
+        "Every method with the settings that did best in the same number of trials on seeds that "
+        "are not among these samples: two dense layers of its choice, and its own settings. The "
+        "controls have the dense layers that the method chose. The head of `spe_context` was "
+        "trained on this model.",
+    ),
+    "published": (
+        "As published",
+        "Every method with the settings of its paper or its authors' code. Dense layers, windows "
+        "and what is read beside the budget differ: rows are not to be compared with each other, "
+        "only with their own controls.",
+    ),
+}
+#: What a line says of tokens beside the budget, and what the tables then say.
+OUTSIDE, BESIDE = "outside_budget", "beside"
+_READ = "The text is read densely, the question and the answer go through the policy."
+#: The tasks in the order of the page.
+TASKS = {
+    "tiny_derive": ASKED["tiny_derive"],
+    "tiny_vartrack": PageTask(
+        title="Chains of names",
+        setup="question",
+        about=f"A name leads to a name, and so on to a value; the links are scattered. {_READ}",
+    ),
+    "tiny_reference": PageTask(
+        title="A fact by reference",
+        setup="question",
+        about=f"A document states a fact by pointing to an earlier document. {_READ}",
+    ),
+}
+#: Of all gains in a table, the chance that even one of those in bold is none.
+_LEVEL = 0.05
+_Key = tuple[int, int]
+_Text = Callable[[Line, Comparison | None], str]
+
+
+def section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -> list[str]:
+    """All tables, of the terms that have lines; pictures: of terms, by name."""
+    parts = []
+    for name, (title, about) in TERMS.items():
+        if own := lines.get(name):
+            parts += [f"### {title}", paragraph(about)]
+            for task in (task for task in TASKS if any(line["task"] == task for line in own)):
+                parts += _task(task, [line for line in own if line["task"] == task])
+            caption = f"Right answers against bytes read per step, {title.lower()}"
+            parts += image(pictures.get(name), caption)
+            parts += [*_settings(name, own), source(own)]
+    if not parts:
+        return []
+    return [
+        "## Methods beside their controls",
+        paragraph(
+            "Three controls keep a method's dense layers, its first tokens and its budget. "
+            "*recent* reads the newest tokens in all other layers, *random* draws them by chance, "
+            "and *oracle* reads those of the largest true attention weight. A method's gain over "
+            "its own recent control is what its selection is worth; the distance to the oracle is "
+            "what a better selection could still win. Where the recent control is within 5 points "
+            "of full attention the place cannot tell methods apart, and they are not ranked "
+            "there. Intervals are Wilson's for a share and Newcombe's for a paired difference, at "
+            "95 %; p is that of McNemar's exact test. A gain in bold is not chance at 5 % for the "
+            f"whole table (Holm). {NOTHING} was not measured; where it says {BESIDE!r}, a method "
+            "reads tokens that its budget does not count and its controls do not have, so that no "
+            "gain can be told. Step times are those of a machine with other work on it."
+        ),
+        *parts,
+    ]
+
+
+def source(lines: Sequence[Line]) -> str:
+    """Machine, versions, dates, commits and commands of the lines."""
+    line = lines[-1]
+    versions = line["versions"]
+    commits = ", ".join(dict.fromkeys(str(at["commit"]) for at in lines))
+    dates = sorted({str(at["date"])[:10] for at in lines})
+    commands = "; ".join(f"`{text}`" for text in dict.fromkeys(str(at["command"]) for at in lines))
+    return (
+        "<details><summary>How it was measured</summary>\n\n"
+        + paragraph(
+            f"{line['machine']['cpu']}; torch {versions['torch']}, transformers "
+            f"{versions['transformers']}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, "
+            f"commit {commits}."
+        )
+        + f"\n\n{commands}\n\n</details>"
+    )
+
+
+def _task(task: str, lines: Sequence[Line]) -> list[str]:
+    asked, beside = TASKS[task], dict(zip(map(id, lines), compared(lines), strict=True))
+    samples = sorted({int(line["samples"]) for line in lines})
+    shown = " to ".join(f"{number:,}" for number in dict.fromkeys((samples[0], samples[-1])))
+    keys = sorted({(line["length"], line["budget"]) for line in lines if line["budget"]})
+    bold = _significant([beside[id(line)] for line in lines if not line.get(OUTSIDE)])
+
+    def right(line: Line, _: Comparison | None) -> str:
+        return percent(line["score"])
+
+    def gain(line: Line, found: Comparison | None) -> str:
+        if line.get(OUTSIDE):
+            return BESIDE
+        if found is None or found.gain is None:
+            return NOTHING
+        if found.can_tell is False:
+            return "cannot tell"
+        text = f"{100 * found.gain.points:+.0f}"
+        return f"**{text}**" if id(found) in bold else text
+
+    def distance(line: Line, found: Comparison | None) -> str:
+        if line.get(OUTSIDE):
+            return BESIDE
+        return NOTHING if found is None else percent(found.distance)
+
+    details = eval_controls_table.table(_sorted(lines), [])
+    return [
+        f"#### {asked.title} (`{task}`)",
+        paragraph(f"{asked.about} {shown} samples in a cell. Columns: length, then budget."),
+        "Right answers, %:",
+        _table(lines, keys, beside, right, with_controls=True),
+        "Gain over its own recent control, points:",
+        _table(lines, keys, beside, gain),
+        "Distance to the oracle, points:",
+        _table(lines, keys, beside, distance),
+        "<details><summary>Intervals, keys and bytes read, time of a step</summary>",
+        details.common,
+        written(details.heads, [[_cell(text) for text in row] for row in details.rows]),
+        "</details>",
+    ]
+
+
+def _table(
+    lines: Sequence[Line],
+    keys: Sequence[_Key],
+    beside: Mapping[int, Comparison | None],
+    text: _Text,
+    *,
+    with_controls: bool = False,
+) -> str:
+    """A row for each method, a column for each length and budget."""
+    heads = [""]
+    for number, (length, budget) in enumerate(keys):
+        first = number == 0 or keys[number - 1][0] != length
+        heads.append(f"{length:,}: {budget:,}" if first else f"{budget:,}")
+    own = {
+        (line["method"], line["length"], line["budget"]): line
+        for line in lines
+        if line.get(CONTROL) is None
+    }
+    rows = []
+    if with_controls:
+        rows.append([f"`{FULL}`", *(_full(lines, length) for length, _ in keys)])
+        if controls := _shared_controls(lines, keys, beside):
+            rows += controls
+    for name in dict.fromkeys(name for name, *_ in own if name != FULL):
+        cells = [own.get((name, *key)) for key in keys]
+        rows.append(
+            [
+                f"`{name}`",
+                *(NOTHING if line is None else text(line, beside[id(line)]) for line in cells),
+            ]
+        )
+    return written(heads, rows)
+
+
+def _shared_controls(
+    lines: Sequence[Line], keys: Sequence[_Key], beside: Mapping[int, Comparison | None]
+) -> list[list[str]]:
+    """A row for each control, where all methods of a column have the same ones."""
+    rows = []
+    for name in (RECENT, RANDOM, ORACLE):
+        row = [f"*{name}*"]
+        for length, budget in keys:
+            found = {
+                comparison.controls[name]
+                for line in lines
+                if (line["length"], line["budget"]) == (length, budget)
+                and (comparison := beside[id(line)]) is not None
+                and name in comparison.controls
+            }
+            if len(found) > 1:
+                return []
+            row.append(percent(found.pop()) if found else NOTHING)
+        rows.append(row)
+    return rows
+
+
+def _full(lines: Sequence[Line], length: int) -> str:
+    found = [line for line in lines if line["policy"] == FULL and line["length"] == length]
+    return percent(found[-1]["score"]) if found else NOTHING
+
+
+def _significant(found: Any) -> set[int]:
+    """Which comparisons gain more or less than chance would, all together (Holm's method)."""
+    tests = sorted(
+        (one.gain.p, id(one)) for one in found if one and one.gain and one.can_tell is not False
+    )
+    good: set[int] = set()
+    for rank, (p, which) in enumerate(tests):
+        if p > _LEVEL / (len(tests) - rank):
+            break
+        good.add(which)
+    return good
+
+
+def _sorted(lines: Sequence[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: (line["length"], line["budget"] or 0))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _settings(terms: str, lines: Sequence[Line]) -> list[str]:
+    """The settings of every method, folded away; equal terms are said above."""
+    if terms == "equal":
+        return []
+    texts: dict[str, str] = {}
+    for line in lines:
+        if line.get(CONTROL) is None and line["policy"] != FULL:
+            told = {k: v for k, v in line["settings"].items() if v is not None}
+            shown = " ".join(f"{k}={shlex.quote(str(v))}" for k, v in told.items())
+            texts[f"{line['method']} {line['budget']} {line['length']}"] = shown
+    rows = [[f"`{name}`", text] for name, text in texts.items()]
+    table = written(["method, budget, length", "settings"], rows)
+    return [f"<details><summary>Settings</summary>\n\n{table}\n\n</details>"]

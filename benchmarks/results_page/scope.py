@@ -1,0 +1,159 @@
+"""What docs/results.md opens with: what the bundled model can tell about a policy, and what not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.results_page.cells import ASKED, FULL, dense_layers, fixed, methods
+from benchmarks.results_page.text import paragraph, percent, written
+from keyhole.config import EngineConfig
+from keyhole.eval.report.plot_style import NOTHING
+from keyhole.eval.results.cells import Cell, cells
+from keyhole.eval.results.line_file import Line
+
+_PAGE_SIZE = EngineConfig().page_size
+#: Policies that select nothing, and those that read whole pages.
+_UNSELECTIVE, _BY_PAGE = ("sliding_window", "streaming_llm"), ("delta", "quest")
+_HEADS = (
+    "task",
+    "policy",
+    "dense layers",
+    "budget",
+    "newest tokens, always read",
+    "chosen by score",
+    "right, %",
+    "95 % interval",
+)
+
+
+def section(lines: Sequence[Line]) -> list[str]:
+    """Paragraphs and the table of dense layers; nothing without lines of that measurement."""
+    if not lines:
+        return []
+    order = list(ASKED)
+    own = [cell for cell in cells(lines) if cell.policy != FULL]
+    own.sort(key=lambda cell: (order.index(cell.place.task), cell.policy))
+    return [
+        "## What this model can and cannot tell",
+        paragraph(
+            "Right answers on this page are those of the bundled model, `keyhole-tiny`: 6 layers, "
+            "2.2 M parameters, trained on its own small language. Its training starts with a "
+            "look-up built into layers 0 to 2 (`keyhole/models/tiny/initial.py`), and it still "
+            "looks everything up there. A policy that reads these three layers in full, and the "
+            "newest 16 tokens in the others, therefore answers right without selecting anything; "
+            "`tidal_decode`, which reads as much in full, answers nothing right without such a "
+            "window. "
+            f"{_about(lines)}"
+        ),
+        written(_HEADS, [_row(cell) for cell in own]),
+        _source(lines),
+        "\n".join(_points()),
+    ]
+
+
+def _points() -> list[str]:
+    """What follows for the reader, as a list."""
+    return [
+        "It can tell:",
+        "",
+        "- whether the engine computes what a policy says: a budget that covers the text gives "
+        "the answers of full attention;",
+        "- how many keys and bytes a configuration reads per step;",
+        "- what a configuration loses as its own budget shrinks, with nothing else changed, where "
+        "the layers of the look-up are sparse.",
+        "",
+        "It cannot tell:",
+        "",
+        "- whether DELTA selects good pages. It reads layers 0 to 2 in full here, and a policy "
+        "that does so and selects nothing is right as well. Where its selection has to find the "
+        "facts (layer 0 dense, layer 1 selects), few answers are right;",
+        "- which selection rule is better, by the configurations further below. That takes the "
+        "same dense layers, first tokens, window and budget for all, and a control that selects "
+        "nothing, as the tables at equal terms have them;",
+        "- what a method does in a model whose look-ups are spread over many layers.",
+    ]
+
+
+def configurations(found: Sequence[Cell], budget: int, length: int) -> str:
+    """A table of the dense layers and the other settings of each policy at one budget and length.
+
+    found: cells of the grid.
+    """
+    own = {
+        cell.name: cell
+        for cell in fixed(found)
+        if (cell.budget, cell.place.length) == (budget, length)
+    }
+    rows = [
+        [f"`{name}`", _layers(dense_layers(own[name].settings)), _others(own[name].settings)]
+        for name in methods(list(own.values()))
+    ]
+    return written(("policy", "dense layers", "other settings"), rows) if rows else ""
+
+
+def _row(cell: Cell) -> list[str]:
+    newest = _newest(cell)
+    low, high = cell.interval or (0.0, 1.0)
+    return [
+        f"`{cell.place.task}`",
+        f"`{cell.policy}`",
+        _layers(dense_layers(cell.settings)),
+        f"{cell.budget:,}",
+        str(newest),
+        str((cell.budget or 0) - newest - int(cell.settings.get("sink_size") or 0)),
+        percent(cell.score),
+        f"{percent(low)} to {percent(high)}",
+    ]
+
+
+def _newest(cell: Cell) -> int:
+    """Newest tokens of the budget that are read whatever their score; pages as if full."""
+    settings = cell.settings
+    if cell.policy in _UNSELECTIVE:
+        return (cell.budget or 0) - int(settings.get("sink_size") or 0)
+    if cell.policy in _BY_PAGE:
+        pages = settings.get("recent_pages") or -(-(settings.get("window_size") or 1) // _PAGE_SIZE)
+        return int(pages) * _PAGE_SIZE
+    return int(settings.get("window_size") or 1)
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def _others(settings: Mapping[str, Any]) -> str:
+    """What a policy was set to besides its budget and its layers."""
+    layers = {name for name, value in settings.items() if isinstance(value, list | tuple)}
+    told = [
+        f"`{name}` {value}"
+        for name, value in settings.items()
+        if value is not None and name not in ("token_budget", *layers)
+    ]
+    return ", ".join(told) or NOTHING
+
+
+def _about(lines: Sequence[Line]) -> str:
+    full = [cell.score or 0 for cell in cells(lines) if cell.policy == FULL] or [0]
+    samples, lengths = ({int(line[name]) for line in lines} for name in ("samples", "length"))
+    return (
+        f"{_numbers(samples)} samples of {_numbers(lengths)} tokens for each row; full attention "
+        f"has {' to '.join(dict.fromkeys((percent(min(full)), percent(max(full)))))} %. Of DELTA's "
+        "dense layers the last one selects:"
+    )
+
+
+def _numbers(values: set[int]) -> str:
+    """One number, or the least and the largest."""
+    return " to ".join(f"{value:,}" for value in sorted({min(values), max(values)}))
+
+
+def _source(lines: Sequence[Line]) -> str:
+    line = lines[-1]
+    versions, commits = line["versions"], dict.fromkeys(str(at["commit"]) for at in lines)
+    commands = "; ".join(dict.fromkeys(f"`{at['command']}`" for at in lines))
+    return paragraph(
+        f"{line['machine']['cpu']}; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; {str(line['date'])[:10]}, commit {', '.join(commits)}; "
+        f"{commands}."
+    )

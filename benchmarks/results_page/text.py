@@ -1,0 +1,50 @@
+"""How docs/results.md writes paragraphs, tables and numbers of the evaluation."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from datetime import datetime
+
+from keyhole.eval.report.plot_style import NOTHING
+from keyhole.eval.results.cells import Cell
+
+_WIDTH = 100
+
+
+def paragraph(text: str) -> str:
+    """The words in lines of at most 100 characters."""
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def written(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
+
+
+def image(name: str | None, text: str) -> list[str]:
+    """A picture beside the page; nothing where there is none."""
+    return [] if name is None else [f"![{text}](images/{name})"]
+
+
+def percent(value: float | None, unit: str = "") -> str:
+    """With three digits: 100, 99.5."""
+    return NOTHING if value is None else f"{100 * value:.3g}{unit}"
+
+
+def kib(value: float | None) -> str:
+    """Bytes in KiB."""
+    return NOTHING if value is None else f"{value / 1024:,.0f}"
+
+
+def ratio(cell: Cell, full: Cell | None) -> float | None:
+    """Words written by those under full attention."""
+    if full is None or not cell.tokens_generated or not full.tokens_generated:
+        return None
+    return cell.tokens_generated / full.tokens_generated
+
+
+def month(date: str) -> str:
+    """Of a line's date: November 2026."""
+    return datetime.fromisoformat(date).strftime("%B %Y")

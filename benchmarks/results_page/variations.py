@@ -1,0 +1,174 @@
+"""What docs/results.md says of settings that one method alone has, beside the same controls.
+
+DELTA's window by budget (table 1 of its paper), SpeContext's list per head against one list for all
+(figure 5a) and layers that move as texts grow against all of them offloaded (figure 11, C3), and
+how long answers get (DELTA, figure 4, left).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.results_page.cells import FULL
+from benchmarks.results_page.controls import TASKS, source
+from benchmarks.results_page.text import image, kib, paragraph, percent, written
+from keyhole.eval.controls.table import gain_text, p_text
+from keyhole.eval.report.plot_style import NOTHING
+from keyhole.eval.results.comparisons import ORACLE, RECENT, Comparison, compared
+from keyhole.eval.results.conditions import CONTROL
+from keyhole.eval.results.line_file import Line
+from keyhole.eval.results.paired import gain, wilson
+
+
+def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -> list[str]:
+    """Those of which there are lines; pictures: by name."""
+    parts = []
+    if own := lines.get("recency"):
+        parts += [
+            "### DELTA: newest pages by budget (table 1 of its paper)",
+            paragraph(
+                "Layer 0 is dense and layer 1 selects, so that DELTA's choice has to find the "
+                "facts. Right answers in percent with 95 % intervals; a budget is spent on newest "
+                "pages (rows) and on pages of best score. The rows of a column that are all newest "
+                "pages are the recent control itself."
+            ),
+            *_by_place(own, _recency),
+            source(own),
+        ]
+    if own := lines.get("lists"):
+        parts += [
+            "### SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
+            paragraph(
+                "The same head and the same equal terms as above; the two differ in nothing but "
+                "the lists. The paper shows more hits for lists per head. The head here was "
+                "trained on this model by an objective of our own."
+            ),
+            *_by_place(own, _lists),
+            source(own),
+        ]
+    if own := lines.get("adaptive"):
+        parts += _adaptive(own[-1])
+    if "lengths" in pictures:
+        parts += [
+            "### How long answers get (figure 4 of DELTA's paper, left)",
+            paragraph(
+                "The share of derivations that end within so many tokens, at equal terms. An "
+                "answer of full attention has the length that the task asks for; a method that "
+                "loses its place stops early, or writes until it is stopped."
+            ),
+            *image(pictures["lengths"], "Distribution of the lengths of answers"),
+        ]
+    return parts
+
+
+def _by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> list[str]:
+    parts = []
+    for task, length in dict.fromkeys((line["task"], line["length"]) for line in lines):
+        own = [line for line in lines if (line["task"], line["length"]) == (task, length)]
+        full = next((line for line in own if line["policy"] == FULL), None)
+        share = NOTHING if full is None else percent(full["score"])
+        parts += [
+            f"{TASKS[task].title} (`{task}`), {length:,} tokens, {own[0]['samples']} samples; "
+            f"full attention {share} %:",
+            table(own),
+        ]
+    return parts
+
+
+def _recency(lines: Sequence[Line]) -> str:
+    """A row for each number of newest pages, a column for each budget, controls below."""
+    found = dict(zip(map(id, lines), compared(lines), strict=True))
+    own = [line for line in lines if line.get(CONTROL) is None and line["policy"] != FULL]
+    budgets = sorted({line["budget"] for line in own})
+    cells = {(line["settings"]["recent_pages"], line["budget"]): line for line in own}
+    rows = [
+        [str(pages), *(_share(cells.get((pages, budget))) for budget in budgets)]
+        for pages in sorted({pages for pages, _ in cells})
+    ]
+    for name in (RECENT, ORACLE):
+        shares = [
+            next(
+                (
+                    percent(one.controls[name])
+                    for line in own
+                    if line["budget"] == budget
+                    and (one := found[id(line)]) is not None
+                    and name in one.controls
+                ),
+                NOTHING,
+            )
+            for budget in budgets
+        ]
+        rows.append([f"*{name}*", *shares])
+    return written(["newest pages", *(f"budget {budget}" for budget in budgets)], rows)
+
+
+def _lists(lines: Sequence[Line]) -> str:
+    """A row for each budget: both forms, and the difference on the same samples."""
+    found = dict(zip(map(id, lines), compared(lines), strict=True))
+    own = [line for line in lines if line.get(CONTROL) is None and line["policy"] != FULL]
+    rows = []
+    for budget in sorted({line["budget"] for line in own}):
+        pair = {line["settings"]["per_head"]: line for line in own if line["budget"] == budget}
+        if len(pair) < 2:
+            continue
+        difference = gain(pair[True]["scores"], pair[False]["scores"])
+        rows.append(
+            [
+                f"{budget:,}",
+                _share(pair[True]),
+                _share(pair[False]),
+                gain_text(difference),
+                p_text(difference),
+                *(_control(found[id(pair[True])], name) for name in (RECENT, ORACLE)),
+            ]
+        )
+    heads = ["budget", "per head, %", "one list, %", "difference", "p", "*recent*", "*oracle*"]
+    return written(heads, rows)
+
+
+def _adaptive(line: Line) -> list[str]:
+    """A row for each quarter of the answers."""
+    adaptive, offloaded = (list(line["parts"][0]["moved_bytes"])[i] for i in range(2))
+    rows = [
+        [
+            " to ".join(f"{length:,}" for length in part["lengths"]),
+            " to ".join(map(str, part["layers_below"])),
+            kib(part["moved_bytes"][adaptive]),
+            kib(part["moved_bytes"][offloaded]),
+            f"{part['ratio']:.2f} ({part['low']:.2f} to {part['high']:.2f})",
+        ]
+        for part in line["parts"]
+    ]
+    heads = [
+        "tokens of a text",
+        "layers offloaded, adaptive",
+        "KiB loaded per step, adaptive",
+        "all offloaded",
+        "step time, adaptive by all offloaded",
+    ]
+    return [
+        "### SpeContext: layers offloaded as texts grow, or all of them (figure 11 of its paper)",
+        paragraph(
+            f"{line['texts']} derivations of {line['words']:,} tokens at once under a budget of "
+            f"{line['budget']}, in {line['share']:.0%} of the memory that all their keys and "
+            "values need. Both engines write the same tokens; their steps take turns. Times are "
+            "medians over pairs of neighbouring steps, with quartiles. Layers are offloaded to a "
+            "file that stays in the page cache, so that loading costs little here: the bytes "
+            "are what a slower bus would feel."
+        ),
+        written(heads, rows),
+        source([line]),
+    ]
+
+
+def _control(found: Comparison | None, name: str) -> str:
+    return NOTHING if found is None else percent(found.controls.get(name))
+
+
+def _share(line: Line | None) -> str:
+    """Right answers with Wilson's interval."""
+    if line is None:
+        return NOTHING
+    low, high = wilson(sum(score == 1 for score in line["scores"]), len(line["scores"]))
+    return f"{100 * line['score']:.0f} ({100 * low:.0f} to {100 * high:.0f})"

@@ -1,0 +1,156 @@
+"""Writes what the stored lines say into the documents: `python -m benchmarks.speed_pages`.
+
+    README.md          a table for each device, between two comments
+    docs/results.md    step times, memory, kernels, offloaded layers, the papers' headline
+                       settings; right answers, which `python -m benchmarks.evaluation` writes, stay
+                       as they are
+    docs/images/       step time against context, a picture for each of these tables; what repeats
+
+A decode line counts if it is the last one of its device and batch, a kernel line if it is the last
+of its device, a line of offloading if it is the last, one of a headline setting if it is the last
+of its setting, on a GPU. Nothing is written that no line tells; a
+test compares the pages with the lines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from benchmarks.paper import page as headline_page
+from benchmarks.speed_pages import offload as offload_page
+from benchmarks.speed_pages import plot, tables
+from keyhole.bench import measure
+
+BEGIN, END = "<!-- results: python -m benchmarks.speed_pages -->\n", "<!-- end of results -->"
+#: Comments around the part of docs/results.md that `benchmarks.results_page` writes.
+EVALUATION = (
+    "<!-- evaluation: python -m benchmarks.evaluation --render -->\n",
+    "<!-- end of evaluation -->\n",
+)
+#: Absolute, so that the page of the package shows the README's pictures too.
+_IMAGES = "https://raw.githubusercontent.com/keyhole-llm/keyhole/main/docs/images/"
+_WRITTEN_BY = "<!-- Written by `python -m benchmarks.speed_pages`; measure again instead. -->"
+
+Line = dict[str, Any]
+
+
+def stored(benchmark: str) -> list[Line]:
+    """All lines of a benchmark's results, the oldest first."""
+    file = measure.results() / f"{benchmark}.jsonl"
+    return [json.loads(text) for text in file.read_text().splitlines()] if file.is_file() else []
+
+
+def latest(lines: Sequence[Line], key: Callable[[Line], Hashable]) -> list[Line]:
+    """The last line of each kind."""
+    return list({key(line): line for line in lines}.values())
+
+
+def pictures(lines: Sequence[Line]) -> dict[str, Line]:
+    """Name of each picture in docs/images/, and the line that it shows."""
+    return {_picture(line): line for line in latest(lines, _device_and_batch)}
+
+
+def render(lines: Sequence[Line]) -> str:
+    """For the README: table and picture of a CPU, of the smallest batch; the page has the rest."""
+    last = latest([line for line in lines if _device(line) == "a CPU"], _device_and_batch)
+    if not last:
+        return ""
+    line = min(last, key=lambda line: int(line["settings"]["batch"]))
+    return f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, _IMAGES)}\n"
+
+
+def inserted(text: str, tables: str) -> str:
+    """The text with the tables between the two comments."""
+    head, rest = text.split(BEGIN)
+    _, tail = rest.split(END)
+    return head + BEGIN + tables + END + tail
+
+
+def evaluation(text: str) -> str:
+    """The part of docs/results.md that another program writes."""
+    begin, end = EVALUATION
+    return text.split(begin)[1].split(end)[0]
+
+
+def page(
+    decode: Sequence[Line],
+    kernels: Sequence[Line],
+    offload: Sequence[Line] = (),
+    evaluation: str = "",
+    headlines: Sequence[Line] | None = None,
+) -> str:
+    """docs/results.md; evaluation: the part of it that another program writes.
+
+    headlines: None leaves that part out; without a line it names what is unmeasured.
+    """
+    parts = [
+        f"{_WRITTEN_BY}\n\n# Results",
+        "Every number comes from a line in [benchmarks/results/](../benchmarks/results), with its\n"
+        "command and machine. [The log](../benchmarks/LOG.md) tells what was tried.",
+        f"{EVALUATION[0]}{evaluation}{EVALUATION[1]}".rstrip(),
+    ]
+    for line in latest(decode, _device_and_batch):
+        batch = line["settings"]["batch"]
+        parts += [
+            f"## Decode step on {_device(line)}, batch {batch}",
+            _image(line, "images/"),
+            "Time of a step in milliseconds, and in brackets the share of the read bandwidth that\n"
+            "the run measured:",
+            tables.times(line),
+            *([tables.bars(line)] if line.get("bars") else []),
+            *tables.memory(line),
+            tables.about(line),
+        ]
+    for line in latest(kernels, _processor):
+        parts += [f"## Kernels on {_processor(line)}", *tables.kernels(line)]
+        parts.append(tables.about(line))
+    for line in offload[-1:]:
+        parts += offload_page.section(line)
+    if headlines is not None:
+        parts += headline_page.section(headlines)
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Rewrites pages and pictures of the checkout."""
+    decode, offload = stored("decode"), stored("offload")
+    readme, docs = measure.ROOT / "README.md", measure.ROOT / "docs"
+    readme.write_text(inserted(readme.read_text(), render(decode)))
+    results = docs / "results.md"
+    text = evaluation(results.read_text())
+    results.write_text(page(decode, stored("kernels"), offload, text, stored("headlines")))
+    for name, line in pictures(decode).items():
+        plot.step_times(line, docs / "images" / name)
+    for line in offload[-1:]:
+        offload_page.curve(line, docs / "images" / offload_page.PICTURE)
+
+
+def _device_and_batch(line: Line) -> Hashable:
+    return line["machine"]["device"], line["settings"]["batch"]
+
+
+def _processor(line: Line) -> str:
+    machine = line["machine"]
+    return str(machine["cpu"] if machine["device"] == "cpu" else machine["device"])
+
+
+def _device(line: Line) -> str:
+    name = line["machine"]["device"]
+    return "a CPU" if name == "cpu" else str(name)
+
+
+def _picture(line: Line) -> str:
+    batch = line["settings"]["batch"]
+    device = re.sub(r"[^a-z0-9]+", "-", line["machine"]["device"].lower()).strip("-")
+    return f"decode-{device}{'' if batch == 1 else f'-batch-{batch}'}.png"
+
+
+def _image(line: Line, folder: str) -> str:
+    return f"![Time of a decode step against context]({folder}{_picture(line)})"
+
+
+if __name__ == "__main__":
+    main()

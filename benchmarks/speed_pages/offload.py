@@ -1,0 +1,170 @@
+"""What docs/results.md says of loading from offloaded layers, and its picture. Needs matplotlib."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed_pages import tables
+from keyhole.bench.loading import ELASTIC, NO_ELASTIC, NO_OVERLAP
+from keyhole.drawing import FAINT, INK, STYLE, matplotlib
+
+Line = dict[str, Any]
+
+PICTURE = "offload.png"
+_MOVED = "policy;budget;repeated;already there;moved per step;without elastic;right words".split(
+    ";"
+)
+_TIMES = "policy;budget;elastic;without overlap;everything copied".split(";")
+_COLORS = {"spe_context": "#b03a48", "delta": "#e08e4f"}
+_MORE_COLORS = (INK, "#0b6e75", "#7a5ea8", "#4c8c4a")
+#: "over 80% of the selected tokens overlap" (SpeContext, section 5.4 and figure 6b).
+_PAPER = 0.8
+
+
+def section(line: Line) -> list[str]:
+    """Paragraphs, the picture, and a table for what is moved and one for times."""
+    below = {r["policy"]: r["layers_below"] for r in line["results"] if r["system"] == ELASTIC}
+    where = ", ".join(f"{count} layers under `{policy}`" for policy, count in below.items())
+    return [
+        "## Offloaded layers",
+        f"![Share of a selection that repeats, against budget](images/{PICTURE})",
+        f"The bundled model works through long derivations, with all layers offloaded that may\n"
+        f"be, from the first token on: {where}. Repeated: the share of a step's\n"
+        "selection that the step before had too, in tokens (pages under `delta`). Already there:\n"
+        "tokens that the buffers held, the newest one left out. The last column tells how often\n"
+        "the right next word was the likeliest, without offloading or with it:",
+        tables.written(
+            _MOVED,
+            _rows(line, _moved),
+        ),
+        "Time of a step, everything above = 1, and in brackets the milliseconds that attention\n"
+        "waited for copies. Layers are offloaded to a file here: where the system caches it,\n"
+        "these are copies within memory.",
+        tables.written(
+            _TIMES,
+            _rows(line, _times),
+        ),
+        *_large(line),
+        _about(line),
+    ]
+
+
+def curve(line: Line, path: Path) -> None:
+    """Writes a PNG: repeat rate and moved share against budget; its description is the date."""
+    pyplot = matplotlib()[0]
+    policies = list(dict.fromkeys(result["policy"] for result in line["results"]))
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(1, 2, figsize=(7.2, 3.2), layout="constrained", sharex=True)
+        for place, policy in enumerate(policies):
+            points = [p for p in _pairs(line) if p[ELASTIC]["policy"] == policy]
+            budgets = [p[ELASTIC]["budget"] for p in points]
+            color = _COLORS.get(policy) or _MORE_COLORS[place % len(_MORE_COLORS)]
+            look = {"color": color, "marker": "o", "markersize": 4, "linewidth": 1.6}
+            repeated = [100 * p[ELASTIC]["repeat_rate"] for p in points]
+            moved = [100 * _share(p) for p in points]
+            axes[0].plot(budgets, repeated, label=policy, **look)
+            axes[1].plot(budgets, moved, label=policy, **look)
+        axes[0].axhline(100 * _PAPER, color=FAINT, linestyle=(0, (4, 2)), linewidth=1)
+        axes[0].annotate(
+            "the paper: over 80 %", (0, 100 * _PAPER), (4, 3), color=FAINT, fontsize=8,
+            xycoords=("axes fraction", "data"), textcoords="offset points",
+        )  # fmt: skip
+        axes[0].set_title("selected again in the next step, %")
+        axes[1].set_title("bytes moved, % of what copying everything takes")
+        for axis in axes:
+            axis.set_xscale("log", base=2)
+            budgets = sorted({result["budget"] for result in line["results"]})
+            axis.set_xticks(budgets, [f"{n:,}" for n in budgets])
+            axis.minorticks_off()
+            axis.set_ylim(0, 100)
+            axis.grid(axis="y")
+            axis.set_axisbelow(True)
+            axis.set_xlabel("token budget")
+        axes[1].legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Description": line["date"]})
+        pyplot.close(figure)
+
+
+def _large(line: Line) -> list[str]:
+    """The table of the large model; nothing for a line without."""
+    if not line.get("large"):
+        return []
+    settings, first = line["settings"], line["large"][0]
+    return [
+        f"The same with the shape of {settings['shape']}, random weights in bfloat16, over "
+        f"{settings['context']:,} tokens,\nbudget {first['budget']:,}, medians of "
+        f"{first['steps_timed']} steps. Random keys and a random head choose anew at every\nstep, "
+        "so this is what loading costs at its worst:",
+        tables.written(
+            ["policy", "system", "step", "by above", "waiting", "moved per step", "already there"],
+            [_large_cells(result) for result in line["large"]],
+        ),
+    ]
+
+
+def _large_cells(result: dict[str, Any]) -> list[str]:
+    names = [f"`{result['policy']}`", result["system"].replace("_", " ")]
+    cells = [f"{result['step_ms']:.0f} ms", f"{result['ratio_to_above']:.2f}"]
+    if result["moved_bytes"] is None:
+        return [*names, *cells, "", "", ""]
+    return [
+        *names,
+        *cells,
+        f"{result['stall_ms']:.1f} ms",
+        f"{result['moved_bytes'] / 2**20:.1f} MiB",
+        f"{result['hit_rate']:.1%}",
+    ]
+
+
+def _pairs(line: Line) -> list[dict[str, dict[str, Any]]]:
+    """For each policy and budget the results of all systems."""
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for result in line["results"]:
+        found.setdefault((result["policy"], result["budget"]), {})[result["system"]] = result
+    return list(found.values())
+
+
+def _rows(line: Line, cells: Callable[[dict[str, dict[str, Any]]], list[str]]) -> list[list[str]]:
+    return [
+        [f"`{found[ELASTIC]['policy']}`", f"{found[ELASTIC]['budget']:,}", *cells(found)]
+        for found in _pairs(line)
+    ]
+
+
+def _moved(found: dict[str, dict[str, Any]]) -> list[str]:
+    elastic, everything = found[ELASTIC], found[NO_ELASTIC]
+    return [
+        f"{elastic['repeat_rate']:.1%}",
+        f"{elastic['hit_rate']:.1%}",
+        f"{elastic['moved_bytes'] / 1024:.0f} KiB ({_share(found):.0%})",
+        f"{everything['moved_bytes'] / 1024:.0f} KiB",
+        f"{elastic['right_share']:.1%}",
+    ]
+
+
+def _times(found: dict[str, dict[str, Any]]) -> list[str]:
+    return [
+        f"{found[name]['ratio_to_above']:.2f} ({found[name]['stall_ms']:.2f})"
+        for name in (ELASTIC, NO_OVERLAP, NO_ELASTIC)
+    ]
+
+
+def _share(found: dict[str, dict[str, Any]]) -> float:
+    return float(found[ELASTIC]["moved_bytes"] / found[NO_ELASTIC]["moved_bytes"])
+
+
+def _about(line: Line) -> str:
+    settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
+    first = line["results"][0]
+    note = f" Note: {line['note']}." if line["note"] else ""
+    return (
+        f"{line['model']}, {settings['items']} derivations of up to {max(line['tokens']):,} "
+        f"tokens, {first['steps_counted']:,} steps counted at the least budget; times are medians "
+        f"of {first['steps_timed']} steps in turns. {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']:.0f} GiB; torch {versions['torch']}; {line['date'][:10]}, commit "
+        f"{line['commit']};\n`{shlex.join(tables.command(line))}`.{note}"
+    )

@@ -1,0 +1,165 @@
+"""Which tokens each layer has of prompts from which layers dropped some (stored documents).
+
+A token keeps its position, so that nothing else of the engine has to know: a dropped token is a
+place in a page that no layer reads, and pages that no layer reads are not there. What comes after
+the documents is there in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from keyhole.kernels import Selection
+
+
+class Thinned:
+    """The kept tokens of every layer, a row per slot of the engine.
+
+    A slot without an entry has everything. The last row of layers stands for all of them: what
+    any layer has.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
+        rows = num_layers + 1
+        self._kept = torch.zeros(rows, num_slots, 0, dtype=torch.bool, device=device)
+        self._tokens = torch.zeros(rows, num_slots, 0, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(rows, num_slots, dtype=torch.int32, device=device)
+        self._ends = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self._dropped = [0] * num_slots  # the fewest that any layer dropped
+        self._lost = [0] * num_slots  # those that all layers dropped
+
+    def set(self, slot: int, kept: Tensor) -> None:
+        """Slot `slot` has, of its first tokens, those of kept, bool [L, C], and all after them."""
+        length = kept.shape[1]
+        self._kept = _widened(self._kept, length)
+        self._tokens = _widened(self._tokens, length)
+        kept = torch.cat([kept, kept.any(0, keepdim=True)]).to(self._kept.device)
+        self._kept[:, slot, :length] = kept
+        # Kept tokens first, in order; what follows them is never looked at.
+        order = kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        self._tokens[:, slot, :length] = order.int()
+        counts = kept.sum(1, dtype=torch.int32)
+        self._counts[:, slot] = counts
+        self._ends[slot] = length
+        self._dropped[slot] = length - int(counts[:-1].max())
+        self._lost[slot] = length - int(counts[-1])
+
+    def clear(self, slot: int) -> None:
+        """Slot `slot` has everything."""
+        self._counts[:, slot] = 0
+        self._ends[slot] = 0
+        self._dropped[slot] = self._lost[slot] = 0
+
+    def rows(
+        self, slots: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> KeptTokenRows:
+        """The view of one step: sequences in `slots`, of `lengths` tokens each."""
+        both = list(zip(slots, lengths, strict=True))
+        index = torch.tensor(slots, device=device)
+        return KeptTokenRows(
+            kept=self._kept[:, index],
+            tokens=self._tokens[:, index],
+            counts=self._counts[:, index],
+            ends=self._ends[index],
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            most=max(n - self._dropped[slot] for slot, n in both),
+            most_anywhere=max(n - self._lost[slot] for slot, n in both),
+        )
+
+
+class KeptTokenRows:
+    """What the sequences of one step have, [L, B, ...]; selections come out of it."""
+
+    def __init__(
+        self,
+        *,
+        kept: Tensor,
+        tokens: Tensor,
+        counts: Tensor,
+        ends: Tensor,
+        lengths: Tensor,
+        most: int,
+        most_anywhere: int,
+    ) -> None:
+        self._kept = kept
+        self._tokens = tokens
+        self._counts = counts
+        self._ends = ends[:, None]
+        self._lengths = lengths[:, None]
+        self._most = [most] * (len(kept) - 1) + [most_anywhere]
+        # Layers ask more than once, and what is loaded ahead is known by its identity.
+        self._listed: dict[tuple[int, int | None], Selection] = {}
+        self._found: dict[tuple[int, Selection], Selection] = {}
+
+    def anywhere(self) -> Selection:
+        """All that any layer has; unit 1."""
+        return self.selection(-1)
+
+    def selection(self, layer: int, window: int | None = None) -> Selection:
+        """All that a layer has, in its last `window` tokens if that is given; unit 1."""
+        key = layer, window
+        if key not in self._listed:
+            self._listed[key] = self._selection(layer, window)
+        return self._listed[key]
+
+    def within(self, layer: int, selection: Selection) -> Selection:
+        """What a layer has of a selection of tokens or pages; unit 1."""
+        key = layer, selection
+        if key not in self._found:
+            self._found[key] = self._within(layer, selection)
+        return self._found[key]
+
+    def _selection(self, layer: int, window: int | None) -> Selection:
+        count = self._counts[layer][:, None]
+        most = self._most[layer]
+        entry = torch.arange(most, dtype=torch.int32, device=count.device)[None]
+        indices = self._ends + entry - count
+        listed = self._tokens[layer, :, :most]
+        width = listed.shape[1]
+        indices[:, :width] = torch.where(entry[:, :width] < count, listed, indices[:, :width])
+        wanted = indices < self._lengths
+        if window is not None:
+            wanted &= indices >= self._lengths - window
+        return _packed(indices[:, None], wanted[:, None])
+
+    def _within(self, layer: int, selection: Selection) -> Selection:
+        indices = selection.indices
+        if selection.unit > 1:
+            place = torch.arange(selection.unit, dtype=torch.int32, device=indices.device)
+            tokens = indices[..., None] * selection.unit + place
+            indices = torch.where(indices[..., None] < 0, -1, tokens).flatten(2)
+        wanted = (indices >= 0) & (indices < self._lengths[:, None])
+        return _packed(indices, wanted & self._has(layer, indices))
+
+    def pages(self, layer: int, num_pages: int, page_size: int) -> Tensor:
+        """Whether a layer has anything of a page, bool [B, num_pages]."""
+        size = num_pages * page_size
+        indices = torch.arange(size, dtype=torch.int32, device=self._ends.device)
+        has = self._has(layer, indices.expand(len(self._ends), 1, -1))[:, 0]
+        there: Tensor = has.unflatten(1, (num_pages, page_size)).any(2)
+        return there
+
+    def _has(self, layer: int, indices: Tensor) -> Tensor:
+        """Whether a layer has these tokens, bool as indices [B, H, n]."""
+        kept = self._kept[layer]
+        if kept.shape[1] == 0:
+            return torch.ones_like(indices, dtype=torch.bool)
+        places = indices.clamp(0, kept.shape[1] - 1).long()
+        known = kept[:, None].expand(-1, indices.shape[1], -1).gather(2, places)
+        return known | (indices >= self._ends[:, None])
+
+
+def _packed(indices: Tensor, wanted: Tensor) -> Selection:
+    """The wanted entries of ascending indices [B, H, n] first, then -1."""
+    order = wanted.logical_not().to(torch.uint8).argsort(dim=2, stable=True)
+    packed = indices.masked_fill(~wanted, -1).gather(2, order)
+    counts = wanted.sum(2, dtype=torch.int32)
+    return Selection(packed.int(), counts, 1)
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    short = width - tensor.shape[-1]
+    return tensor if short <= 0 else torch.nn.functional.pad(tensor, (0, short))

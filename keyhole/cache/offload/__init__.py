@@ -1,0 +1,1 @@
+"""Memory tiers, the resident buffer of offloaded layers, and prefetching."""

@@ -1,0 +1,178 @@
+"""Flags derived from settings: name, type, default and help come from the dataclass field."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from keyhole.cli.common import show
+from keyhole.config import (
+    EngineConfig,
+    SamplingParams,
+    help_of,
+    is_flag,
+    is_size,
+    kind_of,
+    read_setting,
+)
+from keyhole.models.bundled import TINY, is_tiny
+from keyhole.policies import available_policies, make_policy
+from keyhole.reuse import available_reuse_methods
+from keyhole.settings_file import require_depth
+
+if TYPE_CHECKING:
+    from keyhole.llm import LLM
+    from keyhole.models.loading import Model
+
+_METAVARS = {
+    "int": "N",
+    "float": "X",
+    "tuple[int, ...]": "N,N",
+    "Names": "NAME,NAME",
+    "Budgets": "N,1/N",
+}
+
+
+def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
+    """--model; --device and --dtype where the model is loaded."""
+    text = "folder, hub id, or tiny, the bundled demonstration model; default: tiny"
+    parser.add_argument("--model", metavar="MODEL", help=text)
+    if not loads:
+        return
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, cls: type[Any], title: str, only: Sequence[str] = ()
+) -> None:
+    """A flag for every field of a settings class, or for some."""
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(cls):
+        if is_flag(field) and (not only or field.name in only):
+            _add_field(group, field)
+
+
+def settings_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
+    """The settings among the arguments that were given, in the types of their fields."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    given = {name: getattr(arguments, name, None) for name in fields}
+    return {
+        name: read_setting(fields[name], text, _flag(name))
+        for name, text in given.items()
+        if text is not None
+    }
+
+
+def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
+    """The SamplingParams among the arguments."""
+    return SamplingParams(**settings_of(arguments, SamplingParams))
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """--policy."""
+    _add_method(parser, "policy", "full", "what a decode step reads", available_policies())
+
+
+def add_reuse(parser: argparse.ArgumentParser) -> None:
+    """--reuse."""
+    what = "what a prompt keeps and computes of documents"
+    _add_method(parser, "reuse", "sam_kv", what, available_reuse_methods())
+
+
+def _add_method(
+    parser: argparse.ArgumentParser, kind: str, default: str, what: str, table: Mapping[str, Any]
+) -> None:
+    group = parser.add_argument_group(f"{kind}: {what}")
+    text = (
+        f"{', '.join(table)}; with settings behind the name, NAME:SETTING=VALUE,SETTING=VALUE, as "
+        "`keyhole methods NAME` lists them; or a settings file, NAME.json"
+    )
+    group.add_argument(f"--{kind}", default=default, metavar="NAME", help=text)
+
+
+def load_model(arguments: argparse.Namespace) -> Model:
+    """The model that the arguments name."""
+    quiet()
+    from keyhole.bench import measure
+    from keyhole.models.loading import load
+
+    measure.device(arguments.device)  # before the weights
+    name = TINY if arguments.model is None else arguments.model
+    return load(name, arguments.device, arguments.dtype)
+
+
+def is_bundled(model: str | None) -> bool:
+    """Whether a command's MODEL is the one that comes with Keyhole, which is its default."""
+    return model is None or is_tiny(model)
+
+
+def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:
+    """The model, policy and engine that the arguments describe; settings are checked first.
+
+    more: other arguments of `LLM`.
+    """
+    policy = make_policy(arguments.policy)
+    settings = settings_of(arguments, EngineConfig)
+    EngineConfig(**settings)  # says what is wrong with them
+    model = load_model(arguments)
+    require_depth(arguments.policy, model.geometry(EngineConfig.page_size).num_layers)
+    from keyhole.llm import LLM
+
+    return LLM(model, policy=policy, **settings, **more)
+
+
+def quiet() -> None:
+    """No progress bars of libraries where nobody watches them."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+
+def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
+    """A flag whose value stays text until `settings_of`; absent is None."""
+    flag, text = _flag(field.name), _help(field)
+    if field.type == "bool":
+        _add_switch(group, field.name, field, text)
+        return
+    text = text.replace("%", "%%")
+    if field.type == "tuple[str, ...]":
+        text += "; may be given several times"
+        group.add_argument(flag, dest=field.name, metavar="TEXT", action="append", help=text)
+    else:
+        group.add_argument(flag, dest=field.name, metavar=_metavar(field), help=text)
+
+
+def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str) -> None:
+    """A flag without a value, which says the opposite of the default."""
+    flag = _flag("no_" + name) if field.default else _flag(name)
+    text = f"turn this off: {text}" if field.default else text
+    const = str(not field.default)
+    group.add_argument(
+        flag, dest=name, action="store_const", const=const, help=text.replace("%", "%%")
+    )
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    return _with_default(help_of(field), field)
+
+
+def _with_default(text: str, field: dataclasses.Field[Any]) -> str:
+    """The help with the default after it; what None means is said by the help itself."""
+    text = text.replace("None: ", "default: ")
+    plain = field.default in (None, ()) or isinstance(field.default, bool)
+    return text if plain else f"{text}; default: {show.setting(field.default)}"
+
+
+def _metavar(field: dataclasses.Field[Any]) -> str:
+    return "SIZE" if is_size(field) else _METAVARS.get(kind_of(field), "TEXT")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,148 @@
+"""An argparse parser with Keyhole's manners: one line per error, and the nearest name offered."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from keyhole.cli.common import config_file
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.policies import available_policies
+from keyhole.reuse import available_reuse_methods
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Docstrings as they stand, defaults where there are any, flags and help in two columns."""
+
+    def __init__(self, prog: str, **sizes: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 30, **sizes})
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        plain = action.default in (None, False, True, "", [], argparse.SUPPRESS)
+        return text if plain else f"{text}; default: %(default)s"
+
+    def _iter_indented_subactions(
+        self, action: argparse.Action
+    ) -> Generator[argparse.Action, None, None]:
+        # Indented, the longest command would not fit its column.
+        yield from getattr(action, "_get_subactions", list)()
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit.
+
+    fill: adds the arguments once they are needed, so that the others pay nothing for them.
+    config: values for flags of this parser and its commands, from a file.
+    """
+
+    def __init__(
+        self,
+        *,
+        fill: Callable[[Parser], None] | None = None,
+        config: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
+        # A shortened flag would change its meaning when another flag is added.
+        super().__init__(**{"formatter_class": Formatter, "allow_abbrev": False, **options})
+        self._fill, self.config = fill, config
+
+    def error(self, message: str) -> NoReturn:
+        """Turns argparse's message into an error like all others."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+    def filled(self) -> Parser:
+        """This parser with all its arguments."""
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
+        return self
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """As argparse does it; leftovers belong to the parser that found them."""
+        return super(Parser, self.filled()).parse_known_args(*given, **named)
+
+    def format_help(self) -> str:
+        """As argparse does it."""
+        return super(Parser, self.filled()).format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            raise UnknownNameError(action.dest, str(value), action.choices)
+        super()._check_value(action, value)
+
+    def commands(self) -> dict[str, Parser]:
+        """The parsers of all commands by name; none for one without."""
+        found = [a for a in self.filled()._actions if isinstance(a, argparse._SubParsersAction)]
+        return dict(found[0].choices) if found else {}
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    summary: str,
+    module: Any,
+    config: Mapping[str, Any],
+    run: str = "run",
+) -> None:
+    """A command from a module with `add_arguments` and `run`.
+
+    config: values for its flags. run: what the arguments call the latter.
+    """
+
+    def fill(parser: Parser) -> None:
+        module.add_arguments(parser)
+        parser.add_argument(
+            "--config", metavar="FILE", help="TOML with values for flags; default: $KEYHOLE_CONFIG"
+        )
+        parser.add_argument("--debug", action="store_true", help="show where an error came from")
+        config_file.apply(parser, config)
+        parser.set_defaults(parser=parser, **{run: module.run})
+        parser.usage = _usage(parser)
+
+    commands.add_parser(name, help=summary, description=module.__doc__, fill=fill, config=config)
+
+
+def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> None:
+    """Refuses what no argument of a command took, with the nearest flag."""
+    if not leftover:
+        return
+    flag = leftover[0].partition("=")[0]
+    parser: Parser = arguments.parser
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    help_text = f"see `{parser.prog} --help`"
+    if not flag.startswith("--"):
+        model = "; a model is named by --model" if "--model" in known else ""
+        raise ConfigError(f"unexpected argument {leftover[0]!r}{model}; {help_text}")
+    name = flag.removeprefix("--").replace("-", "_")
+    chosen = [vars(arguments).get("policy"), vars(arguments).get("reuse")]
+    owners = [
+        f"--{kind} {method}:{name}=..."
+        for kind, table in (("policy", available_policies), ("reuse", available_reuse_methods))
+        if kind in arguments  # tables are loaded where they are needed
+        for method, cls in sorted(table().items(), key=lambda one: one[0] not in chosen)
+        if name in vars(cls)["__dataclass_fields__"]
+    ]
+    # Without the dashes, which all have in common.
+    near = difflib.get_close_matches(flag[2:], [one[2:] for one in known], n=1)
+    if near:
+        hint = f"did you mean '--{near[0]}'?"
+    elif owners:
+        hint = f"settings stand behind a method's name: {owners[0]}"
+    else:
+        hint = help_text
+    command = parser.prog.partition(" ")[2]
+    raise ConfigError(f"unknown option of {command} {flag!r}; {hint}")
+
+
+def _usage(command: argparse.ArgumentParser) -> str:
+    """The usage of a command without the list of its flags, which follows anyway."""
+    places = []
+    for action in command._get_positional_actions():
+        many = f"{action.metavar} ..." if action.nargs in ("+", "*") else str(action.metavar)
+        optional = action.nargs in ("?", "*")
+        places.append(f"[{many}]" if optional else many)
+    return " ".join([command.prog, *places, "[options]"])

@@ -1,0 +1,35 @@
+"""Stores documents once, as a model reads each of them alone, and answers questions over them.
+
+What is stored survives restarts, and several processes may use it at once. A name that ends in "/"
+stands for all documents below it: `--documents handbook/` for handbook/a.md and handbook/b.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from keyhole.cli.common.parser import Parser, add_command
+
+#: Name and one line of help; each is a module here, documents_NAME.
+ACTIONS = {
+    "add": "encode files and store them",
+    "list": "what is stored",
+    "show": "what is stored of a document, and what a question keeps of it, as a picture",
+    "remove": "forget documents",
+    "verify": "find what is damaged or another model's, and encode it again",
+    "ask": "answer a question over stored documents",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    """The actions of `keyhole documents`."""
+    actions = parser.add_subparsers(dest="action", title="actions", metavar="ACTION", required=True)
+    for name, summary in ACTIONS.items():
+        module = importlib.import_module(f"keyhole.cli.documents.{name}")
+        add_command(actions, name, summary, module, parser.config, run="run_action")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the action."""
+    return int(arguments.run_action(arguments))

@@ -1,0 +1,1 @@
+"""The document store: documents encoded once, on disk or at a URL."""

@@ -1,0 +1,256 @@
+"""The place and its index, kept in step, under one lock; and who leaves when a limit is reached.
+
+The place is what counts, the index a quick copy of its names. A start compares the two: what was
+copied in by hand or by another machine is found, what is gone is forgotten, and what a writer left
+that died is taken away.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from keyhole.documents import file as document_file
+from keyhole.documents.index import Index
+from keyhole.documents.integrity_error import RecordError
+from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
+from keyhole.documents.storage import Entry, StorageBackend
+from keyhole.documents.storage.lock import Lease, is_free, locked
+from keyhole.errors import CapacityError, UnknownNameError
+
+__all__ = ["Catalogue"]
+
+_SOURCE = re.compile(r"[0-9a-f]{32}\.txt")
+_RECORD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}\.safetensors")
+# An error is one line.
+_MOST_NAMES_TOLD = 12
+
+
+class Catalogue:
+    """A place, its index and its lock.
+
+    cache_folder: where the index lies if it cannot lie in the place, in a folder of its own; None:
+    the user's cache folder.
+    """
+
+    def __init__(self, place: StorageBackend, cache_folder: Path | None) -> None:
+        self.place = place
+        self._folder = place.folder or _index_folder(place.url, cache_folder)
+        self._leases = self._folder / "leases"
+        (self._folder if place.folder else self._leases).mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            self.index = Index(self._folder / "index.sqlite")
+            self._reconcile()
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Alone among all processes of this machine that change the store. Not to be nested."""
+        return locked(self._folder / "lock")
+
+    def _reconcile(self) -> None:
+        self._clean()
+        sources = self.source_files()
+        records = _matching(_RECORD, self.place.files("records"))
+        known = self.index.stamps()
+        self.index.forget_documents(known.keys() - sources.keys())
+        changed = [file for file, entry in sources.items() if known.get(file) != entry.stamp]
+        unreadable = self._read_sources({file: sources[file] for file in changed})
+        self.index.forget_records(self.index.records().keys() - records.keys())
+        self.index.put_records({file: entry.size_bytes for file, entry in records.items()})
+        self._recover({file: sources[file] for file in unreadable - known.keys()})
+        if not unreadable - self.index.stamps().keys():
+            old = time.time() - self.place.grace_s
+            times = {file: entry.written for file, entry in records.items()}
+            self.collect(f for f in self.index.orphans() if (times.get(f) or old + 1) <= old)
+        for file in self.index.uncounted():
+            header = self.header(file)
+            if header is not None:
+                size = records[file].size_bytes
+                self.index.put_records({file: size}, header.tokens, header.block_size)
+
+    def source_files(self) -> dict[str, Entry]:
+        """The files of documents that are there."""
+        return _matching(_SOURCE, self.place.files("documents"))
+
+    def _clean(self) -> None:
+        with suppress(OSError):  # nobody who only reads needs it
+            self.place.clean()
+
+    def _read_sources(self, entries: dict[str, Entry]) -> set[str]:
+        """Puts them into the index; gives those whose first line cannot be read."""
+        heads = self.place.heads([f"documents/{file}" for file in entries], HEAD_BYTES)
+        found, unreadable = [], set()
+        for (file, entry), head in zip(entries.items(), heads, strict=True):
+            try:
+                source = SourceFile.parse(head)
+            except RecordError:
+                unreadable.add(file)
+                continue
+            if source.file == file:
+                found.append((source, entry.size_bytes, entry.stamp))
+            else:  # copied under another name
+                unreadable.add(file)
+        self.index.put_documents(found)
+        return unreadable
+
+    def unreadable(self) -> set[str]:
+        """Files of documents that the index does not know, and cannot be told."""
+        if not self.source_files().keys() - self.index.stamps().keys():
+            return set()
+        with self.locked():
+            found, known = self.source_files(), self.index.stamps()
+            return self._read_sources({f: e for f, e in found.items() if f not in known})
+
+    def _recover(self, unreadable: dict[str, Entry]) -> None:
+        """A document whose first line is damaged is still known by its record."""
+        for record in self.index.orphans() if unreadable else ():
+            header = self.header(record)
+            entry = unreadable.get(file_of(header.name)) if header is not None else None
+            if header is None or entry is None:
+                continue
+            model = record.partition("-")[2].partition(".")[0]
+            source = SourceFile(
+                name=header.name,
+                digest=header.digest,
+                model=model,
+                tokens=header.tokens,
+                block_size=header.block_size,
+                created=header.created,
+                pinned=False,
+            )
+            self.index.put_documents([(source, entry.size_bytes, "")])
+
+    def header(self, record: str) -> document_file.RecordHeader | None:
+        """What a record says of itself; None if it is not there or damaged."""
+        try:
+            reader = self.place.reader(f"records/{record}")
+        except OSError:
+            return None
+        try:
+            return document_file.parse(reader)
+        except (OSError, RecordError):
+            return None
+        finally:
+            reader.close()
+
+    def find(self, name: str) -> SourceFile | None:
+        """The document of this name; one that the index does not know is looked for."""
+        return self.index.source(name) or self.refresh(name)
+
+    def source(self, name: str) -> SourceFile:
+        """As `find`; UnknownNameError if there is none."""
+        found = self.find(name)
+        if found is None:
+            raise self.unknown(name)
+        return found
+
+    def unknown(self, name: str) -> UnknownNameError:
+        """The error for a name that is not there; of many names it tells the nearest."""
+        names = self.index.names()
+        if len(names) > _MOST_NAMES_TOLD:
+            near = difflib.get_close_matches(name, names, n=_MOST_NAMES_TOLD, cutoff=0.5)
+            told = [*near, *names][: max(len(near), 1)]
+            names = [*told, f"… and {len(names) - len(told)} others"]
+        return UnknownNameError("document", name, names)
+
+    def current(self, name: str) -> SourceFile:
+        """As `source`, from the place if its first line can be read there."""
+        found = self.refresh(name) or self.index.source(name)
+        if found is None:
+            raise self.unknown(name)
+        return found
+
+    def refresh(self, name: str) -> SourceFile | None:
+        """As `find`, from the place: another machine may have changed it."""
+        before = self.index.source(name)
+        path = f"documents/{file_of(name)}"
+        head = self.place.heads([path], HEAD_BYTES)[0]
+        try:
+            source = SourceFile.parse(head)
+        except RecordError:
+            return None
+        if source.name != name:
+            return None
+        # Without a stamp the next start reads it again, and sees how long a long one is.
+        self.index.replace_document(before, source, len(head))
+        if before is None or before.digest != source.digest:
+            self.index.put_records(self.records_of(source.digest))
+        return source
+
+    def records_of(self, digest: str) -> dict[str, int]:
+        """File -> size in bytes of the records of a source that are there, known or not."""
+        found = _matching(_RECORD, self.place.files("records"))
+        return {f: entry.size_bytes for f, entry in found.items() if f.startswith(digest)}
+
+    # Leases, and taking records away.
+
+    def lease(self, record: str) -> Lease:
+        """Says that a record is in use. FileNotFoundError if it is not there, where this shows."""
+        path = self._lease_path(record)
+        return Lease(path, create=path.parent == self._leases)
+
+    def _lease_path(self, record: str) -> Path:
+        return self.place.lease_path(f"records/{record}") or self._leases / record
+
+    def collect(self, records: Iterable[str]) -> None:
+        """Takes away those that are not in use; the others leave at a later start."""
+        gone = []
+        for record in records:
+            with is_free(self._lease_path(record)) as free, suppress(OSError):
+                if free:
+                    self.place.remove(f"records/{record}")
+                    gone.append(record)
+                    (self._leases / record).unlink(missing_ok=True)
+        self.index.forget_records(gone)
+
+    def require_room(self, more_bytes: int, limit_bytes: int, keep: Collection[str]) -> None:
+        """CapacityError unless `evict` can make room for so many bytes more."""
+        total = self.index.total_bytes()
+        free = sum(size for _, size in self._free_records(keep))
+        if total + more_bytes - free > limit_bytes:
+            raise CapacityError(
+                f"{more_bytes} bytes more do not fit into the limit of {limit_bytes} bytes of the "
+                f"documents at {self.place.url!r}: {total - free} of the {total} bytes there are "
+                "texts, or records that are pinned or in use; raise limit_bytes, or unpin or "
+                "remove documents"
+            )
+
+    def evict(self, limit_bytes: int, keep: Collection[str]) -> None:
+        """Takes away the least recently used records until the limit holds, or none is left.
+
+        Not those in `keep`, pinned ones, and ones in use. Sources stay.
+        """
+        excess = self.index.total_bytes() - limit_bytes
+        for record, size in self._free_records(keep) if excess > 0 else ():
+            if excess <= 0:
+                break
+            self.collect([record])
+            excess -= size
+
+    def _free_records(self, keep: Collection[str]) -> list[tuple[str, int]]:
+        free = []
+        for record, size in self.index.evictable().items():
+            if record in keep:
+                continue
+            with is_free(self._lease_path(record)) as unused:
+                if unused:
+                    free.append((record, size))
+        return free
+
+
+def _matching(pattern: re.Pattern[str], entries: dict[str, Entry]) -> dict[str, Entry]:
+    return {name: entry for name, entry in entries.items() if pattern.fullmatch(name)}
+
+
+def _index_folder(url: str, cache_folder: Path | None) -> Path:
+    if cache_folder is None:
+        mac = Path.home() / "Library" / "Caches"
+        home = mac if sys.platform == "darwin" else Path.home() / ".cache"
+        cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "keyhole" / "documents"
+    return cache_folder / hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -1,0 +1,313 @@
+"""An SQLite index of a store: names, sizes, dates, uses, pins.
+
+Everything in it but the uses can be read from the place again, so it is thrown away when it is
+damaged, and never waits for a disk. Several processes use it at once (WAL); each operation has a
+connection of its own, so that threads and forks need no care.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keyhole.documents.source import SourceFile
+
+__all__ = ["DocumentInfo", "Index", "record_file"]
+
+_VERSION = 1
+_WAIT_S = 60.0
+_SCHEMA = f"""
+CREATE TABLE documents (
+  name TEXT PRIMARY KEY, file TEXT NOT NULL UNIQUE, digest TEXT NOT NULL,
+  model TEXT NOT NULL, tokens INTEGER NOT NULL, block_size INTEGER NOT NULL,
+  created REAL NOT NULL, pinned INTEGER NOT NULL,
+  size_bytes INTEGER NOT NULL, stamp TEXT NOT NULL, hits INTEGER NOT NULL DEFAULT 0,
+  last_used REAL NOT NULL);
+CREATE INDEX by_digest ON documents (digest);
+CREATE TABLE records (
+  file TEXT PRIMARY KEY, digest TEXT NOT NULL, model TEXT NOT NULL, tokens INTEGER,
+  block_size INTEGER, size_bytes INTEGER NOT NULL, last_used REAL NOT NULL);
+CREATE INDEX of_digest ON records (digest);
+PRAGMA user_version = {_VERSION};
+"""
+_INFO = """
+SELECT d.*, own.file IS NOT NULL AS encoded, own.tokens AS own_tokens,
+  own.block_size AS own_block_size, group_concat(r.model) AS models,
+  coalesce(sum(r.size_bytes), 0) AS record_bytes
+FROM documents d LEFT JOIN records r ON r.digest = d.digest
+LEFT JOIN records own ON own.digest = d.digest AND own.model = :model
+WHERE :name IS NULL OR d.name = :name GROUP BY d.name ORDER BY d.name
+"""
+_SOURCE_FIELDS = [field.name for field in dataclasses.fields(SourceFile)]
+# Errors that say nothing about the file: another process has it, or it cannot be opened at all.
+_NOT_DAMAGE = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentInfo:
+    """A stored document, seen by one model.
+
+    name: what it was called. digest: SHA-256 of its source. tokens, block_size: of this model's
+    record, or, where it has none, as the model counted that stored the document. size_bytes: its
+    source and all models' records. created, last_used: seconds since 1970, UTC. hits: how often it
+    was opened. records: the models that have a record, by the digest of their fingerprint.
+    encoded: whether this model has one.
+    """
+
+    name: str
+    tokens: int
+    block_size: int
+    size_bytes: int
+    created: float
+    last_used: float
+    hits: int
+    pinned: bool
+    digest: str
+    records: tuple[str, ...]
+    encoded: bool
+
+
+class Index:
+    """The index in the file `path`; a new one where there is none or a damaged one.
+
+    Make it while nobody else changes the store. Any operation may raise sqlite3.Error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if not self._is_sound():
+            for suffix in ("", "-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            with closing(self._connect()) as connection:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+
+    def _is_sound(self) -> bool:
+        try:
+            with closing(self._connect()) as connection:
+                version = connection.execute("PRAGMA user_version").fetchone()[0]
+                checked = connection.execute("PRAGMA quick_check").fetchone()[0]
+                return bool(version == _VERSION and checked == "ok")
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            if code in _NOT_DAMAGE:
+                raise
+            return False
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=_WAIT_S, isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA synchronous = OFF")
+        return connection
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with closing(self._connect()) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+            connection.execute("COMMIT")  # without it, closing rolls back
+
+    def _rows(self, query: str, **values: Any) -> list[sqlite3.Row]:
+        with closing(self._connect()) as connection:
+            return connection.execute(query, values).fetchall()
+
+    # Documents.
+
+    def source(self, name: str) -> SourceFile | None:
+        """The first line of the document's file."""
+        rows = self._rows("SELECT * FROM documents WHERE name = :name", name=name)
+        return _source(rows[0]) if rows else None
+
+    def sources(self) -> list[SourceFile]:
+        """Of all documents, sorted by name."""
+        return [_source(row) for row in self._rows("SELECT * FROM documents ORDER BY name")]
+
+    def names(self) -> list[str]:
+        """All of them, sorted."""
+        return [row["name"] for row in self._rows("SELECT name FROM documents ORDER BY name")]
+
+    def source_bytes(self, name: str) -> int:
+        """How long the document's file is; 0 if there is none."""
+        rows = self._rows("SELECT size_bytes FROM documents WHERE name = :name", name=name)
+        return int(rows[0]["size_bytes"]) if rows else 0
+
+    def stamps(self) -> dict[str, str]:
+        """File -> the stamp it had when its first line was read."""
+        rows = self._rows("SELECT file, stamp FROM documents")
+        return {row["file"]: row["stamp"] for row in rows}
+
+    def put_documents(self, found: Iterable[tuple[SourceFile, int, str]]) -> None:
+        """First line, size in bytes and stamp of each file; uses are kept."""
+        with self._transaction() as connection:
+            _put(connection, found)
+
+    def replace_document(self, before: SourceFile | None, now: SourceFile, size: int) -> None:
+        """What is known of a document, unless that has changed since it was `before`."""
+        with self._transaction() as connection:
+            query = "SELECT * FROM documents WHERE name = ?"
+            row = connection.execute(query, (now.name,)).fetchone()
+            if (_source(row) if row is not None else None) == before != now:
+                _put(connection, [(now, size, "")])
+
+    def forget_documents(self, files: Iterable[str]) -> None:
+        """Those whose file is gone."""
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM documents WHERE file = ?", [(f,) for f in files])
+
+    # Records.
+
+    def records(self, digest: str | None = None) -> dict[str, int]:
+        """File -> size in bytes; of one source, or all."""
+        rows = self._rows(
+            "SELECT file, size_bytes FROM records WHERE :digest IS NULL OR digest = :digest",
+            digest=digest,
+        )
+        return {row["file"]: row["size_bytes"] for row in rows}
+
+    def put_records(
+        self, sizes: dict[str, int], tokens: int | None = None, block_size: int | None = None
+    ) -> None:
+        """Records by file; one that is new counts as used now, or when its document was made."""
+        with self._transaction() as connection:
+            connection.executemany(
+                "INSERT INTO records VALUES (:file, :digest, :model, :tokens, :block_size, :size, "
+                "(SELECT coalesce(max(last_used), 0) FROM documents WHERE digest = :digest)) "
+                "ON CONFLICT (file) DO UPDATE SET size_bytes = excluded.size_bytes, "
+                "tokens = coalesce(excluded.tokens, tokens), "
+                "block_size = coalesce(excluded.block_size, block_size)",
+                [
+                    dict(_parts(file), file=file, tokens=tokens, block_size=block_size, size=size)
+                    for file, size in sizes.items()
+                ],
+            )
+
+    def uncounted(self) -> list[str]:
+        """Files of records whose tokens are not known: another model stored their document."""
+        rows = self._rows(
+            "SELECT r.file FROM records r JOIN documents d ON r.digest = d.digest "
+            "WHERE r.tokens IS NULL GROUP BY r.file HAVING sum(r.model = d.model) < count(*)"
+        )
+        return [row["file"] for row in rows]
+
+    def forget_records(self, files: Iterable[str]) -> None:
+        """Those whose file is gone."""
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM records WHERE file = ?", [(f,) for f in files])
+
+    def orphans(self) -> list[str]:
+        """Files of records of which no document has the source."""
+        rows = self._rows(
+            "SELECT file FROM records WHERE digest NOT IN (SELECT digest FROM documents)"
+        )
+        return [row["file"] for row in rows]
+
+    def shared(self, digest: str, name: str) -> bool:
+        """Whether another document than that of this name has the source."""
+        query = "SELECT 1 FROM documents WHERE digest = :digest AND name != :name LIMIT 1"
+        return bool(self._rows(query, digest=digest, name=name))
+
+    def total_bytes(self) -> int:
+        """Of all sources and records."""
+        row = self._rows(
+            "SELECT (SELECT coalesce(sum(size_bytes), 0) FROM documents) + "
+            "(SELECT coalesce(sum(size_bytes), 0) FROM records) AS total"
+        )[0]
+        return int(row["total"])
+
+    def evictable(self) -> dict[str, int]:
+        """File -> bytes of the records that no pinned document has, in the order of leaving.
+
+        First those of no document at all, then the least recently used.
+        """
+        rows = self._rows(
+            "SELECT file, size_bytes FROM records r WHERE NOT EXISTS "
+            "(SELECT 1 FROM documents d WHERE d.digest = r.digest AND d.pinned) "
+            "ORDER BY digest IN (SELECT digest FROM documents), last_used, file"
+        )
+        return {row["file"]: row["size_bytes"] for row in rows}
+
+    # Uses.
+
+    def opened(self, name: str, file: str, model: str) -> DocumentInfo | None:
+        """Counts a use of the document, and of its record in `file`; gives what is known then."""
+        now = time.time()
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE documents SET hits = hits + 1, last_used = ? WHERE name = ?", (now, name)
+            )
+            connection.execute("UPDATE records SET last_used = ? WHERE file = ?", (now, file))
+            row = connection.execute(_INFO, {"model": model, "name": name}).fetchone()
+        return _info(row) if row is not None else None
+
+    def used(self, file: str) -> None:
+        """The record in `file` is the last used, without a hit."""
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE records SET last_used = ? WHERE file = ?", (time.time(), file)
+            )
+
+    # What a user sees.
+
+    def infos(self, model: str, name: str | None = None) -> list[DocumentInfo]:
+        """The document of this name, or all sorted by name, as `model` sees them."""
+        rows = self._rows(_INFO, model=model, name=name)
+        return [_info(row) for row in rows]
+
+
+def record_file(digest: str, model: str) -> str:
+    """What the record of a source by a model is called."""
+    return f"{digest}-{model}.safetensors"
+
+
+def _parts(file: str) -> dict[str, str]:
+    """Digest and model of a record, by its file."""
+    digest, _, rest = file.partition("-")
+    return {"digest": digest, "model": rest.partition(".")[0]}
+
+
+def _put(connection: sqlite3.Connection, found: Iterable[tuple[SourceFile, int, str]]) -> None:
+    fields = [*_SOURCE_FIELDS, "file", "size_bytes", "stamp"]
+    marks, columns = ", ".join("?" * len(fields)), ", ".join(fields)
+    changes = ", ".join(f"{field} = excluded.{field}" for field in fields)
+    connection.executemany(
+        f"INSERT INTO documents ({columns}, last_used) VALUES ({marks}, ?) "
+        f"ON CONFLICT (name) DO UPDATE SET {changes}",
+        [
+            (*(getattr(s, f) for f in _SOURCE_FIELDS), s.file, size, stamp, s.created)
+            for s, size, stamp in found
+        ],
+    )
+
+
+def _source(row: sqlite3.Row) -> SourceFile:
+    fields = {name: row[name] for name in _SOURCE_FIELDS}
+    return SourceFile(**fields | {"pinned": bool(row["pinned"])})
+
+
+def _info(row: sqlite3.Row) -> DocumentInfo:
+    return DocumentInfo(
+        name=row["name"],
+        tokens=row["own_tokens"] or row["tokens"],
+        block_size=row["own_block_size"] or row["block_size"],
+        size_bytes=row["size_bytes"] + row["record_bytes"],
+        created=row["created"],
+        last_used=row["last_used"],
+        hits=row["hits"],
+        pinned=bool(row["pinned"]),
+        digest=row["digest"],
+        records=tuple(sorted((row["models"] or "").split(","))) if row["models"] else (),
+        encoded=bool(row["encoded"]),
+    )

@@ -1,0 +1,162 @@
+"""A stored document, open: small tensors at once, of keys and values only what is asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from keyhole.documents import file
+from keyhole.documents.file import RecordHeader, Span
+from keyhole.documents.index import DocumentInfo
+from keyhole.documents.integrity_error import RecordError
+from keyhole.documents.record import STATISTICS, HeadRecord, LayerStatistics
+from keyhole.documents.storage import StorageReader
+from keyhole.documents.storage.lock import Lease
+from keyhole.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["StoredDocument"]
+
+
+class StoredDocument:
+    """A record that is in use until `close`, or the end of a `with` block: nothing takes it away.
+
+    info: as the index had it. length: tokens. num_layers: L. token_ids: int64 [n].
+
+    All tensors are on the CPU. Those of a record in a local folder are views of the mapped file,
+    whose pages the system reads when they are used: copy what you want to change.
+    """
+
+    def __init__(
+        self,
+        info: DocumentInfo,
+        header: RecordHeader,
+        small: Mapping[str, Tensor],
+        reader: StorageReader,
+        lease: Lease,
+    ) -> None:
+        self.info = info
+        self.length = header.tokens
+        self.block_size = header.block_size
+        self.num_layers = header.num_layers
+        self._spans = header.spans
+        self._extremes = header.extremes
+        self._reader = reader
+        self._release = weakref.finalize(self, _release, reader, lease)
+        self.token_ids = small["token_ids"]
+        self._statistics = [
+            LayerStatistics(**{name: small[f"layers.{layer}.{name}"] for name in STATISTICS})
+            for layer in range(self.num_layers)
+        ]
+
+    def __enter__(self) -> StoredDocument:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._release.alive
+
+    @property
+    def bytes_read(self) -> int:
+        """What was read of the record so far, header and statistics included."""
+        return self._reader.bytes_read
+
+    def close(self) -> None:
+        """Gives the record free. Tensors that were read stay as they are."""
+        self._release()
+
+    def statistics(self, layer: int) -> LayerStatistics:
+        """The block statistics of a layer; they were read, and checked, when it was opened."""
+        self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
+        return self._statistics[layer]
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Keys [stop - start, Hkv, D] and values [stop - start, Hkv, Dv] of these tokens.
+
+        Values are None for a layer that stores none (MLA). Only these rows are read; they are not
+        compared with a digest. Raises ConfigError for rows that the document has not,
+        RecordError if they cannot be read any more.
+        """
+        self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
+        good = 0 <= start <= stop <= self.length
+        self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
+        names = (f"layers.{layer}.keys", f"layers.{layer}.values")
+        parts = [_part(self._spans[name], start, stop) for name in names if name in self._spans]
+        tensors = self._read(parts)
+        return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+    @property
+    def heads(self) -> frozenset[str]:
+        """Fingerprints of the retrieval heads whose keys are stored."""
+        return frozenset(name.split(".")[1] for name in self._spans if name.startswith("heads."))
+
+    def head_keys(self, head: str, start: int, stop: int) -> Tensor:
+        """Keys [stop - start, Hkv, D] of a retrieval head of `heads`, not rotated; as `rows`."""
+        good = 0 <= start <= stop <= self.length
+        self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
+        return self._read([_part(self._spans[f"heads.{head}.keys"], start, stop)])[0]
+
+    def head_last(self, head: str) -> Tensor:
+        """Features [H] of the last token, for a retrieval head of `heads`."""
+        return self._read([self._spans[f"heads.{head}.last"]])[0]
+
+    def head_record(self, head: str) -> HeadRecord:
+        """All that is stored for a retrieval head of `heads`; RecordError if it has changed."""
+        names = [f"heads.{head}.keys", f"heads.{head}.last"]
+        keys, last = self._read([self._spans[name] for name in names])
+        for name, x in zip(names, (keys, last), strict=True):
+            file.check(name, self._spans[name], x.view(-1).view(torch.uint8))
+        return HeadRecord(keys, last)
+
+    @property
+    def has_extremes(self) -> bool:
+        """Whether extreme keys are stored; records of older versions have none."""
+        return bool(self._extremes)
+
+    def extreme_keys(self) -> list[Tensor]:
+        """Per layer the extreme keys of all blocks, [N, k, Hkv, D]; one read, not checked.
+
+        Raises ConfigError if there are none, RecordError if they cannot be read any more.
+        """
+        self._require(self.has_extremes, "extreme keys", "stored before they are read")
+        spans, begin = self._extremes, self._extremes[0].start
+        data = self._bytes([(begin, spans[-1].stop)])[0]
+        return [span.tensor(data[span.start - begin : span.stop - begin]) for span in spans]
+
+    def _read(self, parts: Sequence[Span]) -> list[Tensor]:
+        found = self._bytes([(part.start, part.stop) for part in parts])
+        return [part.tensor(data) for part, data in zip(parts, found, strict=True)]
+
+    def _bytes(self, ranges: list[tuple[int, int]]) -> list[Tensor]:
+        self._require(not self.closed, "closed", "open while rows are read")
+        try:
+            return self._reader.read(ranges)
+        except OSError as error:
+            raise RecordError(
+                "damaged", f"its record cannot be read: {error}", "there", self.info.name
+            ) from error
+
+    def _require(self, good: bool, what: str, right: str) -> None:
+        if not good:
+            raise ConfigError(f"{what} of document {self.info.name!r} must be {right}")
+
+
+def _part(span: Span, start: int, stop: int) -> Span:
+    """The rows `start` to `stop` of a tensor."""
+    row = (span.stop - span.start) // span.shape[0]
+    begin, end = span.start + start * row, span.start + stop * row
+    return Span(span.dtype, (stop - start, *span.shape[1:]), begin, end, "")
+
+
+def _release(reader: StorageReader, lease: Lease) -> None:
+    reader.close()
+    lease.close()

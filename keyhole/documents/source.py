@@ -1,0 +1,134 @@
+"""What a document was made from, as a file: one line of JSON, then the text, or its token ids.
+
+The first line names the document, the rest lets any model encode it again. A document is stored
+from the moment this file is there until it is gone; records hang on it by the digest of the source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keyhole.config import is_count
+from keyhole.documents.digest import canonical, is_sealed, seal, sha256
+from keyhole.documents.integrity_error import RecordError
+from keyhole.errors import ConfigError
+
+__all__ = ["HEAD_BYTES", "Source", "SourceFile", "check_name", "file_of"]
+
+#: Every first line ends before this byte.
+HEAD_BYTES = 4096
+_MOST_NAME_LENGTH = 200
+# No UTF-8 text begins with this byte, so no text has the digest of a list of token ids.
+_TOKEN_IDS_MARK = b"\xff"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text or token ids, and the bytes they are stored as.
+
+    digest: SHA-256; of a text, what sha256sum says of its UTF-8.
+    """
+
+    value: str | list[int]
+    body: bytes
+    digest: str
+
+    @classmethod
+    def of(cls, source: str | Sequence[int]) -> Source:
+        """ConfigError for an empty one, and for what is neither text nor token ids."""
+        if not len(source):
+            raise ConfigError("a document has no text; give at least one character or token id")
+        if isinstance(source, str):
+            try:
+                body = source.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"the text of a document is no Unicode text: {error.reason} at character "
+                    f"{error.start}; decode the file with its own encoding"
+                ) from error
+            return cls(source, body, sha256(body))
+        if isinstance(source, bytes | bytearray):
+            raise ConfigError("a document is bytes; decode them, or give token ids")
+        ids = [int(token) if isinstance(token, np.integer) else token for token in source]
+        wrong = [token for token in ids if not is_count(token, 0)]
+        if wrong:
+            raise ConfigError(f"token id {wrong[0]!r} of a document must be a whole number >= 0")
+        numbers = np.array(ids, dtype="<i8").tobytes()
+        return cls(ids, canonical(ids), sha256(_TOKEN_IDS_MARK + numbers))
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """The first line of the file.
+
+    tokens, block_size: as the model `model` counted when it stored the document. created: seconds
+    since 1970, UTC.
+    """
+
+    name: str
+    digest: str
+    model: str
+    tokens: int
+    block_size: int
+    created: float
+    pinned: bool
+
+    @property
+    def file(self) -> str:
+        """What the file is called."""
+        return file_of(self.name)
+
+    def line(self) -> bytes:
+        """As it is written, sealed."""
+        return canonical(seal(dataclasses.asdict(self))) + b"\n"
+
+    @classmethod
+    def parse(cls, data: bytes) -> SourceFile:
+        """From the first HEAD_BYTES of a file or more; RecordError "source" if it is damaged."""
+        line, _, _ = data.partition(b"\n")
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            if not is_sealed(fields):
+                raise ValueError("its digest is another")
+            fields.pop("sha256")
+            return cls(**fields)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RecordError(
+                "source", "the first line of its text's file has changed", "as it was written"
+            ) from error
+
+    def source(self, data: bytes) -> Source:
+        """From the whole file; RecordError "source" if neither a text nor token ids are right.
+
+        The first line of `data` may be damaged, as long as it ends where it did.
+        """
+        _, _, body = data.partition(b"\n")
+        for read in (bytes.decode, json.loads):
+            with suppress(ValueError, TypeError, ConfigError):
+                found = Source.of(read(body))
+                if found.digest == self.digest:
+                    return found
+        raise RecordError("source", "its text has changed", f"sha256 {self.digest[:12]}", self.name)
+
+
+def file_of(name: str) -> str:
+    """What the file of the document of this name is called."""
+    return f"{sha256(name.encode())[:32]}.txt"
+
+
+def check_name(name: str) -> str:
+    """`name`; ConfigError unless it is printable, not blank and not too long."""
+    good = isinstance(name, str) and name.isprintable() and bool(name.strip())
+    if not good or len(name) > _MOST_NAME_LENGTH:
+        raise ConfigError(
+            f"document name {name!r} must be printable text in one line, not blank, of at most "
+            f"{_MOST_NAME_LENGTH} characters"
+        )
+    return name

@@ -1,0 +1,175 @@
+"""Documents in a folder of this machine: files are mapped into memory, and renamed into place.
+
+A file is written under `parts`, locked by its writer, brought to the disk (fsync), and renamed. A
+process that dies leaves a part without a lock, which the next start takes away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from keyhole.documents.storage import Entry
+from keyhole.documents.storage.lock import is_free
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LocalPlace", "LocalReader", "LocalStaged"]
+
+_PARTS = "parts"
+
+
+class LocalPlace:
+    """See `Place`. The folder is made if it is not there; one that is read-only can be read."""
+
+    grace_s = 0.0
+
+    def __init__(self, folder: Path) -> None:
+        self.url = str(folder)
+        self._folder = folder
+        self.folder: Path | None = folder
+        try:
+            for name in ("documents", "records", _PARTS):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            with open(folder / "lock", "ab"):
+                pass
+        except OSError:
+            if not (folder / "documents").is_dir():
+                raise
+            self.folder = None
+
+    def files(self, folder: str) -> dict[str, Entry]:
+        """See `Place`."""
+        with os.scandir(self._folder / folder) as entries:
+            return {entry.name: _entry(entry.stat()) for entry in entries if entry.is_file()}
+
+    def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
+        """See `Place`."""
+        return [self._head(path, most_bytes) for path in paths]
+
+    def _head(self, path: str, most_bytes: int) -> bytes:
+        try:
+            with open(self._folder / path, "rb") as file:
+                return file.read(most_bytes)
+        except OSError:
+            return b""
+
+    def read(self, path: str) -> bytes:
+        """See `Place`."""
+        return (self._folder / path).read_bytes()
+
+    def reader(self, path: str) -> LocalReader:
+        """See `Place`."""
+        return LocalReader(self._folder / path)
+
+    def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> LocalStaged:
+        """See `Place`."""
+        return LocalStaged(self._folder / _PARTS, self._folder / path, pieces)
+
+    def remove(self, path: str) -> None:
+        """See `Place`."""
+        (self._folder / path).unlink(missing_ok=True)
+
+    def lease_path(self, path: str) -> Path:
+        """The file itself."""
+        return self._folder / path
+
+    def clean(self) -> None:
+        """See `Place`."""
+        for part in (self._folder / _PARTS).iterdir():
+            with is_free(part) as free:
+                if free:
+                    part.unlink(missing_ok=True)
+
+
+class LocalReader:
+    """A file, mapped into memory. What is read are views: nothing is copied.
+
+    Writing into a view changes what this reader shows, never the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.bytes_read = 0
+        self._data = torch.empty(0, dtype=torch.uint8)
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if self.size:
+                mapping = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+                self._data = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """See `Reader`."""
+        self.bytes_read += sum(stop - start for start, stop in ranges)
+        return [self._data[start:stop] for start, stop in ranges]
+
+    def close(self) -> None:
+        """The mapping ends with the last view of it."""
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+
+class LocalStaged:
+    """See `Staged`."""
+
+    def __init__(self, folder: Path, target: Path, pieces: Sequence[bytes | memoryview]) -> None:
+        self._target = target
+        self._descriptor, self._part = _new_part(folder)
+        try:
+            for piece in pieces:
+                rest = memoryview(piece)
+                while len(rest):
+                    rest = rest[os.write(self._descriptor, rest) :]
+            os.fsync(self._descriptor)
+        except BaseException:
+            self.discard()
+            raise
+
+    def commit(self) -> str:
+        """See `Staged`."""
+        os.replace(self._part, self._target)
+        stamp = _entry(os.fstat(self._descriptor)).stamp
+        self._close()
+        _sync_folder(self._target.parent)
+        return stamp
+
+    def discard(self) -> None:
+        """See `Staged`."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                self._part.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _new_part(folder: Path) -> tuple[int, Path]:
+    while True:
+        part = folder / f"{uuid.uuid4().hex}.part"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, part
+        os.close(descriptor)  # another process that cleans up met it before its lock
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename last through a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _entry(status: os.stat_result) -> Entry:
+    return Entry(status.st_size, f"{status.st_size}-{status.st_mtime_ns}", status.st_mtime)

@@ -1,0 +1,246 @@
+"""Documents that were encoded once and are kept: add, list, open, verify.
+
+A store is a place with texts and, per text and model, a record of keys, values and statistics. A
+record belongs to a text by its digest and to a model by the digest of a fingerprint, so records of
+several models lie side by side, and a changed model never meets a record that is not its own.
+
+What was acknowledged stays: every file is written beside its place, brought to the disk and put in
+place as a whole, record before text, so that a process that is killed leaves nothing half-made
+under a name. Several processes may read and add at once.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from errno import EDQUOT, EFBIG, ENOSPC
+from pathlib import Path
+
+from keyhole.config import is_count, require
+from keyhole.documents import file as document_file
+from keyhole.documents.catalogue import Catalogue
+from keyhole.documents.digest import Fingerprint, model_of
+from keyhole.documents.index import DocumentInfo, record_file
+from keyhole.documents.integrity import absent, header_of, nameless, problems
+from keyhole.documents.integrity_error import Problem, RecordError
+from keyhole.documents.reader import StoredDocument
+from keyhole.documents.record import DocumentRecord, validate
+from keyhole.documents.source import Source, SourceFile, check_name
+from keyhole.documents.storage.remote import open_place
+from keyhole.documents.writer import Writer
+from keyhole.errors import CapacityError, ConfigError
+
+__all__ = ["DocumentInfo", "DocumentStore", "Problem", "RecordError", "StoredDocument"]
+
+# `list` is a method below.
+Infos = list[DocumentInfo]
+Problems = list[Problem]
+Text = str | list[int]
+_NO_SPACE = (ENOSPC, EDQUOT, EFBIG)
+
+
+class DocumentStore:
+    """The documents at `place`, as one model sees them.
+
+    place: a folder, made if it is not there, or any URL that fsspec opens. fingerprint: everything
+    that makes this model's keys and values what they are. limit_bytes: of all texts and records of
+    all models; least recently used records leave, their texts stay; None: no limit. cache_folder:
+    where the index of a place lies that cannot hold it (a URL, or a read-only folder); None: the
+    user's cache folder.
+
+    Any operation raises ConfigError if the place or its index cannot be used.
+    """
+
+    def __init__(
+        self,
+        place: str | Path,
+        fingerprint: Fingerprint,
+        *,
+        limit_bytes: int | None = None,
+        cache_folder: str | Path | None = None,
+    ) -> None:
+        right = "a number of bytes, at least 1"
+        require(limit_bytes is None or is_count(limit_bytes), "limit_bytes", limit_bytes, right)
+        self.model = model_of(fingerprint)
+        self.fingerprint = dict(fingerprint)
+        self.limit_bytes = limit_bytes
+        self._place = open_place(place)
+        with self._told("read"):
+            self._catalogue = Catalogue(self._place, Path(cache_folder) if cache_folder else None)
+            self._writer = Writer(self._catalogue, self.fingerprint, limit_bytes)
+
+    # Adding.
+
+    def stored(
+        self, name: str, source: str | Sequence[int], *, overwrite: bool = False
+    ) -> DocumentInfo | None:
+        """What is stored of exactly this by this model; None if it has to be encoded and added.
+
+        A text or a record that is damaged, as far as that is seen without reading all of it, or a
+        record of an older version, has to be added again. Raises ConfigError for a name or source
+        that `add` would refuse.
+        """
+        check_name(name)
+        with self._told("read"):
+            same = self._writer.same(name, Source.of(source), overwrite=overwrite)
+            return self.info(name) if same is not None and self._writer.is_whole(same) else None
+
+    def add(
+        self,
+        name: str,
+        source: str | Sequence[int],
+        record: DocumentRecord,
+        *,
+        overwrite: bool = False,
+        pinned: bool = False,
+    ) -> DocumentInfo:
+        """Stores a document; when this returns, it is on the disk.
+
+        The same name and source again change nothing but a pin, unless what is there is damaged.
+        overwrite: put `record` in place of whatever is there of this name, records of its old text
+        by all models included. pinned: it never makes room for others.
+
+        Raises ConfigError for a bad name or source, for a name that has another source, and for a
+        record whose shapes disagree; NumericalError for NaN; CapacityError if it does not fit.
+        Then all that was stored is as it was.
+        """
+        check_name(name)
+        origin = Source.of(source)
+        validate(record)
+        with self._told("written"):
+            same = self._writer.same(name, origin, overwrite=overwrite)
+            if same is None or overwrite or not self._writer.is_whole(same):
+                return self._writer.add(name, origin, record, overwrite=overwrite, pinned=pinned)
+        if pinned:
+            self.pin(name)
+        return self.info(name)
+
+    # Reading.
+
+    def open(self, name: str) -> StoredDocument:
+        """The document's record, in use until it is closed; counts a hit.
+
+        Checks whose record it is, its size, and the digests of its header and statistics; those of
+        keys and values only `verify` checks. Raises UnknownNameError, and RecordError for a record
+        that is damaged, another model's, or not there.
+        """
+        with self._told("read"):
+            source, tried = self._catalogue.source(name), ""
+            while True:
+                try:
+                    return self._open(source)
+                except RecordError as error:
+                    # Somebody may have put another text under this name just now.
+                    fresh = self._catalogue.current(name)
+                    if fresh.digest == tried:
+                        raise error.of(name) from error
+                    source, tried = fresh, fresh.digest
+
+    def _open(self, source: SourceFile) -> StoredDocument:
+        file = record_file(source.digest, self.model)
+        try:
+            lease = self._catalogue.lease(file)
+        except FileNotFoundError:
+            raise absent(self._catalogue, source.digest, self.fingerprint) from None
+        try:
+            reader = self._place.reader(f"records/{file}")
+            header = header_of(reader, source.digest, self.fingerprint)
+            small = document_file.read_small(reader, header)
+            info = self._catalogue.index.opened(source.name, file, self.model)
+            if info is None:  # another process has just removed it
+                raise self._catalogue.unknown(source.name)
+            return StoredDocument(info, header, small, reader, lease)
+        except FileNotFoundError:
+            lease.close()
+            raise absent(self._catalogue, source.digest, self.fingerprint) from None
+        except BaseException:
+            lease.close()
+            raise
+
+    def info(self, name: str) -> DocumentInfo:
+        """What is known of a document; UnknownNameError with the nearest name."""
+        with self._told("read"):
+            self._catalogue.source(name)
+            found = self._catalogue.index.infos(self.model, name)
+            if not found:  # another process has just removed it
+                raise self._catalogue.unknown(name)
+            return found[0]
+
+    def list(self) -> Infos:
+        """All documents, sorted by name."""
+        with self._told("read"):
+            return self._catalogue.index.infos(self.model)
+
+    def source(self, name: str) -> Text:
+        """The text or the token ids that the document was made from.
+
+        Raises UnknownNameError, and RecordError if it is damaged.
+        """
+        with self._told("read"):
+            try:
+                return self._text(self._catalogue.source(name))
+            except (FileNotFoundError, RecordError):
+                # Somebody may be replacing or removing it.
+                with self._catalogue.locked():
+                    found = self._catalogue.current(name)
+                    try:
+                        return self._text(found)
+                    except FileNotFoundError as error:
+                        raise RecordError("source", "its text is gone", "there", name) from error
+
+    def _text(self, found: SourceFile) -> Text:
+        return found.source(self._place.read(f"documents/{found.file}")).value
+
+    def verify(self, names: Sequence[str] | None = None) -> Problems:
+        """Reads all that is stored of these documents, or of all, and tells what is wrong.
+
+        Sources, and this model's records: every digest is compared. A document that has records of
+        other models only is told as "foreign"; a record that made room for others is no problem.
+        """
+        with self._told("read"):
+            found = [] if names is not None else nameless(self._catalogue)
+            if names is None:
+                sources = self._catalogue.index.sources()
+            else:
+                sources = [self._catalogue.source(name) for name in names]
+            for source in sources:
+                found += problems(self._catalogue, source, self.fingerprint)
+        return found
+
+    # Changing.
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """A pinned document never makes room for others."""
+        with self._told("written"):
+            self._writer.pin(name, pinned)
+
+    def remove(self, name: str) -> None:
+        """Forgets a document, with the records of all models unless another name has its source.
+
+        A record in use is readable until it is closed, and leaves at a later start.
+        """
+        with self._told("written"):
+            self._writer.remove(name)
+
+    # What all of them need.
+
+    @contextmanager
+    def _told(self, how: str) -> Iterator[None]:
+        """Failures of the place and the index, in a user's words."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            where = f"documents at {self._place.url!r} cannot be {how}: {reason}"
+            if error.errno in _NO_SPACE:
+                raise CapacityError(
+                    f"{where}; all that was stored is as it was; make room on the disk, remove "
+                    "documents, or choose another place"
+                ) from error
+            raise ConfigError(where) from error
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"the index of the documents at {self._place.url!r} cannot be used: {error}; a new "
+                "start makes a new one if it is damaged"
+            ) from error

@@ -1,0 +1,1 @@
+"""Stored documents in the engine: encoding, loading and filling prompts."""

@@ -1,0 +1,174 @@
+"""`llm.documents`: texts that are encoded once and stored, for any number of prompts."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from keyhole.config import is_count, require
+from keyhole.documents.defaults import BLOCK_SIZE, default_place
+from keyhole.documents.record import DocumentRecord
+from keyhole.documents.store import (
+    DocumentInfo,
+    DocumentStore,
+    Problem,
+    RecordError,
+    StoredDocument,
+)
+from keyhole.engine.documents.encoder import encode
+from keyhole.engine.documents.fingerprint import fingerprint
+from keyhole.engine.engine import Engine
+from keyhole.engine.tokenization import Prompt, encode_text, given_ids
+from keyhole.errors import ConfigError, PromptTooLongError, RequestError
+from keyhole.models.positions import RopeShift
+
+
+class Documents:
+    """The stored documents of one place, as one model reads them.
+
+    place: a folder, or any URL that fsspec knows. limit_bytes: the least recently used records go
+    when there is more; None: no limit.
+    ConfigError for a model whose positions cannot be shifted.
+    """
+
+    def __init__(
+        self, engine: Engine, place: str | Path | None = None, limit_bytes: int | None = None
+    ) -> None:
+        RopeShift.of(engine.model)
+        self._engine = engine
+        self.place = str(place or default_place())
+        self.store = DocumentStore(self.place, fingerprint(engine.model), limit_bytes=limit_bytes)
+
+    def add(
+        self,
+        name: str,
+        text: Prompt,
+        *,
+        overwrite: bool = False,
+        pinned: bool = False,
+        block_size: int = BLOCK_SIZE,
+    ) -> DocumentInfo:
+        """Encodes a document and stores it under `name`.
+
+        text: text, or {"prompt_token_ids": [...]}. pinned: never evicted. block_size: tokens of a
+        block, by which methods choose. Known under this name with another text: an
+        error unless `overwrite`; with the same text: nothing is done.
+        RequestError for an empty document, PromptTooLongError for one that the model cannot take.
+        """
+        require(is_count(block_size), "block_size", block_size, "at least 1")
+        ids = given_ids(f"document {name!r}", text)
+        source = str(text) if ids is None else ids
+        known = self.store.stored(name, source, overwrite=overwrite)
+        if known is not None and known.block_size == block_size:
+            if pinned:
+                self.store.pin(name)
+            return self.store.info(name)
+        record = self._encode(name, source, block_size)
+        overwrite = overwrite or known is not None  # the same text, in other blocks
+        return self.store.add(name, source, record, overwrite=overwrite, pinned=pinned)
+
+    def get(self, name: str) -> DocumentInfo:
+        """What is known of a document; UnknownNameError with the nearest name."""
+        return self.store.info(name)
+
+    def list(self) -> builtins.list[DocumentInfo]:
+        """All documents, by name."""
+        return self.store.list()
+
+    def remove(self, name: str) -> None:
+        """Forgets a document."""
+        self.store.remove(name)
+
+    def verify(
+        self, names: Sequence[str] | None = None, *, repair: bool = False
+    ) -> builtins.list[Problem]:
+        """What is damaged, or of another model; all documents unless `names` says which.
+
+        repair: encode these again from their texts, where those are whole. What was repaired is in
+        the list too.
+        """
+        problems = self.store.verify(names)
+        if repair:
+            # Where the text itself is damaged there is nothing to encode.
+            lost = {problem.name for problem in problems if problem.kind == "source"}
+            for name in dict.fromkeys(p.name for p in problems if p.name not in lost):
+                source = self.store.source(name)
+                record = self._encode(name, source, self.store.info(name).block_size)
+                self.store.add(name, source, record, overwrite=True)
+        return problems
+
+    def open(self, name: str, *, with_head: bool = False) -> StoredDocument:
+        """A document to read from, in use until it is closed.
+
+        with_head: with the keys of this engine's retrieval head, if it has one that needs features.
+        A document that was stored without them is encoded again, once, and stored with them.
+        """
+        lookahead = self._engine.lookahead if with_head else None
+        head = None if lookahead is None else lookahead.stored_as
+        document = self.store.open(name)
+        while head is not None and head not in document.heads:
+            with document:
+                self._encode_with_head(document)
+            document = self.store.open(name)
+        return document
+
+    def _encode_with_head(self, document: StoredDocument) -> None:
+        """Stores a document anew, with keys of this engine's head beside those of others."""
+        name = document.info.name
+        source = self.store.source(name)
+        record = self._encode(name, source, document.block_size)
+        for head in document.heads:
+            with suppress(RecordError):  # what is damaged is not kept
+                record.heads.setdefault(head, document.head_record(head))
+        try:
+            self.store.add(name, source, record, overwrite=True)
+        except ConfigError as error:  # a place that is only read, for one
+            raise ConfigError(
+                f"document {name!r} was stored without keys of this retrieval head, and they "
+                f"cannot be added: {error}; let it be asked once where the place can be written, "
+                "or choose another policy"
+            ) from error
+
+    def _encode(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
+        with self._engine.lock:
+            return self._encoded(name, source, block_size)
+
+    def _encoded(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
+        engine = self._engine
+        tokens = self._tokens(name, source)
+        wrong = [t for t in tokens if not 0 <= t < engine.model.vocab_size]
+        if wrong:
+            raise RequestError(
+                f"document {name!r}: token id {wrong[0]} is not one of this model's, 0 to "
+                f"{engine.model.vocab_size - 1}"
+            )
+        if len(tokens) >= engine.max_length:
+            raise PromptTooLongError(
+                f"document {name!r} has {len(tokens)} tokens, this model takes at most "
+                f"{engine.max_length - 1} in one piece ({engine.model.length_reason}); cut it"
+            )
+        size = engine.config.page_size
+        pages = -(-len(tokens) // size)
+        if engine.prefix is not None and pages > engine.cache.available:
+            engine.prefix.evict(pages - engine.cache.available)
+        return encode(
+            engine.model,
+            engine.cache,
+            np.asarray(tokens, np.int64),
+            block_size=block_size,
+            chunk=engine.config.prefill_chunk,
+            lookahead=engine.lookahead,
+        )
+
+    def _tokens(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:
+        if isinstance(source, str):
+            # Without special tokens: it stands in the middle of a prompt.
+            source = encode_text(self._engine.model.tokenizer, source, special=False)
+        tokens = list(source)
+        if not tokens:
+            raise RequestError(f"document {name!r} is empty; give at least one word")
+        return tokens

@@ -1,0 +1,170 @@
+"""Reads stored documents into pages: only what is kept, turned to its place in the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole import kernels
+from keyhole.cache.page_list import PageList
+from keyhole.cache.pages import PageCache
+from keyhole.documents.store import StoredDocument
+from keyhole.engine.documents.context import Context
+from keyhole.models.positions import RopeShift
+from keyhole.reuse.base import LayerFacts, PlacedDocument
+
+_T = TypeVar("_T")
+
+#: Tokens between two runs that are read along with them: one more read costs about as much.
+_GAP = 16
+
+
+class Loader:
+    """The documents of one prompt.
+
+    present: bool [L, T], whose keys and values lie in the pages already.
+    """
+
+    def __init__(
+        self, context: Context, cache: PageCache, turns: RopeShift, device: torch.device
+    ) -> None:
+        self._context = context
+        self._cache = cache
+        self._turns = turns
+        self._device = device
+        self._positions = context.positions
+        lengths = [document.length for document in context.documents]
+        self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        # How far each token's key is turned: from its place in the document to the one here.
+        self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
+        self._known: dict[int, list[LayerFacts]] = {}
+        self._extremes: dict[int, list[Tensor]] = {}
+        self.num_layers = len(cache.keys)
+        self.present = torch.zeros(self.num_layers, int(self._starts[-1]), dtype=torch.bool)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the store for this prompt."""
+        # They were opened for this prompt, headers and statistics too. One may stand in it twice.
+        return sum(document.bytes_read for document in set(self._context.documents))
+
+    def placed(self) -> list[PlacedDocument]:
+        """The documents as a reuse method sees them, on the CPU; facts are read when asked for."""
+        return [
+            PlacedDocument(
+                name=document.info.name,
+                length=document.length,
+                offset=offset,
+                block_size=document.block_size,
+                layers=_Lazy(partial(self._facts_of, i), self.num_layers),
+                extremes=_Lazy(partial(self._extremes_of, i), self.num_layers),
+            )
+            for i, (document, offset) in enumerate(
+                zip(self._context.documents, self._context.offsets, strict=True)
+            )
+        ]
+
+    def load(self, wanted: Tensor, pages: PageList) -> None:
+        """Brings tokens, bool [L, T], into their pages, but for those that are present."""
+        missing = wanted & ~self.present
+        for layer, row in enumerate(missing.numpy()):
+            if row.any():
+                self._load_layer(layer, row, pages)
+        self.present |= missing
+
+    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> None:
+        parts = list(self._parts(layer, wanted))
+        key = torch.cat([keys for keys, _ in parts])
+        value = None
+        if parts[0][1] is not None:
+            value = torch.cat([values for _, values in parts if values is not None])
+        if self._context.reuse.turns:
+            by = torch.from_numpy(self._by[wanted]).to(self._device)
+            key = self._turns.turn(layer, key, by[:, None])
+        slots = torch.from_numpy(pages.slots(self._positions[wanted])).to(self._device)
+        values = None if value is None else self._cache.values[layer]
+        kernels.append(self._cache.keys[layer], values, key, value, slots)
+
+    def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Stored rows of what is wanted, on the device, document by document."""
+        for i, document in enumerate(self._context.documents):
+            own = np.flatnonzero(wanted[self._starts[i] : self._starts[i + 1]])
+            for run in np.split(own, np.flatnonzero(np.diff(own) > _GAP) + 1):
+                if len(run):
+                    yield self._rows(document, layer, run)
+
+    def _rows(
+        self, document: StoredDocument, layer: int, wanted: np.ndarray
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows of some tokens, ascending, by one read of all from the first to the last."""
+        start, stop = int(wanted[0]), int(wanted[-1]) + 1
+        key, value = document.rows(layer, start, stop)
+        key, value = key.to(self._device), None if value is None else value.to(self._device)
+        if len(wanted) == stop - start:
+            return key, value
+        places = torch.from_numpy(wanted - start).to(self._device)
+        return key[places], None if value is None else value[places]
+
+    def _facts(self, layer: int) -> list[LayerFacts]:
+        """Facts of one layer, document by document; all of them are turned at once."""
+        if layer not in self._known:
+            stored = [document.statistics(layer) for document in self._context.documents]
+            counts = [len(facts.alpha) for facts in stored]
+            offsets = np.asarray(self._context.offsets, np.int64)
+            by = torch.from_numpy(np.repeat(offsets, counts))[:, None]
+
+            def turned(parts: list[Tensor]) -> tuple[Tensor, ...]:
+                joined = torch.cat([part.float() for part in parts])
+                if self._context.reuse.turns:
+                    joined = self._turns.turn(layer, joined, by)
+                return tuple(joined.split(counts))
+
+            keys = turned([facts.block_keys for facts in stored])
+            queries = turned([facts.block_queries for facts in stored])
+            representatives = turned([facts.representative_keys for facts in stored])
+            self._known[layer] = [
+                LayerFacts(
+                    block_keys=keys[i],
+                    block_queries=queries[i],
+                    representatives=facts.representatives,
+                    representative_keys=representatives[i],
+                    alpha=facts.alpha,
+                    received=facts.received,
+                )
+                for i, facts in enumerate(stored)
+            ]
+        return self._known[layer]
+
+    def _facts_of(self, index: int, layer: int) -> LayerFacts:
+        return self._facts(layer)[index]
+
+    def _extremes_of(self, index: int, layer: int) -> Tensor:
+        """Extreme keys of a document in a layer, turned; what is stored is read at once."""
+        if index not in self._extremes:
+            self._extremes[index] = self._context.documents[index].extreme_keys()
+        # Turned ones are not kept: they are used once, and those of all layers would be many.
+        stored = self._extremes[index][layer].float()
+        if not self._context.reuse.turns:
+            return stored
+        return self._turns.turn(layer, stored, self._context.offsets[index])
+
+
+class _Lazy(Sequence[_T]):
+    """What a document has by layer, read when it is asked for."""
+
+    def __init__(self, read: Callable[[int], _T], num_layers: int) -> None:
+        self._read = read
+        self._num_layers = num_layers
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __getitem__(self, layer: int) -> _T:  # type: ignore[override]
+        if not -self._num_layers <= layer < self._num_layers:
+            raise IndexError(layer)
+        return self._read(layer % self._num_layers)

@@ -1,0 +1,363 @@
+"""Brings a prompt of stored documents into the cache, as its reuse method says.
+
+The method is asked three times at most: over what the question is read first (`glance`), what to
+keep and to compute again (`plan`), and, after a layer that is computed for all, once more
+(`revise`). Everything else of SamKV (arXiv 2508.11661, section 3) is done here: stored keys are
+read block by block, RoPE is re-applied, and written into pages; the prefix, what separates the
+documents and what the plan names are computed at their true positions; a retrieval head's keys of
+all that some layer has come last. The question itself is left to the engine, which reads it over
+the result like any other prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.cache.page_list import PageList
+from keyhole.cache.pages import PageCache
+from keyhole.documents.integrity_error import RecordError
+from keyhole.engine.documents.context import Context, Reused
+from keyhole.engine.documents.head_keys import PlacedHead
+from keyhole.engine.documents.loader import Loader
+from keyhole.engine.head_runner import HeadRunner
+from keyhole.engine.sequence import Sequence as Request
+from keyhole.errors import ConfigError
+from keyhole.models.batch import Batch, Chunk, ScatteredChunk
+from keyhole.models.loading import Model
+from keyhole.models.positions import RopeShift
+from keyhole.policies.base import Policy
+from keyhole.reuse.base import RecomputePlan
+
+
+class Preparation:
+    """Prepares prompts of stored documents for one engine."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PageCache,
+        policy: Policy,
+        chunk: int,
+        lookahead: HeadRunner | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._policy = policy
+        self._chunk = chunk
+        self._lookahead = lookahead
+        self._turns = RopeShift.of(model)
+
+    def check(self, context: Context) -> None:
+        """Whether the method goes with the documents.
+
+        ConfigError if not; RecordError for a document that has to be encoded again for it.
+        """
+        wanted = getattr(context.reuse, "block_size", None)
+        for document in context.documents:
+            if wanted is not None and document.block_size != wanted:
+                raise ConfigError(
+                    f"block_size {wanted} of reuse method {context.reuse.name!r} must be "
+                    f"{document.block_size}, as document {document.info.name!r} was encoded with"
+                )
+            if context.reuse.extremes and not document.has_extremes:
+                what, right = "its record has no extreme keys", "a record with them"
+                raise RecordError("missing", what, right, document.info.name)
+
+        if self._policy.reads_queries:
+            raise ConfigError(
+                f"policy {self._policy.name!r} needs the queries of a prompt, and documents are "
+                "stored without theirs; use reuse='recompute', or another policy"
+            )
+        if not self._policy.shares_pages and not context.reuse.keeps_all:
+            raise ConfigError(
+                f"policy {self._policy.name!r} needs every token of a prompt, and reuse method "
+                f"{context.reuse.name!r} may drop some; use reuse='recompute', 'reuse', "
+                "'cacheblend' or 'epic', or another policy"
+            )
+
+    def run(self, request: Request) -> bool:
+        """Fills pages of a request up to its question; False (nothing changed): pages are out.
+
+        Sets `pages`, `num_computed`, `kept` and `reused`.
+        """
+        context = request.context
+        assert context is not None
+        pages = PageList(self._cache, len(request.prompt))
+        prompt = _Prompt(self, context, pages, np.asarray(request.prompt, np.int64))
+        try:
+            done = prompt.fill()
+        except BaseException:
+            pages.release()
+            raise
+        if not done:
+            pages.release()
+            return False
+        request.pages = pages.listed(context.end)
+        request.num_computed = context.end
+        request.kept = prompt.kept_everywhere()
+        request.reused = prompt.report()
+        return True
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._cache.page_size
+
+    def send(self, array: np.ndarray) -> Tensor:
+        """An array on the model's device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+
+    def forward(self, tokens: np.ndarray, positions: np.ndarray, batch: Batch) -> None:
+        """Runs the model for what it writes; no logits are wanted."""
+        last = torch.tensor([len(tokens) - 1], device=self._model.device)
+        self._model.forward(self.send(tokens), self.send(positions), batch, last)
+
+    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk) -> Batch:
+        """A step of one chunk."""
+        rewrite = chunk if isinstance(chunk, ScatteredChunk) else None
+        return Batch(
+            cache=self._cache,
+            policy=self._policy,
+            slots=self.send(slots),
+            newest=self.send(np.zeros(0, np.int64)),
+            num_decode=0,
+            step=None,
+            chunks=[chunk],
+            rewrite=rewrite,
+        )
+
+    def chunks(self, positions: np.ndarray) -> Sequence[np.ndarray]:
+        """Positions in parts of at most the engine's `prefill_chunk`."""
+        return [positions[i : i + self._chunk] for i in range(0, len(positions), self._chunk)]
+
+    def summarise(self, pages: PageList) -> None:
+        """Lets the policy see the pages, as after any append."""
+        if not any(self._cache.data):
+            return
+        there = self.send(pages.present())
+        filled = torch.full_like(there, self._cache.page_size)
+        for layer in self._cache.geometry.full_attention:
+            data = self._cache.data[layer]
+            self._policy.on_append(self._cache.keys[layer], data, there, filled)
+
+    def loader(self, context: Context) -> Loader:
+        """Reads a context's documents into the cache."""
+        return Loader(context, self._cache, self._turns, self._model.device)
+
+    def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
+        """Brings the retrieval head's keys of a prompt into the cache; None without a head."""
+        if self._lookahead is None:
+            return None
+        return PlacedHead(self._lookahead, self._cache, context, tokens, self._model.device)
+
+
+class _Prompt:
+    """One prompt on its way into the pages."""
+
+    def __init__(
+        self, owner: Preparation, context: Context, pages: PageList, tokens: np.ndarray
+    ) -> None:
+        self._owner = owner
+        self._context = context
+        self._reuse = context.reuse
+        self._pages = pages
+        self._tokens = tokens
+        self._documents = context.positions
+        self._apart = context.separators
+        self._loose = np.concatenate([np.arange(context.num_prefix), self._apart])
+        # The question may begin in the middle of a page.
+        self._always = np.append(self._loose, np.arange(max(0, context.end - 1), context.end))
+        self._loader = owner.loader(context)
+        self._head = owner.head(context, tokens)
+        self._plan: RecomputePlan | None = None
+
+    def fill(self) -> bool:
+        """Everything up to the question; False if pages ran out on the way."""
+        placed = self._loader.placed()
+        if not self._pages.need(self._always):
+            return False
+        self._prefix()
+        query = None
+        glance = self._reuse.glance(placed)
+        if glance is not None:
+            query = self._first_reading(glance)
+            if query is None:
+                return False
+        plan = self._checked(self._reuse.plan(placed, query))
+        if self._reuse.check_layer is not None:
+            deviation = self._deviation(plan, self._reuse.check_layer)
+            if deviation is None:
+                return False
+            plan = self._checked(self._reuse.revise(placed, plan, deviation))
+        again = plan.written.any(0)
+        needed = plan.kept | again
+        places = self._documents[needed.any(0).numpy()]
+        self._pages.keep(np.concatenate([self._always, places]))
+        if not self._pages.need(places):
+            return False
+        stored = needed if self._reuse.fuses else needed & ~plan.written
+        self._loader.load(stored, self._pages)
+        self._compute(plan, again)
+        places = self._documents[plan.kept.any(0).numpy()]
+        self._pages.keep(np.concatenate([self._always, places]))
+        self._owner.summarise(self._pages)
+        if self._head is not None:
+            self._head.write(np.union1d(self._loose, places), self._pages)
+        self._plan = plan
+        return True
+
+    def kept_everywhere(self) -> Tensor | None:
+        """Bool [L, end]: what each layer has before the question; None: all of it."""
+        assert self._plan is not None
+        if self._plan.kept.all():
+            return None
+        kept = torch.ones(len(self._plan.kept), self._context.end, dtype=torch.bool)
+        kept[:, torch.from_numpy(self._documents)] = self._plan.kept
+        return kept
+
+    def report(self) -> Reused:
+        """What was kept, computed and read."""
+        plan = self._plan
+        assert plan is not None
+        again = plan.written.any(0)
+        return Reused(
+            documents=[document.info.name for document in self._context.documents],
+            shares=plan.shares,
+            sequence_ratio=float(plan.kept.float().mean()),
+            recompute_ratio=float(again.float().mean()),
+            tokens_not_computed=int((~again).sum()),
+            bytes_read=self._loader.bytes_read,
+            kept=plan.kept,
+            written=plan.written,
+        )
+
+    def _checked(self, plan: RecomputePlan) -> RecomputePlan:
+        kept, written = plan.kept.cpu(), plan.written.cpu()
+        assert not (written & ~kept).any(), "a token that is computed again must be kept"
+        return RecomputePlan(kept, written, plan.shares)
+
+    def _prefix(self) -> None:
+        """The prefix is an ordinary start of a prompt."""
+        owner, table = self._owner, self._owner.send(self._pages.table())
+        for part in owner.chunks(np.arange(self._context.num_prefix)):
+            pages = table[: -(-int(part[-1] + 1) // owner.page_size)]
+            chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
+            batch = owner.batch(self._pages.slots(part), chunk)
+            owner.forward(self._tokens[part], part, batch)
+            if self._head is not None:
+                self._head.take(part, batch)
+
+    def _first_reading(self, glance: Tensor) -> list[Tensor] | None:
+        """The question's queries per layer over what `glance` names; None: pages are out."""
+        first = glance.cpu()
+        question = np.arange(self._context.end, len(self._tokens))
+        places = np.concatenate([self._documents[first.numpy()], question])
+        if not self._pages.need(places):
+            return None
+        layers = self._loader.num_layers
+        everywhere = first.expand(layers, -1)
+        self._loader.load(everywhere, self._pages)
+        nothing = np.zeros(0, np.int64)
+        self._pass(self._apart, self._seen(everywhere, nothing))
+        queries: dict[int, Tensor] = {}
+
+        def note(layer: int, query: Tensor) -> None:
+            queries[layer] = query.float() if self._reuse.extremes else query.float().mean(0)
+
+        seen = self._seen(everywhere, question)
+        # One piece, as the mean is over all of its tokens.
+        self._pass(question, seen, queries=note, whole=True)
+        return [queries[layer] for layer in range(layers)]
+
+    def _deviation(self, plan: RecomputePlan, layer: int) -> Tensor | None:
+        """Computes the first layers for all tokens that the plan writes there."""
+        again = plan.written[: layer + 1].all(0)
+        places = self._documents[again.numpy()]
+        if not self._pages.need(places):
+            return None
+        stored = torch.zeros_like(plan.kept)
+        stored[layer] = again
+        self._loader.load(stored, self._pages)
+        rows = np.union1d(places, self._apart)
+        written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
+        deviations: dict[int, list[Tensor]] = {layer: []}
+        seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
+        self._pass(rows, seen, written=written, deviations=deviations, last_layer=layer)
+        self._loader.present[: layer + 1, again] = True
+        found = torch.zeros(2, len(again))
+        documents = np.searchsorted(rows, places)
+        found[:, again] = torch.cat(deviations[layer], 1).cpu()[:, torch.from_numpy(documents)]
+        return found
+
+    def _compute(self, plan: RecomputePlan, again: Tensor) -> None:
+        """One forward of what is computed again, and of what separates the documents."""
+        places = self._documents[again.numpy()]
+        rows = np.union1d(places, self._apart)
+        if not len(rows):
+            return
+        written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
+        column = torch.from_numpy(np.searchsorted(rows, places))
+        written[:, column] = plan.written[:, again]
+        seen = self._seen(plan.kept | again, self._apart)
+        update = self._reuse.blend if self._reuse.fuses else None
+        self._pass(rows, seen, written=written, update=update, head=self._head)
+
+    def _seen(self, kept: Tensor, more: np.ndarray) -> list[np.ndarray]:
+        """Per layer the positions that can be read: loose tokens, kept ones of documents, more.
+
+        A layer that reads what the layer before it reads has the same array.
+        """
+        loose = np.union1d(self._loose, more)
+        found: list[np.ndarray] = []
+        rows = kept.numpy()
+        for layer, row in enumerate(rows):
+            if layer and np.array_equal(row, rows[layer - 1]):
+                found.append(found[-1])
+            else:
+                found.append(np.union1d(loose, self._documents[row]))
+        return found
+
+    def _pass(
+        self,
+        positions: np.ndarray,
+        seen: list[np.ndarray],
+        *,
+        written: Tensor | None = None,
+        update: Callable[[Tensor, Tensor], Tensor] | None = None,
+        queries: Callable[[int, Tensor], None] | None = None,
+        deviations: dict[int, list[Tensor]] | None = None,
+        last_layer: int | None = None,
+        whole: bool = False,
+        head: PlacedHead | None = None,
+    ) -> None:
+        """Runs tokens at `positions`, in ascending parts: each sees what the parts before wrote."""
+        owner = self._owner
+        table = owner.send(self._pages.table())
+        done = 0
+        for part in [positions] if whole and len(positions) else owner.chunks(positions):
+            rows = slice(done, done + len(part))
+            # What comes later is not there yet: its places may hold anything.
+            sent = {id(row): owner.send(row[: row.searchsorted(part[-1] + 1)]) for row in seen}
+            chunk = ScatteredChunk(
+                rows=slice(0, len(part)),
+                positions=owner.send(part),
+                pages=table,
+                seen=[sent[id(row)] for row in seen],
+                written=None if written is None else written[:, rows].to(table.device),
+                stored=owner.send(np.isin(part, self._documents)),
+                update=update,
+                queries=queries,
+                deviations=deviations,
+                unbroken=int(part[-1] - part[0]) + 1 == len(part),
+                start=int(part[0]),
+            )
+            batch = owner.batch(self._pages.slots(part), chunk)
+            batch.last_layer = last_layer
+            owner.forward(self._tokens[part], part, batch)
+            if head is not None:
+                head.take(part, batch)
+            done += len(part)

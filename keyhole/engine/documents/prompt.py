@@ -1,0 +1,107 @@
+"""A question over stored documents: which tokens it makes, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.documents.store import StoredDocument
+from keyhole.engine.documents.context import Context
+from keyhole.engine.documents.library import Documents
+from keyhole.engine.engine import Engine
+from keyhole.engine.tokenization import Prompt, encode_text, given_ids
+from keyhole.errors import RequestError
+from keyhole.reuse.base import Reuse
+
+# Stands in a chat message where the documents go; no template changes it.
+_MARK = "\x00documents\x00"
+
+
+@dataclass(frozen=True)
+class DocumentPrompt:
+    """A request made of documents: its prompt, and where the documents stand in it.
+
+    context: None for a method that computes the prompt like any other.
+    """
+
+    tokens: list[int]
+    context: Context | None
+
+
+def assemble(
+    engine: Engine,
+    documents: Documents,
+    names: Sequence[str],
+    question: Prompt,
+    reuse: Reuse,
+    stack: ExitStack,
+    *,
+    prefix: Prompt = "",
+    separator: Prompt = "",
+    chat: bool = False,
+) -> DocumentPrompt:
+    """The prompt: prefix, documents in order with a separator between them, question.
+
+    Every part is tokenised alone, so that stored tokens stand in it unchanged. Documents are open
+    until `stack` is closed. chat: prefix, documents and question are the user's message of the
+    model's chat template.
+    """
+    tokenizer = engine.model.tokenizer
+    if isinstance(question, str) and not question.strip():
+        raise RequestError("the question is empty; ask something")
+    if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
+        raise RequestError(f"documents {names!r} must be a list of at least one stored name")
+    if chat:
+        prefix, question = _in_chat(tokenizer, prefix, question)
+    begin = _prefix(tokenizer, prefix, special=not chat)
+    between = _plain(tokenizer, "a separator", separator)
+    opened: dict[str, StoredDocument] = {}
+    for name in names:  # one that stands twice is opened once
+        if name not in opened:
+            opened[name] = stack.enter_context(documents.open(name, with_head=not reuse.exact))
+    tokens, offsets = list(begin), []
+    for i, name in enumerate(names):
+        if i:
+            tokens += between
+        offsets.append(len(tokens))
+        tokens += opened[name].token_ids.tolist()
+    end = len(tokens)
+    tokens += _plain(tokenizer, "a question", question)
+    if reuse.exact:
+        return DocumentPrompt(tokens, None)
+    every = tuple(opened[name] for name in names)
+    return DocumentPrompt(tokens, Context(every, tuple(offsets), end, len(begin), reuse))
+
+
+def _in_chat(tokenizer: Any, prefix: Prompt, question: Prompt) -> tuple[str, str]:
+    if tokenizer is None or not tokenizer.chat_template:
+        raise RequestError("this model has no chat template; leave chat out")
+    if not isinstance(prefix, str) or not isinstance(question, str):
+        raise RequestError("a chat's prefix and question are text, not token ids")
+    message = {"role": "user", "content": f"{prefix}{_MARK}{question}"}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    before, mark, after = text.partition(_MARK)
+    if not mark:
+        raise RequestError("this model's chat template changes messages; leave chat out")
+    return before, after
+
+
+def _prefix(tokenizer: Any, prefix: Prompt, *, special: bool) -> list[int]:
+    """The prefix with what the tokenizer puts first, and without what it may put last."""
+    ids = given_ids("a prefix", prefix)
+    if ids is not None or tokenizer is None:
+        return ids or []
+    tokens = encode_text(tokenizer, str(prefix), special=special)
+    if tokens and tokens[-1] == tokenizer.eos_token_id:
+        tokens.pop()
+    return tokens
+
+
+def _plain(tokenizer: Any, what: str, text: Prompt) -> list[int]:
+    """Token ids without special ones."""
+    ids = given_ids(what, text)
+    if ids is None:
+        ids = encode_text(tokenizer, str(text), special=False) if text else []
+    return ids

@@ -1,0 +1,364 @@
+"""The engine: schedule, run, sample, finish. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Tokens
+
+import torch
+from torch import Tensor
+
+from keyhole.cache.page_list import NO_PAGE
+from keyhole.cache.pages import PageCache
+from keyhole.cache.prefix_cache import PrefixIndex
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.cuda_graphs import make_recorder
+from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.documents.context import Context
+from keyhole.engine.documents.fingerprint import head_fingerprint
+from keyhole.engine.documents.prefill import Preparation
+from keyhole.engine.fair_lock import FairLock
+from keyhole.engine.head_runner import HeadRunner, load_head
+from keyhole.engine.memory.allocation import allocate, too_long
+from keyhole.engine.memory.eviction import page_limit
+from keyhole.engine.memory.layer_offloader import LayerOffloader
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.model_runner import Runner
+from keyhole.engine.sampler import sample, top_logprobs
+from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.sequence import Counters, Sequence
+from keyhole.engine.tokenization import word_ids
+from keyhole.errors import (
+    CapacityError,
+    ConfigError,
+    NumericalError,
+    PromptTooLongError,
+    RequestError,
+    is_out_of_memory,
+)
+from keyhole.models.loading import Model
+from keyhole.policies.base import Policy
+from keyhole.policies.spe_context import choice_lists
+from keyhole.retrieval.head import RetrievalHead
+
+
+class Engine:
+    """Many sequences over one model, one cache and one policy.
+
+    cache: pages that other engines use too; None: its own, within `config.memory`.
+    head: of a policy that wants one; None: the policy's own, or the one beside the weights.
+    copies: prompts that other engines over the same model have computed; this one adds its own.
+
+    One thread at a time: `lock` is for callers with several, who hold it for each call.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy,
+        config: EngineConfig,
+        cache: PageCache | None = None,
+        head: RetrievalHead | None = None,
+        copies: SharedPromptCache | None = None,
+    ) -> None:
+        self.lock = FairLock()
+        self.model = model
+        self.config = config
+        self.geometry = model.geometry(config.page_size)
+        self.policy = policy.resolve(self.geometry)
+        self.max_length = _max_length(model, config)
+        if copies is not None and config.offload is not None:
+            raise ConfigError("copies of prompts go to engines without offload=; leave one out")
+        if self.policy.wants_head and head is None:
+            head = load_head(self.policy, model)
+        wanted = config.graphs and self.policy.capturable is True
+        recorder = make_recorder(model.device) if wanted else None
+        self.placement: LayerOffloader | None = None
+        if cache is None:
+            # A row more of buffers, where rows of a recorded step may stand for no sequence.
+            rows = config.max_batch + (recorder is not None)
+            cache, self.placement = allocate(
+                model, self.geometry, self.policy, config, head, num_rows=rows
+            )
+        self.cache = cache
+        self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
+        self.scheduler = Scheduler(
+            self.cache,
+            self.prefix,
+            config,
+            dense=self.policy.dense,
+            page_limit=functools.partial(page_limit, self.policy, self.geometry),
+            shares_pages=self.policy.shares_pages,
+            reusable=lambda known: self.policy.reusable(known, config.page_size),
+            max_length=self.max_length,
+            prepare=self._prepare,
+            known=self._known,
+        )
+        self.lookahead: HeadRunner | None = None
+        self._copies = copies
+        self._head = None if copies is None or head is None else head_fingerprint(head)
+        if head is not None:
+            model.watch(head.config.feature_layers)
+            self.lookahead = HeadRunner(head, self.cache, choice_lists(self.geometry))
+        prefetcher = None if self.placement is None else self.placement.prefetcher
+        self._runner = Runner(
+            model,
+            self.cache,
+            self.policy,
+            config.max_batch,
+            self.lookahead,
+            prefetcher,
+            recorder,
+        )
+        self.max_pages = self.cache.max_pages
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def replayed_steps(self) -> int:
+        """Decode steps that were repeated as CUDA graphs."""
+        return self._runner.replayed
+
+    @property
+    def why_not_replayed(self) -> str | None:
+        """Why its decode steps are launched one by one; None where they are repeated."""
+        if not self.config.graphs:
+            return "graphs=False"
+        if self.policy.capturable is not True:
+            return str(self.policy.capturable)
+        recorded = self._runner._recorded
+        if recorded is None:
+            return f"there are no CUDA graphs on a device of kind {self.model.device.type}"
+        if self.policy.reads_keys and self.cache.lower_layers:
+            return "the policy reads keys, and layers are offloaded"
+        return recorded.why_not
+
+    def add(
+        self,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        *,
+        given: Tokens[int] = (),
+        keep_logits: bool = False,
+        reuse_approximate: bool = False,
+        context: Context | None = None,
+        after: Sequence | None = None,
+    ) -> Sequence:
+        """Takes a request; raises RequestError or CapacityError if it can never be served.
+
+        given: tokens after the prompt that are decoded under the policy instead of sampled ones.
+        keep_logits: keep the logits after the prompt and after each later token, given ones too,
+        float32 on the CPU. reuse_approximate: known pages of a sparse decode may serve as prompt.
+        context: the stored documents that the prompt begins with. after: a request with the same
+        prompt, whose computation this one waits for and shares.
+        """
+        params = params.resolve(self.model.defaults)
+        sequence = Sequence(
+            list(prompt),
+            params,
+            Detokenizer(self.model.tokenizer, params.stop),
+            given=given,
+            keep_logits=keep_logits,
+            reuse_approximate=reuse_approximate,
+            context=context,
+            bad_ids=word_ids(self.model.tokenizer, params.bad_words),
+            after=after,
+        )
+        if context is not None:
+            self.preparation.check(context)
+        self.check(sequence.tokens, params, num_given=len(given), stored=context is not None)
+        self.scheduler.add(sequence)
+        return sequence
+
+    @functools.cached_property
+    def preparation(self) -> Preparation:
+        """Brings stored documents into prompts. ConfigError for a model they cannot shift in."""
+        chunk = self.config.prefill_chunk
+        return Preparation(self.model, self.cache, self.policy, chunk, self.lookahead)
+
+    def _prepare(self, sequence: Sequence) -> bool:
+        return self.preparation.run(sequence)
+
+    def _known(self, sequence: Sequence) -> int:
+        """Brings what others computed of a prompt into its pages; how many tokens these are."""
+        if self._copies is None or self.policy.reads_queries:
+            return 0
+        where = (sequence.prompt, sequence.pages, self.cache)
+        return self._copies.give(*where, self.policy, self._head)
+
+    def check(
+        self,
+        tokens: Tokens[int],
+        params: SamplingParams,
+        *,
+        num_given: int = 0,
+        stored: bool = False,
+    ) -> None:
+        """Raises if a request with these tokens can never be served.
+
+        num_given: how many of the last ones come after the prompt. stored: they are documents, of
+        which only a part may be kept.
+        """
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token")
+        wrong = [t for t in tokens if not 0 <= t < self.model.vocab_size]
+        if wrong:
+            right = f"0 to {self.model.vocab_size - 1}"
+            raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
+        if (params.stop or params.bad_words) and self.model.tokenizer is None:
+            raise RequestError("stop texts and bad words need a tokenizer; this model has none")
+        wrong = [t for t in params.logit_bias or () if t >= self.model.vocab_size]
+        if wrong:
+            right = f"0 to {self.model.vocab_size - 1}"
+            raise RequestError(
+                f"logit_bias: token id {wrong[0]} is not one of this model's, {right}"
+            )
+        if (params.logprobs or 0) > self.model.vocab_size:
+            raise RequestError(
+                f"logprobs {params.logprobs} must be at most {self.model.vocab_size}, the tokens "
+                "of this model"
+            )
+        if len(tokens) >= self.max_length:
+            reason = self.model.length_reason
+            if self.max_length < self.model.max_length:
+                reason = "set by max_length"
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens, this model takes at most "
+                f"{self.max_length - 1} and one new token ({reason})"
+            )
+        length = min(len(tokens) + params.max_tokens, self.max_length)
+        prompt = len(tokens) - num_given
+        pages = page_limit(self.policy, self.geometry, prompt, length)
+        length = min(length, pages * self.config.page_size)
+        if pages > self.max_pages and not stored:
+            raise CapacityError(too_long(length, self.cache, self.placement, self.config))
+
+    def step(self) -> list[Sequence]:
+        """Runs one step; returns the sequences that got a token or finished."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if not plan.decodes and not plan.chunks:
+            return []
+        if self.placement is not None and self.placement.may_come_up:
+            self._move_up(self.placement)
+        try:
+            wanted, logits, reads = self._runner.run(plan)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"a step of {len(plan.decodes)} decoding sequences and "
+                f"{sum(count for _, count in plan.chunks)} prompt tokens did not fit in memory; "
+                "lower max_batch, prefill_chunk or memory="
+            ) from error
+        for sequence, _ in plan.chunks:
+            if sequence.is_decoding:
+                self.scheduler.remember(sequence)
+                if self._copies is not None and sequence.context is None and sequence.exact:
+                    self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
+        for i, sequence in enumerate(wanted):
+            if sequence.keeps_logits(sequence.num_computed):
+                # A copy: the next step may write its own there.
+                sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
+        ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
+        if ready:
+            reads = reads.to("cpu", non_blocking=True)  # there when the tokens are
+            rows = logits if len(ready) == len(wanted) else logits[ready]
+            self._advance([wanted[i] for i in ready], rows)
+        self._count(plan, reads, time.perf_counter() - begin)
+        self._runner.evict()
+        return [wanted[i] for i in ready]
+
+    def abort(self, sequence: Sequence) -> None:
+        """Takes a sequence out before its end and frees its pages."""
+        if not sequence.is_finished:
+            self._finish(sequence, "abort")
+
+    def check_integrity(self) -> None:
+        """Asserts that every page is held by exactly those who list it (for tests)."""
+        holders = [[p for p in s.pages if p != NO_PAGE] for s in self.scheduler.running]
+        holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
+        self.cache.check_integrity(holders)
+
+    def _move_up(self, placement: LayerOffloader) -> None:
+        demand = self.scheduler.demand()
+        if demand is not None:
+            placement.move_up(demand, self.prefix, self._renumber)
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        self.scheduler.renumber(numbers)
+        self._runner.renumber()
+
+    def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
+        """Samples a token for each sequence and ends those that are done."""
+        # A masked vocabulary has -inf; of a broken computation the largest is NaN or infinite.
+        good = logits.amax(-1).isfinite()
+        tokens = sample(logits, ready)  # of a broken row any token, which nobody gets
+        most = max((s.params.logprobs or 0 for s in ready), default=0)
+        wanted = any(s.params.logprobs is not None for s in ready)
+        best = [x.tolist() for x in top_logprobs(logits, tokens, most)] if wanted else None
+        # Here the host waits for the step.
+        found = torch.stack([tokens, good.long()], 1).tolist()
+        now = time.perf_counter()
+        for i, (sequence, (token, is_good)) in enumerate(zip(ready, found, strict=True)):
+            if not is_good:
+                place = len(sequence.tokens)
+                sequence.error = NumericalError(
+                    f"the model gave NaN or infinite logits after {place} tokens; try "
+                    "dtype='float32' or check the checkpoint"
+                )
+                self._finish(sequence, "error")
+                continue
+            if best is not None and sequence.params.logprobs is not None:
+                ids, values = best[0][i], best[1][i]
+                shown = [*range(sequence.params.logprobs), -1]
+                sequence.logprobs.append({ids[j]: values[j] for j in shown})
+            sequence.first_token = sequence.first_token or now
+            sequence.tokens.append(token)
+            self._end_if_done(sequence, token)
+
+    def _end_if_done(self, sequence: Sequence, token: int) -> None:
+        params = sequence.params
+        eos = token in self.model.eos_token_ids and not params.ignore_eos
+        if eos or token in params.stop_token_ids:
+            self._finish(sequence, "stop")
+            return
+        sequence.detokenizer.append(token)
+        last = len(sequence.prompt) + len(sequence.given) + params.max_tokens
+        if sequence.detokenizer.stopped:
+            self._finish(sequence, "stop")
+        elif len(sequence.tokens) >= min(last, self.max_length):
+            self._finish(sequence, "length")
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.detokenizer.finish()
+        sequence.finish_reason = "stop" if sequence.detokenizer.stopped else reason
+        self.scheduler.finish(sequence, remember=sequence.error is None)
+
+    def _count(self, plan: SchedulerOutput, reads: Tensor, seconds: float) -> None:
+        for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):
+            fraction, kv_bytes, other_bytes = row
+            sequence.counters.add_step(fraction, kv_bytes, other_bytes)
+            sequence.step_ms.append(1e3 * seconds)
+        if self.placement is not None:
+            for sequence in plan.decodes:
+                sequence.offloaded = self.placement.offloaded
+        for sequence, load in zip(plan.decodes, self._runner.traffic(), strict=False):
+            sequence.counters += Counters(
+                hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
+            )
+
+
+def _max_length(model: Model, config: EngineConfig) -> int:
+    if config.max_length is None:
+        return model.max_length
+    if config.max_length > model.max_length:
+        raise ConfigError(
+            f"max_length {config.max_length} is more than {model.max_length}: {model.length_reason}"
+        )
+    return config.max_length

@@ -1,0 +1,149 @@
+"""Runs the retrieval head beside the model: its keys of every token, its weights before a step.
+
+A token's key needs the features of the token before it, which the model gives in the step that
+computes that one. So the newest token of a decoding sequence is handled before the model runs, by
+the features of the last step; tokens of a prompt are handled after it, when their features are
+there. Keys and the newest feature of a page are side data of the page, and are shared, copied and
+freed with it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from keyhole import kernels
+from keyhole.cache.kept_tokens import KeptTokenRows
+from keyhole.cache.pages import PageCache
+from keyhole.engine.documents.fingerprint import head_fingerprint
+from keyhole.errors import ConfigError
+from keyhole.models.batch import Batch, Chunk, ScatteredChunk
+from keyhole.models.loading import Model
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import HeadConfig, RetrievalHead
+from keyhole.retrieval.scores import group_weights
+
+
+class HeadRunner:
+    """A head over the pages of a cache, for a target that makes choices of `groups` lists."""
+
+    def __init__(self, head: RetrievalHead, cache: PageCache, groups: int) -> None:
+        self.head = head
+        self._cache = cache
+        self._groups = groups
+        self._warned = False
+        self.token_bytes = head.config.num_kv_heads * head.config.head_dim * cache.geometry.itemsize
+
+    @functools.cached_property
+    def stored_as(self) -> str | None:
+        """What the head's keys are called in records of documents.
+
+        None for a head without features: its keys are made from token ids when they are needed.
+        """
+        return head_fingerprint(self.head) if self.head.config.uses_features else None
+
+    @staticmethod
+    def page_data(config: HeadConfig, page_size: int) -> dict[str, tuple[int, ...]]:
+        """Name and shape, per page, of what is kept there."""
+        data: dict[str, tuple[int, ...]] = {
+            "head_keys": (config.num_kv_heads, page_size, config.head_dim)
+        }
+        if config.feature_layers:
+            data["head_features"] = (config.hidden_size,)
+        return data
+
+    def check(self, length: int) -> None:
+        """Warns, once, of a sequence longer than the head was trained at."""
+        if length > self.head.config.trained_length and not self._warned:
+            self._warned = True
+            self.head.check_length(length)
+
+    @torch.no_grad()
+    def before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
+        """Takes the newest token of each decoding sequence and offers the head's weights."""
+        step, count = batch.step, batch.num_decode
+        assert step is not None
+        fused = None
+        if self.head.config.feature_layers:
+            # A row of no sequence stands at 0, where nothing is before.
+            before = ((positions[:count] - 1) // step.page_size).clamp(min=0)
+            pages = step.page_table.gather(1, before[:, None])[:, 0]
+            fused = self._cache.common["head_features"][pages]
+        query, key = self.head(token_ids[:count], positions[:count], fused)
+        self.put(key, batch.slots[:count])
+        step.head_weights = functools.partial(
+            self._weights, query, step.page_table, step.lengths, step.kept_tokens
+        )
+        step.head_token_bytes = self.token_bytes
+
+    def _weights(
+        self, query: Tensor, page_table: Tensor, lengths: Tensor, thinned: KeptTokenRows | None
+    ) -> Tensor:
+        keys = self._cache.common["head_keys"]
+        paged = (query.to(keys.dtype), keys, page_table, lengths)
+        there = None if thinned is None else thinned.anywhere()
+        return group_weights(*paged, self._groups, self.head.scale, there)
+
+    def fuse(self, batch: Batch) -> Tensor | None:
+        """Features [T, H] of the tokens that a forward has run; None for a head without."""
+        layers = self.head.config.feature_layers
+        return self.head.fuse([batch.hidden[layer] for layer in layers]) if layers else None
+
+    def put(self, key: Tensor, slots: Tensor) -> None:
+        """Writes keys [T, Hkv, D] of the head into their pages; slots: int64 [T]."""
+        keys = self._cache.common["head_keys"]
+        kernels.append(keys, None, key.to(keys.dtype), None, slots)
+
+    @torch.no_grad()
+    def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
+        """Takes the tokens of prompts, and the features of every token, for those to come."""
+        fused = self.fuse(batch)
+        for chunk in batch.chunks:
+            # What stands before a token that is known is not: its page holds its own features.
+            rows = slice(chunk.rows.start + chunk.known, chunk.rows.stop)
+            before = None if fused is None else self._before(fused, chunk)
+            self._append(token_ids, positions, batch, rows, before)
+        if fused is not None:
+            features = self._cache.common["head_features"]
+            pages = batch.slots[batch.newest] // self._cache.page_size
+            features[pages] = fused[batch.newest].to(features.dtype)
+
+    def _before(self, fused: Tensor, chunk: Chunk | ScatteredChunk) -> Tensor:
+        """Features of the token before each one of a chunk that is not known."""
+        own, start = fused[chunk.rows], chunk.start
+        if chunk.known:
+            return own[:-1]
+        if start:
+            page = chunk.pages[(start - 1) // self._cache.page_size]
+            first = self._cache.common["head_features"][page].to(own.dtype)
+        else:
+            first = torch.zeros_like(own[0])
+        return torch.cat([first[None], own[:-1]])
+
+    def _append(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: Batch,
+        rows: slice,
+        before: Tensor | None,
+    ) -> None:
+        _, key = self.head(token_ids[rows], positions[rows], before)
+        self.put(key, batch.slots[rows])
+
+
+def load_head(policy: Policy, model: Model) -> RetrievalHead:
+    """The head that the policy names, or the one beside the model's weights.
+
+    ConfigError if there is none; ModelError if it is damaged or of another model.
+    """
+    place = getattr(policy, "head", None) or model.head
+    if place is None:
+        raise ConfigError(
+            f"policy {policy.name!r} needs a retrieval head, and none lies beside {model.name!r}; "
+            "make one with `keyhole train-head`, or give head=FOLDER"
+        )
+    head = RetrievalHead.from_pretrained(place, model.network)
+    return head.to(model.device, model.dtype).eval()

@@ -1,0 +1,1 @@
+"""What an engine keeps where: pages, offloaded layers, shared prompts."""

@@ -1,0 +1,384 @@
+"""Runs one planned step: packs the tokens in a row, calls the model, counts what was read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.cache.kept_tokens import KeptTokenRows, Thinned
+from keyhole.cache.offload.prefetch import Loads, Prefetcher, Traffic
+from keyhole.cache.pages import PageCache
+from keyhole.cache.retained_pages import RetainedPages
+from keyhole.engine.cuda_graphs.runner import CudaGraphRunner, Outputs, Recorder
+from keyhole.engine.decode_inputs import DecodeInputs, numbers_of
+from keyhole.engine.head_runner import HeadRunner
+from keyhole.engine.memory.eviction import Eviction
+from keyhole.engine.memory.page_table import PageTable
+from keyhole.engine.policy_state import SequenceState
+from keyhole.engine.read_stats import counted
+from keyhole.engine.scheduler import SchedulerOutput
+from keyhole.engine.sequence import Sequence
+from keyhole.kernels.rope import Rotation
+from keyhole.models.batch import Batch, Chunk, ScatteredChunk
+from keyhole.models.loading import Model
+from keyhole.models.positions import RopeShift, rotates
+from keyhole.policies.base import Policy, Step
+
+
+class Runner:
+    """The model with its cache and policy.
+
+    recorder: how decode steps are recorded, to be repeated; None: each one is launched anew.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PageCache,
+        policy: Policy,
+        max_batch: int,
+        lookahead: HeadRunner | None = None,
+        prefetcher: Prefetcher | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._policy = policy
+        self._lookahead = lookahead
+        self._prefetcher = prefetcher
+        self._table = PageTable(max_batch)
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        # The last row is for rows of a recorded step that stand for no sequence.
+        num_rows = max_batch if recorder is None else max_batch + 1
+        self._state = SequenceState(policy, cache.geometry, num_rows, like)
+        self._thinned = Thinned(len(cache.keys), max_batch, model.device)
+        # Whose kept tokens stand in a row of it.
+        self._kept: list[Tensor | None] = [None] * max_batch
+        self._keeps_data = any(cache.data)
+        self._loads: Loads | None = None  # of the last step, until they are counted
+        evicts = policy.page_limit(np.ones(1, np.int64), cache.page_size) is not None
+        self._eviction = Eviction(policy, cache, max_batch) if evicts else None
+        self._recorded: CudaGraphRunner | None = None
+        if recorder is not None:
+            self._recorded = CudaGraphRunner(
+                recorder,
+                cache,
+                policy,
+                max_batch,
+                model.device,
+                make_step=self._step,
+                work=self._decode,
+                moves=lambda: cache.moves + (0 if prefetcher is None else prefetcher.moves),
+            )
+        # Of the last step: which page each sequence gives up, who is due, and who they are.
+        self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
+
+    def traffic(self) -> list[Traffic]:
+        """What the last step's decoding sequences loaded, once; waits for the device.
+
+        Empty where no layer is below.
+        """
+        loads, self._loads = self._loads, None
+        return [] if loads is None or self._prefetcher is None else self._prefetcher.count(loads)
+
+    @property
+    def replayed(self) -> int:
+        """Steps that were repeated from a recording."""
+        return 0 if self._recorded is None else self._recorded.replayed
+
+    def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor, Tensor]:
+        """One step. Returns the sequences whose logits are wanted, these logits, and reads.
+
+        Logits [R, vocabulary]; reads float64 [B, 3], for each decoding sequence the attended
+        fraction (mean over layers), bytes of keys and values, and other bytes. Advances
+        `num_computed`.
+        """
+        self.evict()  # if whoever ran the last step was interrupted before
+        numbers = self._numbers(plan.decodes)
+        if numbers is not None and self._recorded is not None and self._is_plain(plan):
+            outputs = self._recorded.run(numbers, plan.decodes)
+            if outputs is not None:
+                return self._finished(plan, numbers, outputs)
+        spans = [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes]
+        spans += [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
+        tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
+        positions = _join(np.arange(start, end) for _, start, end in spans)
+        ends = np.cumsum([end - start for _, start, end in spans])
+        wanted = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
+        row = (self._send(tokens), self._send(positions))
+        batch = self._begin(plan, numbers, *row)
+        logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
+        reads = self.end(plan, *row, batch)
+        return [spans[i][0] for i in wanted], logits, reads
+
+    def begin(self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor) -> Batch:
+        """What attention needs for one step, with the policy's choice before it under way.
+
+        token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
+        """
+        self.evict()
+        return self._begin(plan, self._numbers(plan.decodes), token_ids, positions)
+
+    def end(
+        self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor, batch: Batch
+    ) -> Tensor:
+        """After the forward: advances `num_computed`; returns the reads, as `run`."""
+        victims, reads = self._after(token_ids, positions, batch)
+        loading = batch.step is not None and self._prefetcher is not None
+        self._loads = self._prefetcher.end() if loading and self._prefetcher else None
+        if victims is not None and batch.step is not None and batch.step.retained is not None:
+            self._victims = victims, batch.step.retained.due, plan.decodes
+        for sequence in plan.decodes:
+            sequence.num_computed += 1
+        for sequence, count in plan.chunks:
+            sequence.num_computed += count
+        return reads
+
+    def renumber(self) -> None:
+        """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
+        self._table.renumber()
+
+    def evict(self) -> None:
+        """Frees the pages that the policy gives up, once the host has waited for the step anyway.
+
+        A sequence that ended meanwhile has none.
+        """
+        if self._victims is None or self._eviction is None:
+            return
+        (victims, due, decodes), self._victims = self._victims, None
+        rows = [i for i in np.flatnonzero(due) if decodes[i].slot >= 0]
+        if rows:
+            some = victims.cpu().numpy()[rows]
+            for sequence, entry in self._eviction.evict([decodes[i] for i in rows], some):
+                self._table.forget(sequence, entry)
+
+    def kept(self, sequence: Sequence) -> Tensor | None:
+        """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""
+        return sequence.kept if self._eviction is None else self._eviction.kept(sequence)
+
+    def _numbers(self, decodes: list[Sequence]) -> DecodeInputs | None:
+        if not decodes:
+            return None
+        numbers = numbers_of(
+            decodes, self._cache.page_size, self._table, self._state, self._eviction
+        )
+        if self._prefetcher is not None:
+            for sequence, new in zip(decodes, numbers.fresh.tolist(), strict=True):
+                if new:
+                    self._prefetcher.reset(sequence.slot)
+        if self._lookahead is not None:
+            self._lookahead.check(int(numbers.position.max()) + 1)
+        return numbers
+
+    def _begin(
+        self,
+        plan: SchedulerOutput,
+        numbers: DecodeInputs | None,
+        token_ids: Tensor,
+        positions: Tensor,
+    ) -> Batch:
+        batch = self._batch(plan, numbers)
+        self._before(token_ids, positions, batch)
+        return batch
+
+    def _before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
+        """The policy's choice before the forward."""
+        if batch.step is None:
+            return
+        if self._lookahead is not None:
+            self._lookahead.before(token_ids, positions, batch)
+        self._policy.before_step(batch.step)
+        batch.prefetch(-1)
+
+    def _after(
+        self, token_ids: Tensor, positions: Tensor, batch: Batch
+    ) -> tuple[Tensor | None, Tensor]:
+        """What comes after the forward: which pages are given up, and the reads."""
+        if self._lookahead is not None:
+            self._lookahead.after(token_ids, positions, batch)
+        if batch.step is None:
+            return None, torch.zeros(0, 3, dtype=torch.float64)
+        victims = self._policy.after_step(batch.step)
+        return victims, counted(batch.reads, batch.step, self._cache.geometry, self._policy)
+
+    def _is_plain(self, plan: SchedulerOutput) -> bool:
+        """Whether a step is nothing but decoding, over all tokens."""
+        below = self._cache.lower_layers
+        if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
+            return False
+        return all(sequence.kept is None for sequence in plan.decodes)
+
+    @torch.no_grad()
+    def _decode(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
+        """A plain step, from the device's numbers to the device's results."""
+        row = tensors["token_ids"], tensors["positions"]
+        every = torch.arange(len(row[0]), device=self._model.device)
+        keep = self._keeps_data
+        batch = Batch(
+            cache=self._cache,
+            policy=self._policy,
+            slots=tensors["slots"],
+            newest=every,
+            num_decode=len(every),
+            step=replace(step),  # what hooks leave in it ends with it
+            chunks=[],
+            touched=tensors["touched"] if keep else None,
+            filled=tensors["filled"] if keep else None,
+            prefetcher=self._prefetcher,
+        )
+        if self._prefetcher is not None:
+            self._prefetcher.begin(step.slots, step.page_table, step.lengths, recorded=True)
+        self._before(*row, batch)
+        logits = self._model.forward(*row, batch, every)
+        victims, reads = self._after(*row, batch)
+        loads = None if self._prefetcher is None else self._prefetcher.end().counters
+        return Outputs(logits, reads, victims, loads)
+
+    def _finished(
+        self, plan: SchedulerOutput, numbers: DecodeInputs, outputs: Outputs
+    ) -> tuple[list[Sequence], Tensor, Tensor]:
+        """What `run` gives, after a plain step; and all that it leaves on the host."""
+        count = len(plan.decodes)
+        self._loads = None if outputs.loads is None else Loads(outputs.loads[:count])
+        if outputs.victims is not None and numbers.due is not None:
+            self._victims = outputs.victims[:count], numbers.due, plan.decodes
+        wanted = [i for i, s in enumerate(plan.decodes) if s.wants_logits(s.num_computed + 1)]
+        for sequence in plan.decodes:
+            sequence.num_computed += 1
+        logits = outputs.logits[:count]
+        if len(wanted) < count:
+            logits = logits[self._send(np.asarray(wanted, np.int64))]
+        return [plan.decodes[i] for i in wanted], logits, outputs.reads[:count]
+
+    def _batch(self, plan: SchedulerOutput, numbers: DecodeInputs | None) -> Batch:
+        size, row = self._cache.page_size, len(plan.decodes)
+        slots, touched, filled = [], [], []
+        if numbers is not None:
+            slots.append(numbers.written["slots"])
+            touched.append(numbers.written["touched"])
+            filled.append(numbers.written["filled"])
+        chunks: list[Chunk | ScatteredChunk] = []
+        for sequence, count in plan.chunks:
+            start, end = sequence.num_computed, sequence.num_computed + count
+            pages = self._table.rows([sequence], -(-end // size))[0]
+            place = np.arange(start, end)
+            slots.append(pages[place // size] * size + place % size)
+            entries = np.arange(start // size, len(pages))
+            touched.append(pages[entries])
+            filled.append(np.minimum(end - entries * size, size))
+            rows, listed = slice(row, row + count), self._send(_join([pages]))
+            if sequence.kept is None:
+                known = int(sequence.repeated == start)
+                chunks.append(Chunk(rows, start, listed, known, sequence.first))
+            else:
+                chunks.append(self._scattered(sequence.kept, rows, place, listed))
+            row += count
+        keep = self._keeps_data
+        written = _join(slots)
+        last = np.append(written[1:] != written[:-1] + 1, True) | (written % size == size - 1)
+        return Batch(
+            cache=self._cache,
+            policy=self._policy,
+            slots=self._send(written),
+            newest=self._send(np.flatnonzero(last)),
+            num_decode=len(plan.decodes),
+            step=None if numbers is None else self._entered(plan.decodes, numbers),
+            chunks=chunks,
+            touched=self._send(_join(touched)) if keep else None,
+            filled=self._send(_join(filled)) if keep else None,
+            prefetcher=self._prefetcher,
+        )
+
+    def _scattered(
+        self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor
+    ) -> ScatteredChunk:
+        """Prompt tokens after documents of which layers dropped some."""
+        after = np.arange(kept.shape[1], positions[-1] + 1)
+        seen = [np.concatenate([np.flatnonzero(layer), after]) for layer in kept.numpy()]
+        return ScatteredChunk(
+            rows=rows,
+            positions=self._send(positions),
+            pages=table,
+            seen=[self._send(_join([row])) for row in seen],
+            start=int(positions[0]),
+        )
+
+    def _there(self, decodes: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
+        """What each layer has of the decoding sequences; None: everything."""
+        for sequence in decodes:
+            if self._kept[sequence.slot] is not sequence.kept:
+                self._kept[sequence.slot] = sequence.kept
+                if sequence.kept is None:
+                    self._thinned.clear(sequence.slot)
+                else:
+                    self._thinned.set(sequence.slot, sequence.kept)
+        if all(sequence.kept is None for sequence in decodes):
+            return None
+        slots = [sequence.slot for sequence in decodes]
+        return self._thinned.rows(slots, lengths.tolist(), self._model.device)
+
+    def _entered(self, decodes: list[Sequence], numbers: DecodeInputs) -> Step:
+        """The step of these sequences, with their documents and offloaded layers."""
+        step = self._step(numbers, {name: self._send(x) for name, x in numbers.sent.items()})
+        step.kept_tokens = self._there(decodes, numbers.position + 1)
+        if step.retained is not None:
+            there = self._there(decodes, numbers.sent["left_lengths"])
+            step.retained = replace(step.retained, kept_tokens=there)
+        if self._prefetcher is not None:
+            self._prefetcher.begin(step.slots, step.page_table, step.lengths)
+        return step
+
+    def _step(self, numbers: DecodeInputs, tensors: Mapping[str, Tensor]) -> Step:
+        """tensors: what was sent of the numbers."""
+        remaining = None
+        if numbers.entries is not None and numbers.due is not None:
+            generated = numbers.sent["left_pages"] - numbers.sent["pinned"]
+            remaining = RetainedPages(
+                page_table=tensors["left_table"],
+                pages=tensors["left_pages"],
+                lengths=tensors["left_lengths"],
+                pinned=tensors["pinned"],
+                goes=tensors["goes"],
+                entries=numbers.entries,
+                most_generated=int(generated.max()),
+                due=numbers.due,
+            )
+        return Step(
+            lengths=tensors["lengths"],
+            pages=tensors["pages"],
+            max_length=int(numbers.position.max()) + 1,
+            page_table=tensors["page_table"],
+            page_size=self._cache.page_size,
+            page_data=self._cache.data,
+            host_lengths=numbers.position + 1,
+            fresh=numbers.fresh,
+            prompts=tensors["prompts"],
+            host_prompts=numbers.prompts,
+            keys=self._cache.keys,
+            rotation=self._rotation,
+            slots=tensors["state_rows"],
+            state=self._state.tensors,
+            retained=remaining,
+        )
+
+    @functools.cached_property
+    def _turns(self) -> RopeShift | None:
+        """The rotations of the model; None if its positions are none."""
+        return RopeShift.of(self._model) if rotates(self._model) else None
+
+    def _rotation(self, layer: int) -> Rotation:
+        if self._turns is None:
+            return Rotation(None)
+        return Rotation(self._turns.frequencies[layer], self._turns.rotated_last[layer])
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+
+
+def _join(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate(list(parts)).astype(np.int64)

@@ -1,0 +1,323 @@
+"""Measures a model for DELTA: which layers' choices of pages serve which other layers.
+
+The model runs densely; at each decode step every full-attention layer shows what it would choose
+and what the choices of the layers before it would cost it, so one run measures every possible
+placement at once:
+
+    recall[a, b]   mean share of layer b's attention that falls on the pages layer a would choose
+    error[a, b]    mean of ||sparse - full|| / ||full||, layer b's attention output over the pages
+                   that layer a would choose against that over everything, all heads together
+    shift[b]       mean total variation between the page distributions of layer b and the
+                   full-attention layer before it: half the sum of |differences|, from 0 to 1
+
+`keyhole.policies.shared.calibration` turns each into a placement. Only steps of more than `token_budget`
+tokens count: in shorter ones DELTA chooses nothing. The layers before b read everything, so errors
+are those of one layer alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import EngineConfig, SamplingParams, require
+from keyhole.engine.tokenization import Prompt
+from keyhole.errors import ConfigError
+from keyhole.eval.attention import measures
+from keyhole.eval.attention.dense_run import expanded
+from keyhole.llm import LLM
+from keyhole.models.batch import Batch
+from keyhole.models.loading import Model
+from keyhole.policies.base import ScoreRequest, Selection, Step
+from keyhole.policies.controls.full import Full
+from keyhole.policies.delta import Delta
+from keyhole.policies.shared.calibration import (
+    Calibration,
+    place_by_error,
+    place_by_recall,
+    place_by_shift,
+)
+
+Method = Literal["optimal", "paper"]
+Measure = Literal["mass", "error"]
+
+
+class Role(NamedTuple):
+    """What a layer reads: its own window, everything, everything to choose, or another's choice.
+
+    chooser: the layer whose pages a sparse layer reads.
+    """
+
+    kind: Literal["window", "full", "selects", "sparse"]
+    chooser: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a dense run showed: recall and error [L][L] and shift [L] of the module docstring.
+
+    `layers` are those with full attention; entries of others are 0. steps: decode steps counted.
+    sparse_share: mean share of a sequence's tokens that a sparse layer reads.
+    """
+
+    model: str
+    layers: tuple[int, ...]
+    token_budget: int
+    recall: list[list[float]]
+    error: list[list[float]]
+    shift: list[float]
+    steps: int
+    sparse_share: float
+
+    def place(
+        self,
+        method: Method,
+        num_delta_layers: int,
+        full_layers: Sequence[int],
+        measure: Measure = "mass",
+    ) -> Calibration:
+        """Chooses the delta layers by "optimal" or "paper", and what to expect of each layer.
+
+        measure: what "optimal" goes by. ConfigError for a choice that leaves no sparse layer.
+        """
+        candidates = [layer for layer in self.layers if layer not in full_layers]
+        if method == "paper":
+            delta = place_by_shift(self.shift, candidates, num_delta_layers)
+        elif measure == "error":
+            delta = place_by_error(self.error, candidates, num_delta_layers)
+        else:
+            delta = place_by_recall(self.recall, candidates, num_delta_layers)
+        require(
+            any(role.kind == "sparse" for role in self.roles(full_layers, delta)),
+            "num_delta_layers",
+            num_delta_layers,
+            f"at most {len(candidates) - 1}: of the layers {tuple(candidates)} that are not in "
+            "full_layers one at least must be left to read a choice",
+        )
+        return self.expected(full_layers, delta, method, "shift" if method == "paper" else measure)
+
+    def expected(
+        self, full_layers: Sequence[int], delta_layers: Sequence[int], method: str, measure: str
+    ) -> Calibration:
+        """The recall and error to expect of each layer with these layers."""
+        # A layer that reads everything loses nothing.
+        choosers = [role.chooser for role in self.roles(full_layers, delta_layers)]
+        pairs = list(enumerate(choosers))
+        recall = [1.0 if a is None else self.recall[a][b] for b, a in pairs]
+        error = [0.0 if a is None else self.error[a][b] for b, a in pairs]
+        return Calibration(
+            model=self.model,
+            method=method,
+            num_layers=len(self.recall),
+            token_budget=self.token_budget,
+            full_layers=tuple(sorted(full_layers)),
+            delta_layers=tuple(delta_layers),
+            recall=tuple(round(value, 4) for value in recall),
+            measure=measure,
+            error=tuple(round(value, 4) for value in error),
+        )
+
+    def cost(self, placed: Calibration) -> Cost:
+        """What a placement costs: means over its sparse layers, and keys read."""
+        roles = self.roles(placed.full_layers, placed.delta_layers)
+        sparse = [layer for layer, role in enumerate(roles) if role.kind == "sparse"]
+        dense = [layer for layer in self.layers if layer not in sparse]
+        return Cost(
+            dense_layers=tuple(dense),
+            recall=sum(placed.recall[i] for i in sparse) / len(sparse) if sparse else 1.0,
+            error=sum(placed.error[i] for i in sparse) / len(sparse) if sparse else 0.0,
+            keys_read=(len(dense) + len(sparse) * self.sparse_share) / len(self.layers),
+        )
+
+    def roles(self, full_layers: Sequence[int], delta_layers: Sequence[int]) -> list[Role]:
+        """What each layer does under DELTA with these layers."""
+        roles = []
+        for layer in range(len(self.recall)):
+            before = [chosen for chosen in delta_layers if chosen < layer]
+            if layer not in self.layers:
+                roles.append(Role("window"))
+            elif layer in delta_layers:
+                roles.append(Role("selects"))
+            elif layer in full_layers or not before:
+                roles.append(Role("full"))
+            else:
+                roles.append(Role("sparse", max(before)))
+        return roles
+
+
+class Cost(NamedTuple):
+    """Of a placement: layers that read everything, and means over the others.
+
+    recall, error: of a sparse layer. keys_read: share of the keys of all full-attention layers that
+    a step reads.
+    """
+
+    dense_layers: tuple[int, ...]
+    recall: float
+    error: float
+    keys_read: float
+
+
+def calibrate(
+    model: Model,
+    prompts: list[Prompt],
+    *,
+    method: Method = "optimal",
+    measure: Measure = "mass",
+    num_delta_layers: int = 3,
+    token_budget: int = Delta.token_budget,
+    recent_pages: int | None = None,
+    full_layers: Sequence[int] = (0, 1),
+    max_tokens: int = 64,
+) -> Calibration:
+    """Measures and places in one go: see `measured` and `Measurement.place`."""
+    found = measured(
+        model, prompts, token_budget=token_budget, recent_pages=recent_pages, max_tokens=max_tokens
+    )
+    return found.place(method, num_delta_layers, full_layers, measure)
+
+
+def measured(
+    model: Model,
+    prompts: list[Prompt],
+    *,
+    token_budget: int = Delta.token_budget,
+    recent_pages: int | None = None,
+    max_tokens: int = 64,
+    page_size: int = EngineConfig.page_size,
+) -> Measurement:
+    """Runs prompts, each continued greedily by up to `max_tokens`, and measures every step.
+
+    Raises ConfigError if no step was longer than `token_budget`.
+    """
+    delta = Delta(token_budget=token_budget, recent_pages=recent_pages, delta_layers=())
+    geometry = model.geometry(page_size)
+    sums = _Sums(delta.resolve(geometry), geometry)
+    settings = {field.name: getattr(model, field.name) for field in fields(Model)}
+    observed = _ObservedModel(**settings, observe=functools.partial(_observe, model, sums))
+    llm = LLM(observed, policy=_Watched(), page_size=page_size)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    longest = 0
+    for result in llm.generate(prompts, params):
+        longest = max(longest, result.stats.prompt_tokens + result.stats.generated_tokens)
+    if not sums.steps:
+        raise ConfigError(
+            f"no decode step had more than token_budget {token_budget} tokens (the longest prompt "
+            f"and its continuation have {longest}); give longer prompts or a lower token_budget"
+        )
+    return Measurement(
+        model=model.name,
+        layers=geometry.full_attention,
+        token_budget=token_budget,
+        recall=(sums.recall / sums.steps).tolist(),
+        error=(sums.error / sums.steps).tolist(),
+        shift=(sums.shift / sums.steps).tolist(),
+        steps=sums.steps,
+        sparse_share=sums.share / sums.steps,
+    )
+
+
+class _Sums:
+    """Running sums over steps and sequences, on the host in float64."""
+
+    def __init__(self, delta: Delta, geometry: Geometry) -> None:
+        self.delta = delta
+        self.layers = geometry.full_attention
+        depth = geometry.num_layers
+        self.recall = torch.zeros(depth, depth, dtype=torch.float64)
+        self.error = torch.zeros(depth, depth, dtype=torch.float64)
+        self.shift = torch.zeros(depth, dtype=torch.float64)
+        self.share = 0.0
+        self.steps = 0
+        self._chosen: list[tuple[Selection, Tensor]] = []  # of the layers so far: their choices
+        self._before: Tensor | None = None  # page distribution of the layer before, [B, M]
+
+    def add(
+        self,
+        layer: int,
+        largest: Tensor,
+        mass: Tensor,
+        step: Step,
+        full: Tensor,
+        output: Callable[[Selection], Tensor],
+    ) -> None:
+        """Takes a layer of a step.
+
+        largest, mass: its scores [B, M] per page, summed maxima and summed weights. full: its
+        output [B, Hq, Dv]; output(selection): the same over what is selected.
+        """
+        place = self.layers.index(layer)
+        tokens = self.delta.token_budget // step.page_size * step.page_size
+        counts = (step.lengths > tokens).double()  # [B]
+        if not counts.any():
+            return
+        if place == 0:
+            self._chosen, self._before = [], None
+            self.steps += int(counts.sum())
+            self.share += float((tokens / step.lengths.double()) @ counts)
+        share = mass.double() / mass.double().sum(1, keepdim=True)
+        if self._before is not None:
+            variation = (share - self._before).abs().sum(1) / 2
+            self.shift[layer] += float(variation @ counts)
+        self._chosen.append(self._choice(layer, largest, step))
+        for other, (selection, pages) in zip(self.layers, self._chosen, strict=False):
+            self.recall[other, layer] += float((share * pages).sum(1) @ counts)
+            error = measures.output_error(full, output(selection))
+            self.error[other, layer] += float(error @ counts)
+        self._before = share
+
+    def _choice(self, layer: int, largest: Tensor, step: Step) -> tuple[Selection, Tensor]:
+        """What DELTA chooses by these scores, and its pages as 0 and 1, float64 [B, M]."""
+        self.delta.on_scores(layer, (largest[:, None],), step)
+        assert step.shared_selection is not None
+        chosen, step.shared_selection = step.shared_selection, None
+        pages = measures.members(chosen.indices, largest.shape[1])[:, 0]
+        return chosen, pages.double()
+
+
+@dataclass
+class _ObservedModel(Model):
+    """A model whose forwards show the queries of every layer to `observe`."""
+
+    observe: Callable[[Batch, int, Tensor, dict[str, Any]], None] | None = None
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
+        """As of `Model`."""
+        assert self.observe is not None
+        batch.observer = functools.partial(self.observe, batch)
+        return super().forward(token_ids, positions, batch, rows)
+
+
+def _observe(
+    model: Model, sums: _Sums, batch: Batch, layer: int, query: Tensor, options: dict[str, Any]
+) -> None:
+    """Adds a layer of a decode step, by its queries and its cache."""
+    step, cache = batch.step, batch.cache
+    if step is None or options["window"] is not None:
+        return
+    query = query[: batch.num_decode]
+    paged = (query, cache.keys[layer], cache.values[layer], step.page_table, step.lengths)
+    others = {name: value for name, value in options.items() if name != "window"}
+    requests = ScoreRequest("max", step.page_size), ScoreRequest("sum", step.page_size)
+    full, scores = kernels.attend_and_score(*paged, requests=requests, **others)
+
+    def output(selection: Selection) -> Tensor:
+        out = kernels.attend(*paged, selection=selection, **others)
+        return expanded(model, cache.geometry, layer, out)
+
+    everything = expanded(model, cache.geometry, layer, full)
+    sums.add(layer, scores[0][:, 0], scores[1][:, 0], step, everything, output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Watched(Full):
+    """Full attention whose steps all run on the host, where they are observed."""
+
+    capturable: ClassVar[bool | str] = "its steps are observed"

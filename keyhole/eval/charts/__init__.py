@@ -1,0 +1,1 @@
+"""Pictures of documents, memory plans and pages."""

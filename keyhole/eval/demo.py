@@ -1,0 +1,186 @@
+"""The demonstration: a long recall and a long derivation under three sparse methods, one budget.
+
+The recall asks for one fact of a long text. The derivation carries out a shuffled program of 40
+steps; each step needs two facts of the prompt and the result of an earlier step that the model
+itself has written, so what a method drops of the generated text is as fatal as what it drops of the
+prompt. Items are those of seed 0, whatever comes out.
+
+Beside each method stands its control: the same dense layers, first tokens and budget, and the
+newest tokens in place of a selection. What the two have in common is not due to the selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tqdm.auto import tqdm
+
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.result import Result
+from keyhole.engine.sequence import Stats
+from keyhole.eval.controls import controls
+from keyhole.eval.tiny_language.tasks import Item, is_correct, make
+from keyhole.eval.trace.trace import Trace, Traced
+from keyhole.llm import LLM
+from keyhole.models.loading import Model
+from keyhole.policies.base import Policy
+from keyhole.policies.controls.full import Full
+from keyhole.policies.delta import Delta
+from keyhole.policies.quest import Quest
+from keyhole.policies.streaming_llm import StreamingLLM
+
+BUDGET = 256
+_RECALL_WORDS = 2048
+_DERIVE_STEPS = 40
+#: Words of a program with that many steps: 24 for each, 16 of frame, 1 for the BOS.
+_DERIVE_WORDS = 24 * _DERIVE_STEPS + 17
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOutcome:
+    """One task under one policy, or under the control of that policy."""
+
+    task: str
+    policy: str
+    is_control: bool
+    correct: bool
+    text: str
+    stats: Stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """All outcomes, and the policies by name, settled.
+
+    dense: the layers that each policy reads in full. controls: of the methods that select; one that
+    does not is its own control, and has none here.
+    """
+
+    outcomes: list[DemoOutcome]
+    policies: dict[str, Policy]
+    dense: dict[str, tuple[int, ...]]
+    controls: dict[str, Policy]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Who answers: a method, or the control of the method of that name."""
+
+    name: str
+    is_control: bool
+    llm: LLM
+
+
+def items() -> list[Item]:
+    """The recall and the derivation."""
+    return [make("recall", _RECALL_WORDS, 0), make("derive", _DERIVE_WORDS, 0)]
+
+
+def run(model: Model, asked: list[Item]) -> Demo:
+    """Answers all items under every policy and control.
+
+    `model` must know the bundled model's words.
+    """
+    geometry = model.geometry(EngineConfig.page_size)
+    entries = []
+    for policy in _policies(model):
+        own = LLM(model, policy=policy)
+        entries.append(_Entry(own.policy.name, False, own))
+        control = controls(own.policy, geometry).get("recent")
+        if control is not None and control != own.policy:
+            entries.append(_Entry(own.policy.name, True, LLM(model, policy=control)))
+    work = [(item, entry) for item in asked for entry in entries]
+    policies = {entry.name: entry.llm.policy for entry in entries if not entry.is_control}
+    return Demo(
+        outcomes=[
+            _outcome(item, entry)
+            for item, entry in tqdm(work, unit="run", disable=None, leave=False)
+        ],
+        policies=policies,
+        dense={name: policy.dense_layers(geometry) for name, policy in policies.items()},
+        controls={entry.name: entry.llm.policy for entry in entries if entry.is_control},
+    )
+
+
+def traced(model: Model, item: Item) -> tuple[Trace, int]:
+    """What DELTA reads while it answers an item, and the tokens of the prompt.
+
+    A run of its own, so that no recording slows what is timed.
+    """
+    policy = Traced(_delta(model))
+    result = _answer(item, LLM(model, policy=policy))
+    return policy.trace, result.stats.prompt_tokens
+
+
+def verdicts(outcomes: Sequence[DemoOutcome]) -> list[str]:
+    """What each method's control says of it, a line for all tasks with the same two answers.
+
+    Tasks on which full attention is wrong are left out.
+    """
+    right = {(one.policy, one.is_control, one.task): one.correct for one in outcomes}
+    known = [task for task in _tasks(outcomes) if right.get((Full.name, False, task), True)]
+    lines = []
+    for method in dict.fromkeys(one.policy for one in outcomes if one.is_control):
+        found: dict[tuple[bool, bool], list[str]] = {}
+        for task in known:
+            both = right[method, False, task], right[method, True, task]
+            found.setdefault(both, []).append(task)
+        for both, tasks in found.items():
+            says = _SAYS[both].format(
+                method=method, cannot=f"{'this task' if len(tasks) == 1 else 'these tasks'} cannot"
+            )
+            lines.append(f"{', '.join(tasks)}: {says}")
+    return lines
+
+
+#: By whether a method and its control are right.
+_SAYS = {
+    (True, True): "{method} and its control are both right, so {cannot} tell whether "
+    "{method}'s selection matters",
+    (True, False): "{method} is right and its control wrong, so its selection found what the "
+    "newest tokens lack",
+    (False, True): "{method} is wrong and its control right, so its selection is worse than the "
+    "newest tokens",
+    (False, False): "{method} and its control are both wrong, so its selection does not help here",
+}
+
+
+def _tasks(outcomes: Sequence[DemoOutcome]) -> list[str]:
+    return list(dict.fromkeys(one.task for one in outcomes))
+
+
+def _policies(model: Model) -> list[Policy]:
+    """The four methods; Quest reads in full what DELTA reads in full without choosing."""
+    geometry = model.geometry(EngineConfig.page_size)
+    delta = _delta(model).resolve(geometry)
+    quest = Quest(token_budget=BUDGET, full_layers=delta.full_layers or ())
+    return [Full(), delta, quest, StreamingLLM(token_budget=BUDGET)]
+
+
+def _delta(model: Model) -> Delta:
+    """DELTA with the layers measured for this model, else the first full and the next choosing.
+
+    The paper's layers are for 28 of them; of 4 they would leave none sparse.
+    """
+    if model.calibration is not None:
+        return Delta(token_budget=BUDGET)
+    return Delta(token_budget=BUDGET, full_layers=(0,), delta_layers=(1,))
+
+
+def _answer(item: Item, llm: LLM) -> Result:
+    """Greedy generation with room for the right answer and a little more."""
+    room = len(item.answer.split()) + 8
+    return llm.generate(item.prompt, SamplingParams(max_tokens=room, temperature=0.0))
+
+
+def _outcome(item: Item, entry: _Entry) -> DemoOutcome:
+    result = _answer(item, entry.llm)
+    return DemoOutcome(
+        task=item.task,
+        policy=entry.name,
+        is_control=entry.is_control,
+        correct=is_correct(item, result.text),
+        text=result.text,
+        stats=result.stats,
+    )

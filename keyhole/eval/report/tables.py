@@ -1,0 +1,355 @@
+"""The tables of the report: cells as text, the best of each column, and where a number comes from.
+
+Nothing here knows HTML; `report_page.html` writes what stands here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from keyhole.eval.controls.table import note, p_text
+from keyhole.eval.report.plot_style import NOTHING, Look, size_scale
+from keyhole.eval.report.runs import Run
+from keyhole.eval.results.cells import SETUPS, Cell, EvalSetting, place_name, places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A number of a cell. best: `max`, `min`, or None where neither end is better.
+
+    text: how a number is written. is_size: bytes, which get one unit for the whole column.
+    """
+
+    key: str
+    head: str
+    unit: str
+    meaning: str
+    text: Callable[[float], str] = str
+    is_size: bool = False
+    best: Callable[[Iterable[float]], float] | None = None
+
+
+SCORE, PERPLEXITY, RECENT, RANDOM, ORACLE, GAIN, *_ = COLUMNS = (
+    Column(
+        key="score",
+        head="Score",
+        unit="%",
+        meaning="Mean over the samples of how right the answer is. Where every sample is simply "
+        "right or wrong, the bar and the small numbers are the 95 % Wilson interval: what a larger "
+        "number of samples may well have given. Where two intervals overlap, the difference may be "
+        "chance.",
+        text=lambda value: f"{100 * value:.1f}",
+        best=max,
+    ),
+    Column(
+        key="perplexity",
+        head="Perplexity",
+        unit="",
+        meaning="How unlikely the text's next token is after each step, as the number of equally "
+        "likely tokens it might as well be one of; less is better.",
+        text=lambda value: f"{value:,.2f}",
+        best=min,
+    ),
+    Column(
+        key="recent",
+        head="Recent",
+        unit="%",
+        meaning="The same dense layers, sinks and budget, and elsewhere the newest tokens: the "
+        "score without any selection. Where it is within 5 points of full attention the row says "
+        "“cannot tell”, and is in no ranking.",
+        text=lambda value: f"{100 * value:.1f}",
+    ),
+    Column(
+        key="random",
+        head="Random",
+        unit="%",
+        meaning="The same with tokens drawn by chance, the newest one always.",
+        text=lambda value: f"{100 * value:.1f}",
+    ),
+    Column(
+        key="oracle",
+        head="Oracle",
+        unit="%",
+        meaning="The same with the tokens of largest true attention in each step, for each KV "
+        "head: what a perfect selection of so many tokens scores.",
+        text=lambda value: f"{100 * value:.1f}",
+    ),
+    Column(
+        key="gain",
+        head="Gain",
+        unit="points",
+        meaning="Score less that of the recent control on the same samples: what the selection is "
+        "worth. Beside it stand the 95 % interval of the paired difference (Newcombe's; of scores "
+        "between right and wrong a bootstrap) and p of McNemar's exact test. Of twenty comparisons "
+        "without any difference one has a p below 0.05.",
+        text=lambda value: f"{100 * value:+.1f}",
+        best=max,
+    ),
+    Column(
+        key="distance",
+        head="To oracle",
+        unit="points",
+        meaning="How far the score is below the oracle's: what a better selection could win.",
+        text=lambda value: f"{100 * value:.1f}",
+    ),
+    Column(
+        key="tokens_generated",
+        head="Generated",
+        unit="tokens",
+        meaning="Mean number of tokens that the model wrote. A method that loses the thread often "
+        "writes more, which costs time even where each step is cheap.",
+        text=lambda value: f"{value:,.1f}",
+    ),
+    Column(
+        key="read_share",
+        head="Keys read",
+        unit="%",
+        meaning="Of all keys there are, the share that a decode step attends to; mean over layers "
+        "and steps, layers that read everything among them.",
+        text=lambda value: f"{100 * value:.1f}",
+        best=min,
+    ),
+    Column(
+        key="bytes_per_step",
+        head="Read per step",
+        unit="",
+        meaning="Bytes of keys and values, and of the summaries and scores that choose among them, "
+        "that one decode step reads.",
+        is_size=True,
+        best=min,
+    ),
+    Column(
+        key="step_ms",
+        head="Step",
+        unit="ms",
+        meaning="Time of a decode step on the machine named below. Times of runs on different "
+        "machines, or under different load, cannot be compared.",
+        text=lambda value: f"{value:,.2f}",
+        best=min,
+    ),
+    Column(
+        key="peak_bytes",
+        head="Peak memory",
+        unit="",
+        meaning="The most that the KV cache held at once while it answered: keys, values, and what "
+        "the method keeps to choose by.",
+        is_size=True,
+        best=min,
+    ),
+)
+
+
+#: Columns in which methods are ranked.
+_RANKED = (SCORE, GAIN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A cell of a table: its text, the number it is sorted by, and whether it is the best.
+
+    tint: a score from 0 to 1, which gives the cell its colour. beside: in small letters after it.
+    tells: whether it may be ranked.
+    """
+
+    text: str
+    sort: float | None
+    tint: float | None = None
+    best: bool = False
+    low_high: tuple[float, float] | None = None
+    beside: str = ""
+    tells: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRow:
+    """A method with a budget; run: the number of the run that measured it.
+
+    note: what a reader has to know of it.
+    """
+
+    name: str
+    look: Look
+    budget: Value
+    samples: int | None
+    values: tuple[Value, ...]
+    run: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportTable:
+    """What was measured at one place."""
+
+    title: str
+    about: str
+    columns: tuple[Column, ...]
+    rows: tuple[ReportRow, ...]
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether any row has one."""
+        return any(row.note for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """Scores of each method and budget (row) at each place (column), and their mean.
+
+    columns: what stands in a head, part by part.
+    """
+
+    columns: tuple[list[str], ...]
+    rows: tuple[ReportRow, ...]
+
+
+def tables(
+    cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Run]
+) -> list[ReportTable]:
+    """A table for each place; run_of: the run of each cell."""
+    numbers = {id(cell): run.number for cell, run in zip(cells, run_of, strict=True)}
+    by_place = places(cells)
+    found = []
+    for at, own in by_place.items():
+        columns = _columns(at, own)
+        by_column = [_values([_of(cell, c) for cell in own], c, own) for c in columns]
+        rows = tuple(
+            ReportRow(
+                name=cell.name,
+                look=style[cell.name],
+                budget=_budget(cell),
+                samples=cell.samples,
+                values=tuple(values[index] for values in by_column),
+                run=numbers[id(cell)],
+                note=note(cell.line, cell.comparison),
+            )
+            for index, cell in enumerate(own)
+        )
+        found.append(
+            ReportTable(
+                title=place_name(at, by_place), about=_about(at, own), columns=columns, rows=rows
+            )
+        )
+    return found
+
+
+def overview(cells: Sequence[Cell], style: Mapping[str, Look], shown: Column = SCORE) -> Overview:
+    """All scores, or gains; the mean stands where a row has more than one, and all of them.
+
+    A perplexity stands as it is, and is in no mean; nor is a row with a score that cannot tell.
+    """
+    by_place = places(cells)
+    rows = list(dict.fromkeys((cell.name, cell.budget) for cell in cells))
+    scores = {(cell.place, cell.name, cell.budget): cell for cell in cells}
+    by_column: list[list[Value]] = []
+    averaged: list[list[Value]] = []
+    for at in by_place:
+        own = [scores.get((at, *row)) for row in rows]
+        column = PERPLEXITY if at.is_perplexity and shown is SCORE else shown
+        values = [None if cell is None else _of(cell, column) for cell in own]
+        by_column.append(_values(values, column, own))
+        averaged += [] if at.is_perplexity and shown is SCORE else by_column[-1:]
+    heads = [place_name(at, by_place).split(", ") for at in by_place]
+    if len(averaged) > 1:
+        means = [_mean([values[index] for values in averaged]) for index in range(len(rows))]
+        by_column.append(_values(means, shown))
+        heads.append(["mean"])
+    return Overview(
+        columns=tuple(heads),
+        rows=tuple(
+            ReportRow(
+                name=name,
+                look=style[name],
+                budget=_budget(next(c for c in cells if (c.name, c.budget) == (name, budget))),
+                samples=None,
+                values=tuple(values[index] for values in by_column),
+                run=0,
+            )
+            for index, (name, budget) in enumerate(rows)
+        ),
+    )
+
+
+def _columns(at: EvalSetting, cells: Sequence[Cell]) -> tuple[Column, ...]:
+    """Those of which there is a number, sizes in a unit that suits all of them."""
+    found = []
+    for column in COLUMNS[at.is_perplexity :]:
+        known = [value for cell in cells if (value := _of(cell, column)) is not None]
+        if known and column.is_size:
+            unit, text = size_scale(known)
+            column = dataclasses.replace(column, unit=unit, text=text)
+        if known:
+            found.append(column)
+    return tuple(found)
+
+
+def _of(cell: Cell, column: Column) -> float | None:
+    value: float | None = getattr(cell, column.key)
+    return value
+
+
+def _values(
+    numbers: Sequence[float | None], column: Column, cells: Sequence[Cell | None] = ()
+) -> list[Value]:
+    """The best of a column is marked, unless more than half of it is as good as it is written."""
+    texts = [NOTHING if value is None else column.text(value) for value in numbers]
+    tell = [cell is None or cell.tells for cell in cells or [None] * len(texts)]
+    known = [
+        value for value, tells in zip(numbers, tell, strict=True) if tells and value is not None
+    ]
+    best = column.text(column.best(known)) if known and column.best else None
+    if 2 * texts.count(str(best)) > len(known):
+        best = None
+    intervals = [cell.interval if cell and column is SCORE else None for cell in cells]
+    return [
+        Value(
+            text=text,
+            sort=value,
+            tint=value if column is SCORE else None,
+            best=tells and text == best,
+            low_high=interval,
+            beside=_beside(cell, column),
+            tells=tells or column not in _RANKED,
+        )
+        for text, value, interval, tells, cell in zip(
+            texts,
+            numbers,
+            intervals or [None] * len(texts),
+            tell,
+            cells or [None] * len(texts),
+            strict=True,
+        )
+    ]
+
+
+def _beside(cell: Cell | None, column: Column) -> str:
+    """Interval and test of a gain."""
+    gain = cell.comparison.gain if cell and cell.comparison and column is GAIN else None
+    if gain is None:
+        return ""
+    return f"{100 * gain.low:.0f} to {100 * gain.high:.0f}, p {p_text(gain)}"
+
+
+def _budget(cell: Cell) -> Value:
+    """Tokens; "all" for a method without a budget, which sorts as the largest."""
+    if cell.budget is None:
+        return Value(text="all", sort=float(2**62))
+    return Value(text=f"{cell.budget:,}", sort=float(cell.budget))
+
+
+def _about(at: EvalSetting, cells: Sequence[Cell]) -> str:
+    """How many samples of which length there were, and what was sparse."""
+    samples = sorted({cell.samples for cell in cells if cell.samples})
+    prompts = [cell.tokens_prompt for cell in cells if cell.tokens_prompt is not None]
+    parts = [f"{' or '.join(map(str, samples))} samples"] if samples else []
+    if prompts:
+        parts.append(f"mean prompt {sum(prompts) / len(prompts):,.0f} tokens")
+    if at.setup:
+        parts.append(SETUPS.get(at.setup, (f"setup {at.setup}",))[0])
+    return "; ".join(parts)
+
+
+def _mean(values: Sequence[Value]) -> float | None:
+    known = [value.sort for value in values if value.sort is not None and value.tells]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

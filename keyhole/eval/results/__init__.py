@@ -1,0 +1,1 @@
+"""Stored lines of an evaluation, and comparisons between them."""

@@ -1,0 +1,259 @@
+"""Runs an evaluation cell by cell: what is stored is not measured again, what is refused is told.
+
+Full attention comes first in every group of cells that share task, length and setup: the others are
+read beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from keyhole.config import EngineConfig
+from keyhole.engine.documents.fingerprint import fingerprint
+from keyhole.engine.engine import Engine
+from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.errors import ConfigError, KeyholeError
+from keyhole.eval.methods import FULL, TOKEN_BUDGET, Method
+from keyhole.eval.results import conditions
+from keyhole.eval.results.conditions import Condition
+from keyhole.eval.results.line_file import Line, LineFile
+from keyhole.eval.terms import GIVEN, Terms
+from keyhole.eval.trace import maps as eval_maps
+from keyhole.eval.workloads.workload import Workload
+from keyhole.models.loading import Model
+from keyhole.policies.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalGrid:
+    """All combinations of these are cells; `methods` as `eval_methods.methods` gives them.
+
+    maps: whether lines get selection maps, of each sparse policy under its first budget.
+    terms: how methods become policies. controls: whether each has its controls beside it.
+    """
+
+    workloads: Sequence[Workload]
+    lengths: Sequence[int]
+    setups: Sequence[str]
+    methods: Sequence[Method]
+    samples: int
+    config: EngineConfig
+    maps: bool = False
+    terms: Terms = GIVEN
+    controls: bool = False
+
+    def is_mapped(self, method: Method) -> bool:
+        """Whether this method's cells get selection maps; one budget shows what there is to see."""
+        return self.maps and method is next(m for m in self.methods if m.label == method.label)
+
+    def groups(self) -> Iterator[Group]:
+        """Cells that differ in the policy alone; where there is no question, setups are one."""
+        for workload in self.workloads:
+            for length in self.lengths:
+                samples = workload.available(length, self.samples)
+                for setup in self.setups if workload.has_question else ("prompt",):
+                    yield Group(workload=workload, length=length, setup=setup, samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What full attention is measured on once, and the policies beside it."""
+
+    workload: Workload
+    length: int
+    setup: str
+    samples: int
+
+    def fields(self) -> dict[str, Any]:
+        """As a line has them."""
+        return {
+            "task": self.workload.name,
+            "task_settings": self.workload.settings,
+            "length": self.length,
+            "setup": self.setup,
+        }
+
+
+@dataclass(kw_only=True)
+class EvalOutcome:
+    """What came of all cells, in their order.
+
+    lines: measured now or before; stored: how many of them before. refused: cells that this model
+    cannot have, with the same fields as far as they are known, and `error`.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    stored: int = 0
+    refused: list[Line] = field(default_factory=list)
+
+
+class Evaluation:
+    """A grid over a model, and the file that its lines go to.
+
+    header: how, where and when, for a line. copies: keep the prompts of a group, which every policy
+    begins with; None: every policy computes them. ConfigError, before anything runs, for a length
+    that the model or a task cannot have.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        grid: EvalGrid,
+        file: LineFile,
+        header: Callable[[], dict[str, Any]],
+        copies: SharedPromptCache | None = None,
+    ) -> None:
+        self._model, self._grid, self._file, self._header = model, grid, file, header
+        self._copies = copies
+        for length in grid.lengths:
+            require_length(model, length)
+        list(grid.groups())  # asks every task
+        self._fingerprint = model_digest(model)
+        self._geometry = model.geometry(grid.config.page_size)
+
+    def run(self) -> EvalOutcome:
+        """Measures the cells that the file lacks and adds each to it as soon as it is done."""
+        outcome, groups = EvalOutcome(), list(self._grid.groups())
+        asked = {length: self._asked(length) for length in self._grid.lengths}
+        total = sum(len(asked[group.length]) for group in groups)
+        bar = tqdm(total=total, unit="cell", disable=None)
+        gc.freeze()  # what is there now stays, so that `_release` need not look at it each time
+        try:
+            with bar:
+                for group in groups:
+                    full: Line | None = None
+                    if self._copies is not None:
+                        self._copies.begin(group.fields())
+                    for one in asked[group.length]:
+                        bar.set_description(f"{group.workload.name} {group.length} {one.label}")
+                        line = self._cell(group, one, full, outcome)
+                        full = line if one.method is FULL else full
+                        bar.update()
+        finally:
+            gc.unfreeze()
+        return outcome
+
+    def missing(self) -> list[tuple[Group, int, int]]:
+        """Every group, how many cells it has, and how many of them the file lacks.
+
+        Cells that this model cannot have are none.
+        """
+        found = []
+        asked = {length: self._asked(length) for length in self._grid.lengths}
+        for group in self._grid.groups():
+            cells = [one for one in asked[group.length] if one.error is None]
+            lacking = [
+                one
+                for one in cells
+                if self._file.find(self._fields(group, one.policy), group.samples) is None
+            ]
+            found.append((group, len(cells), len(lacking)))
+        return found
+
+    def _asked(self, length: int) -> list[Condition]:
+        grid = self._grid
+        return conditions.asked(grid.methods, grid.terms, length, self._geometry, grid.controls)
+
+    def _cell(
+        self, group: Group, one: Condition, full: Line | None, outcome: EvalOutcome
+    ) -> Line | None:
+        """One cell: from the file, measured, or refused (None); full: that of full attention."""
+        try:
+            if one.error is not None:
+                raise one.error
+            fields = self._fields(group, one.policy)
+            stored = self._file.find(fields, group.samples, one.known_by)
+            if stored is None:  # the same policy may have been measured for something else
+                line = self._file.find(fields, group.samples)
+                line = line and one.instead_of(line)
+            else:
+                line = stored
+            measured = line is None
+            line = line or self._measured(group, one, full) | fields
+            if self._lacks_maps(line, one):
+                line = line | {"selection_maps": self._maps(group, one.policy)}
+        except KeyholeError as error:
+            outcome.refused.append(group.fields() | one.refused(error) | {"samples": group.samples})
+            return None
+        finally:
+            self._release()
+        if line is not stored:
+            self._file.add(line)
+        if line not in outcome.lines:  # two budgets may be one
+            outcome.lines.append(line)
+            outcome.stored += not measured
+        return line
+
+    def _measured(self, group: Group, one: Condition, full: Line | None) -> Line:
+        """A line but for what the cell is known by."""
+        found = group.workload.measure(
+            self._engine, one.policy, group.length, group.setup, group.samples
+        )
+        beside = {} if full is None else group.workload.beside(found, full)
+        about = {"model": self._model.name, "samples": group.samples}
+        return self._header() | about | found | beside | one.about
+
+    def _lacks_maps(self, line: Line, one: Condition) -> bool:
+        wanted = one.control is None and self._grid.is_mapped(one.method) and not one.policy.dense
+        return wanted and line.get("selection_maps") is None
+
+    def _maps(self, group: Group, policy: Policy) -> list[dict[str, Any]]:
+        """Of the first sample; none where it is answered without a decode step."""
+        self._release()
+        shown = group.workload.shown(group.length, group.setup)
+        layers = eval_maps.mapped_layers(self._geometry)
+        return eval_maps.selection_maps(self._engine, policy, shown, layers)
+
+    def _release(self) -> None:
+        """The next engine takes what memory is free when it is made."""
+        self._model.unwatch()  # what a retrieval head wanted to see
+        gc.collect()  # engine and scheduler know each other
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _engine(self, policy: Policy) -> Engine:
+        return Engine(self._model, policy, self._grid.config, copies=self._copies)
+
+    def _fields(self, group: Group, policy: Policy) -> dict[str, Any]:
+        """What a cell is known by: lines that agree in all of it are the same measurement."""
+        settings = dataclasses.asdict(policy)
+        config = self._grid.config
+        return as_stored(
+            {
+                **group.fields(),
+                "fingerprint": self._fingerprint,
+                "policy": policy.name,
+                "settings": settings,
+                "budget": settings.get(TOKEN_BUDGET),
+                "engine": {"max_batch": config.max_batch, "page_size": config.page_size},
+            }
+        )
+
+
+def require_length(model: Model, length: int) -> None:
+    """ConfigError for a length that a model cannot have."""
+    if length > model.max_length:
+        raise ConfigError(
+            f"length {length} is more than the {model.max_length} tokens that {model.name} takes "
+            f"({model.length_reason})"
+        )
+
+
+def as_stored(line: Line) -> Line:
+    """A line as it is read again: lists for tuples."""
+    return dict(json.loads(json.dumps(line)))
+
+
+def model_digest(model: Model) -> str:
+    """One word for the model's weights, tokenizer, dtype and shape."""
+    found = json.dumps(fingerprint(model), sort_keys=True)
+    return hashlib.sha256(found.encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""What several tasks share: words, filler, articles, fitting, scores."""

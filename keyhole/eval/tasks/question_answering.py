@@ -1,0 +1,111 @@
+"""RULER's questions over many short documents: `qa_1` (one hop) and `qa_2` (two hops).
+
+The needed documents stand at random places among as many others as fit. RULER (COLM 2024), section
+3.4, takes paragraphs of SQuAD and HotpotQA; nothing may be downloaded here, so articles are made up
+(`articles.py`), unless `data` names the user's own file of one of the two. 32 new tokens, scored by
+string_match_part.
+
+Differences: templates are reworded. With a file, question number `seed` is asked (counted round),
+and documents are not repeated once all are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from keyhole.config import setting
+from keyhole.eval.tasks.base import CountTokens, Sample, Task
+from keyhole.eval.tasks.common.articles import Articles
+from keyhole.eval.tasks.common.dataset import read_dataset
+from keyhole.eval.tasks.common.fitting import Written, fitted, room_for
+from keyhole.eval.tasks.common.scores import string_match_part
+from keyhole.eval.tasks.common.words import Stream
+
+_NEW_TOKENS = 32
+_ORDER = "Answer the question from the documents. Write the answer alone, without any other word."
+_INSTRUCTION = f"{_ORDER}\n\nThese are the documents.\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What is asked, the documents that come with it, and a source of others.
+
+    needed: the parts of those documents whose places are told.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    documents: tuple[str, ...]
+    needed: tuple[str, ...]
+    others: Stream[str]
+    most: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnswering(Task):
+    """Answer a question that one document answers, or two together."""
+
+    hops: int
+    data: str | None = setting(
+        None, "your JSON file of SQuAD or HotpotQA; None: articles that are made up"
+    )
+
+    def make(self, length: int, seed: int, count: CountTokens) -> Sample:
+        """Sample number `seed`; the needed facts (with a file: documents) are `Sample.depths`."""
+        rng = self.random(length, seed)
+        asked = self._made_up(rng) if self.data is None else _from_file(self.data, seed, rng)
+        question = f"\n\n{_ORDER}\n\nQuestion: {asked.question}"
+        new_tokens = max(room_for(answer, count, _NEW_TOKENS) for answer in asked.answers)
+
+        def write(size: int) -> Written:
+            texts = [*asked.documents, *asked.others.first(size - len(asked.documents))]
+            self.random(length, seed, "order").shuffle(texts)
+            documents = tuple(f"Document {n}:\n{text}" for n, text in enumerate(texts, start=1))
+            return Written(
+                context=_INSTRUCTION + "\n\n".join(documents),
+                question=question,
+                answer_prefix=" Answer:",
+                answers=asked.answers,
+                needed=asked.needed,
+                documents=documents,
+                new_tokens=new_tokens,
+            )
+
+        least = len(asked.documents)
+        return fitted(self.name, length, seed, count, write, least=least, most=asked.most)
+
+    def score(self, sample: Sample, generated: str) -> float:
+        """1 if any of the right answers stands in the text, else 0."""
+        return string_match_part(sample.answers, generated)
+
+    def _made_up(self, rng: Random) -> _Asked:
+        articles = Articles(rng)
+        asked = articles.ask(self.hops)
+        return _Asked(
+            question=asked.question,
+            answers=(asked.answer,),
+            documents=tuple(article.text for article in asked.articles),
+            needed=asked.facts,
+            others=Stream(lambda: articles.other().text),
+        )
+
+
+def _from_file(path: str, seed: int, rng: Random) -> _Asked:
+    data = read_dataset(path)
+    asked = data.questions[seed % len(data.questions)]
+    known = {*asked.given, *asked.near}
+    far = [number for number in range(len(data.documents)) if number not in known]
+    # As in RULER: paragraphs of the same article are the nearest distractors, and come first.
+    others = [*rng.sample(asked.near, len(asked.near)), *rng.sample(far, len(far))]
+    return _Asked(
+        question=asked.question,
+        answers=asked.answers,
+        documents=tuple(data.documents[number] for number in asked.given),
+        needed=tuple(data.documents[number] for number in asked.needed),
+        others=Stream(iter([data.documents[number] for number in others]).__next__),
+        most=len(data.documents),
+    )
+
+
+QA = (QuestionAnswering(name="qa_1", hops=1), QuestionAnswering(name="qa_2", hops=2))

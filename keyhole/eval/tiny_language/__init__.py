@@ -1,0 +1,1 @@
+"""The bundled model's language: its world, questions, programs and vocabulary."""

@@ -1,0 +1,197 @@
+"""Questions over several documents in the bundled model's world, made anew from a seed.
+
+one               one fact of one document
+two_hop           two facts of two documents, the second found through the first
+needs_each_other  a fact that a document states by pointing to one that an earlier document states
+
+Documents of the first two kinds can be read each by itself: for them stored documents are as good
+as new ones, and only what is kept matters. Of the third, a document read alone misses what it
+points to, and no later question can make up for that: the words that point must be computed again,
+with those that they point to in sight. Tables should keep the kinds apart.
+
+And so they should keep apart where the sentences stand that the answer needs: at the `ends` of
+their documents, which SamKV always keeps and computes again; in the `middle`, where they have to be
+found; or `anywhere`.
+
+A word is a token, and facts are scattered: no part of a document has a subject of its own, which
+texts of the real world do have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.eval.tiny_language.questions import framed
+from keyhole.eval.tiny_language.vocabulary import FILLERS, NAMES, NUMBERS, OBJECTS, PLACES
+
+KINDS = ("one", "two_hop", "needs_each_other")
+WHERE = ("anywhere", "ends", "middle")
+#: Shortest document: it has a middle besides its ends.
+MIN_WORDS = 320
+
+_VALUES = {"keeps": NUMBERS, "owns": OBJECTS, "inhabits": PLACES}
+_OPENING, _CLOSING = 32, 64
+"""Words that are the `ends` of a document: within the first and the last two blocks of 64, which
+SamKV always keeps, however short the last one is; at the beginning within what EPIC computes."""
+_SENTENCES = 0.4
+"""Share of the sentences that are facts nobody asks for: three words in ten."""
+_Facts = list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A sentence that the answer needs: `document` from 0, its first `word` there, its `text`."""
+
+    document: int
+    word: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentItem:
+    """A question over documents, and its one right answer; texts are words between single spaces.
+
+    names: of the documents, unique over all items, so that a store can hold many. prefix: what
+    stands before the first document; the tokenizer writes `<bos>` in front of it. question: from
+    `question :` to `answer :`. answer: what the model should write, ending in `done`. needed: the
+    sentences without which it cannot be known.
+    """
+
+    kind: str
+    where: str
+    names: tuple[str, ...]
+    documents: tuple[str, ...]
+    question: str
+    answer: str
+    needed: tuple[Passage, ...]
+    prefix: str = ""
+
+    @property
+    def prompt(self) -> str:
+        """The whole text, for a model that reads everything anew."""
+        return " ".join(part for part in (self.prefix, *self.documents, self.question) if part)
+
+
+def make(
+    kind: str, *, num_documents: int, words: int, seed: int, where: str = "anywhere"
+) -> DocumentItem:
+    """Item number `seed` of a kind: `num_documents` documents of `words` words each.
+
+    where: in their documents, the sentences that the answer needs. The same arguments always give
+    the same item. Raises UnknownNameError for another kind or place, and ConfigError for fewer than
+    2 documents or fewer than 320 words.
+    """
+    for what, value, known in (("kind of question", kind, KINDS), ("place", where, WHERE)):
+        if value not in known:
+            raise UnknownNameError(what, value, known)
+    if num_documents < 2:
+        raise ConfigError(f"num_documents is {num_documents}; these questions need at least 2")
+    if words < MIN_WORDS:
+        raise ConfigError(f"words is {words}; a document needs at least {MIN_WORDS}")
+    name = f"{kind}-{where}-{num_documents}x{words}-{seed}"
+    rng = Random(f"documents/{name}")
+    names = rng.sample(NAMES, len(NAMES))
+    asked, answer, sentences = _ask(kind, rng, names.pop(), names.pop())
+    chosen = rng.sample(range(num_documents), len(sentences))
+    if kind == "needs_each_other":  # what is pointed to has been read before
+        chosen.sort()
+    needed = tuple(
+        Passage(
+            document=document,
+            word=_place(where, rng, len(sentence), words),
+            text=" ".join(sentence),
+        )
+        for document, sentence in zip(chosen, sentences, strict=True)
+    )
+    facts = _facts(rng, names)
+    texts = []
+    for number in range(num_documents):
+        own = [passage for passage in needed if passage.document == number]
+        texts.append(" ".join(_write(rng, number + 1, words, own, facts)))
+    return DocumentItem(
+        kind=kind,
+        where=where,
+        names=tuple(f"{name}/{number + 1}" for number in range(num_documents)),
+        documents=tuple(texts),
+        question=" ".join(framed(asked)),
+        answer=" ".join([*(word for fact in answer for word in (*fact, ".")), "done"]),
+        needed=needed,
+    )
+
+
+def exact_match(item: DocumentItem, generated: str) -> bool:
+    """Whether the answer is right to the last word; what follows `done` does not count."""
+    answer = item.answer.split()
+    return generated.split()[: len(answer)] == answer
+
+
+def token_f1(item: DocumentItem, generated: str) -> float:
+    """Harmonic mean of the shares of generated words that are right and of right ones generated.
+
+    As in SQuAD, words count as often as they stand there; `done` and what follows it do not.
+    """
+    wrote = Counter(generated.partition("done")[0].split())
+    right = Counter(item.answer.partition("done")[0].split())
+    common = (wrote & right).total()
+    return 2 * common / (wrote.total() + right.total())
+
+
+def _ask(
+    kind: str, rng: Random, first: str, second: str
+) -> tuple[list[str], _Facts, list[tuple[str, ...]]]:
+    """Words of the question, facts of the answer, and the sentences that must be read for it."""
+    verb = rng.choice(list(_VALUES))
+    value = rng.choice(_VALUES[verb])
+    if kind == "one":
+        return [first, verb, "?"], [(first, verb, value)], [(first, verb, value, ".")]
+    if kind == "two_hop":
+        hops = [(first, "serves", second), (second, verb, value)]
+        return [first, "serves", verb, "?"], hops, [(*hop, ".") for hop in hops]
+    stated, pointing = (second, verb, value, "."), ("both", first, second, verb, ".")
+    return [first, verb, "?"], [(first, verb, value)], [stated, pointing]
+
+
+def _place(where: str, rng: Random, size: int, words: int) -> int:
+    """The first word of a sentence of `size` words; whole sentences fit before and after it."""
+    last = words - size
+    places: list[int] = [*range(3, last + 1)]
+    if where == "middle":
+        places = [*range(words // 4, words // 2)]
+    elif where == "ends":
+        places = [*range(3, _OPENING - size + 1), *range(words - _CLOSING, last + 1)]
+    return rng.choice([place for place in places if place not in (4, last - 1)])
+
+
+def _facts(rng: Random, names: list[str]) -> _Facts:
+    """Every fact that can be told of these names, one value each, in random order."""
+    facts = [(name, verb, rng.choice(values)) for name in names for verb, values in _VALUES.items()]
+    facts += [(name, "serves", rng.choice(names)) for name in names]
+    rng.shuffle(facts)
+    return facts
+
+
+def _write(rng: Random, number: int, words: int, needed: list[Passage], facts: _Facts) -> list[str]:
+    """A document of exactly `words` words, with its needed sentences at their places.
+
+    The facts that it tells are taken from the end of `facts`.
+    """
+    text = ["document", str(number), ":"]
+    for passage in needed:
+        _fill(rng, text, passage.word, facts)
+        text += passage.text.split()
+    _fill(rng, text, words, facts)
+    return text
+
+
+def _fill(rng: Random, text: list[str], until: int, facts: _Facts) -> None:
+    """Add facts and filler up to the word `until`; the shortest sentence is a word and a period."""
+    while room := until - len(text):
+        sizes = [size for size in range(2, 9) if size == room or size < room - 1]
+        if facts and 4 in sizes and rng.random() < _SENTENCES:
+            text += [*facts.pop(), "."]
+        else:
+            size = rng.choice([size for size in sizes if size >= 4] or sizes)
+            text += [*rng.choices(FILLERS, k=size - 1), "."]

@@ -1,0 +1,169 @@
+"""The bundled model's tasks: items with fixed seeds, each a prompt and its one right answer.
+
+recall      one fact from a text that is mostly filler
+multikey    one fact from a text of nothing but facts
+multiquery  four facts
+multivalue  all attributes of one entity
+vartrack    a chain of equal names, to its number
+docs1       one fact from several documents
+docs2       two or three hops across documents
+reference   a fact that one document states by pointing to an earlier document
+count       how many facts of a kind there are (needs all of them in one step)
+majority    what an entity likes most often (needs most of them in one step)
+walk        a long chain of rules, written out
+derive      a long computation whose steps need earlier generated results
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from keyhole.eval.tiny_language.programs import Program, derive, walk
+from keyhole.eval.tiny_language.questions import QUESTIONS, framed, is_possible
+from keyhole.eval.tiny_language.world import World, write_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One question with its answer; all texts are words separated by single spaces."""
+
+    task: str
+    context: str
+    """What there is to read before the question; a prefix that questions can share."""
+    question: str
+    """`question : ... answer :`"""
+    answer: str
+    """What the model should write, ending in `done`; the model ends it with `<eos>`."""
+    length: int
+    """Words asked for; prompt and answer together have at most this many."""
+    documents: tuple[str, ...] = ()
+    """The context, document by document; empty where there are none."""
+
+    @property
+    def prompt(self) -> str:
+        """The text up to and including `answer :`."""
+        return f"{self.context} {self.question}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """The kind of question, and the text it is asked of."""
+
+    question: str
+    density: float = 0.3
+    documents: bool = False
+    features: tuple[str, ...] = ()
+
+
+_RECIPES = {
+    "recall": _Recipe(question="recall"),
+    "multikey": _Recipe(question="recall", density=1.0),
+    "multiquery": _Recipe(question="multiquery"),
+    "multivalue": _Recipe(question="multivalue"),
+    "vartrack": _Recipe(question="vartrack", features=("chains",)),
+    "docs1": _Recipe(question="recall", documents=True),
+    "docs2": _Recipe(question="hops", documents=True),
+    "reference": _Recipe(question="reference", documents=True, features=("references",)),
+    "count": _Recipe(question="count", features=("likes",)),
+    "majority": _Recipe(question="majority", features=("likes",)),
+}
+_PROGRAMS = {"walk": walk, "derive": derive}
+
+TASKS: tuple[str, ...] = (*_RECIPES, *_PROGRAMS)
+_ROOM = 40
+"""Words kept free for the frame and the longest answer of a question (multiquery: 35)."""
+
+
+def num_documents(length: int) -> int:
+    """Give the number of documents into which a text of `length` words is cut."""
+    return max(2, min(16, length // 128))
+
+
+def _item(
+    task: str, world: World, asked: tuple[list[str], list[str]], length: int, *, split: bool
+) -> Item:
+    question, answer = asked
+    return Item(
+        task=task,
+        context=" ".join(world.words),
+        question=" ".join(framed(question)),
+        answer=" ".join([*answer, "done"]),
+        length=length,
+        documents=tuple(map(" ".join, world.documents)) if split else (),
+    )
+
+
+def _program(task: str, program: Program, length: int) -> Item:
+    context, question, answer = program
+    return Item(
+        task=task,
+        context=" ".join(context),
+        question=" ".join(question),
+        answer=" ".join([*answer, "done"]),
+        length=length,
+    )
+
+
+def make(task: str, length: int, seed: int) -> Item:
+    """Give item number `seed` of a task; the same three arguments give the same item.
+
+    Raises ValueError for a task that does not exist and for a length below 96 words.
+    """
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; one of {', '.join(TASKS)}")
+    if length < 96:
+        raise ValueError(f"length is {length}; the texts need at least 96 words")
+    rng = Random(f"{task}/{length}/{seed}")
+    if task in _PROGRAMS:
+        return _program(task, _PROGRAMS[task](rng, length - 1), length)
+    recipe = _RECIPES[task]
+    while True:
+        world = write_world(
+            rng,
+            length - _ROOM,
+            density=recipe.density,
+            num_documents=num_documents(length) if recipe.documents else 0,
+            features=recipe.features,
+        )
+        if is_possible(recipe.question, world):
+            asked = QUESTIONS[recipe.question](world, rng)
+            return _item(task, world, asked, length, split=recipe.documents)
+
+
+def shared(length: int, seed: int) -> list[Item]:
+    """Give one item of every task that asks about documents, all over the *same* context.
+
+    The context is read once and its cache can serve every question.
+    """
+    rng = Random(f"shared/{length}/{seed}")
+    tasks = [task for task, recipe in _RECIPES.items() if recipe.density < 1]
+    kinds = {_RECIPES[task].question for task in tasks}
+    while True:
+        world = write_world(
+            rng,
+            length - _ROOM,
+            num_documents=num_documents(length),
+            features=("chains", "likes", "references"),
+        )
+        if all(is_possible(kind, world) for kind in kinds):
+            break
+    return [
+        _item(task, world, QUESTIONS[_RECIPES[task].question](world, rng), length, split=True)
+        for task in tasks
+        if task != "docs1"  # over documents, recall is the same question
+    ]
+
+
+def share_before_first_error(item: Item, generated: str) -> float:
+    """Give the share of the answer's words before the first wrong or missing one."""
+    expected = item.answer.split()
+    right = 0
+    for want, got in zip(expected, generated.split(), strict=False):
+        if want != got:
+            break
+        right += 1
+    return right / len(expected)
+
+
+def is_correct(item: Item, generated: str) -> bool:
+    """Tell whether the answer is right to the last word; what follows `done` does not count."""
+    return share_before_first_error(item, generated) == 1.0

@@ -1,0 +1,1 @@
+"""What a policy reads, recorded step by step."""

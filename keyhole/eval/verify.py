@@ -1,0 +1,241 @@
+"""The gate before use: on this model, device and dtype, are Keyhole's logits the model's own?
+
+Every run of the engine is compared with transformers' eager attention over the same weights and the
+same tokens: one request alone, requests of cruel lengths in one batch, a prefill in small chunks,
+every token through the decode path, and every policy of the table with a budget that covers the
+whole length. Token ids are random (fixed seed), so that it works without a tokenizer. Quantised
+weights round by themselves, by how many tokens are in a call: there the tolerance follows from how
+far the eager model is from itself when it decodes token by token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+
+from keyhole.config import EngineConfig, SamplingParams, is_count, require
+from keyhole.engine.engine import Engine
+from keyhole.models.attention import NAME
+from keyhole.models.loading import Model, load
+from keyhole.policies import available_policies
+from keyhole.policies.base import Policy
+from keyhole.policies.controls.full import Full
+from keyhole.retrieval.head import RetrievalHead
+
+#: Largest error allowed, see `Check.error`. Sums in another order cost float32 up to 2e-5 on the
+#: families of our tests; every layer rounds to 2^-11 in float16 and to 2^-8 in bfloat16, which came
+#: to 0.3 % and 7 % there; a page that is not read came to 28 % and more.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
+
+#: With quantised weights: this many times the eager model's own noise, at most what bfloat16 may
+#: have, so that a page that is not read is still found.
+_NOISE = 4.0
+_MOST = _TOLERANCE[torch.bfloat16]
+
+_PAGE = EngineConfig.page_size
+#: One token, a page and its neighbours, two lengths that are no multiple of anything.
+_LENGTHS = (1, _PAGE - 1, _PAGE, _PAGE + 1, 63, 111)
+_NEW_TOKENS = _PAGE + 1
+_CHUNK = 13
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One way of running, and how far its logits were from the model's own.
+
+    difference: largest absolute difference of any logit. error: what is judged. In float32 the
+    difference as a share of the largest logit, where that is above 1. In 16 bits, and with
+    quantised weights, a single rounding may send a token to another expert, so there it is the
+    typical place that counts: per sequence the median over places of the root mean square
+    difference, relative to the logits' own, and of these the worst. same_tokens: share of places
+    where both have the same most likely token.
+    replayed: decode steps that were repeated as CUDA graphs.
+    """
+
+    policy: str
+    run: str
+    difference: float
+    error: float
+    tolerance: float
+    same_tokens: float
+    replayed: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.error <= self.tolerance
+
+
+def verify(
+    model: Model | str | Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    length: int | None = None,
+) -> list[Check]:
+    """Runs all checks; see `Check.passed`. device and dtype as in `LLM`, for a model by name.
+
+    length: also a prompt of this many tokens, beyond a sliding window or where RoPE is scaled.
+    ConfigError if the model cannot take it.
+    """
+    loaded = model if isinstance(model, Model) else load(model, device, dtype)
+    prompts = _prompts(loaded, length)
+    short = [prompt for prompt in prompts if len(prompt) <= _LENGTHS[-1]]
+    covering = max(map(len, prompts)) + _NEW_TOKENS + _PAGE
+    plain, chunked = EngineConfig(), EngineConfig(prefill_chunk=_CHUNK)
+    long = EngineConfig(prefill_chunk=_CHUNK if length is None else EngineConfig.prefill_chunk)
+    others = [_covers(cls, covering) for cls in available_policies().values() if cls is not Full]
+    runs: list[tuple[str, Policy, EngineConfig, list[list[int]], bool]] = [
+        ("one request alone", Full(), plain, prompts[-1:], False),
+        ("ragged batch", Full(), plain, prompts, False),
+        (f"prefill in chunks of {_CHUNK}", Full(), chunked, short, False),
+        ("token by token", Full(), plain, short[-1:], True),
+        *[("ragged batch", policy, long, prompts, False) for policy in others],
+    ]
+    eager = _Eager(loaded)
+    quantised = getattr(loaded.network.config, "quantization_config", None) is not None
+    noise = eager.noise(short[-1]) if quantised else None
+    checks = []
+    for name, policy, config, some, decoded in tqdm(runs, unit="run", disable=None, leave=False):
+        found, replayed = _generate(loaded, policy, config, some, decoded=decoded)
+        pairs = [(logits, eager.logits(tokens, len(logits))) for tokens, logits in found]
+        checks.append(_compare(policy.name, name, pairs, loaded.dtype, noise, replayed))
+    return checks
+
+
+class _Eager:
+    """The same weights with transformers' eager attention; remembers what it has computed."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._known: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+    @torch.no_grad()
+    def logits(self, tokens: tuple[int, ...], count: int) -> Tensor:
+        """Logits after each of the last `count` tokens, float32 [count, vocabulary] on the host."""
+        where = (tokens, count)
+        if where not in self._known:
+            ids = torch.tensor([tokens], device=self._model.device)
+            with self._switched():
+                out = self._model.network(input_ids=ids, use_cache=False, logits_to_keep=count)
+            self._known[where] = out.logits[0].float().cpu()
+        return self._known[where]
+
+    @torch.no_grad()
+    def noise(self, tokens: list[int]) -> float:
+        """How far it is from itself: decoded token by token, against all tokens in one call."""
+        cache, rows = DynamicCache(), []
+        with self._switched():
+            for token in tokens:
+                ids = torch.tensor([[token]], device=self._model.device)
+                out = self._model.network(input_ids=ids, past_key_values=cache, use_cache=True)
+                rows.append(out.logits[0, -1].float().cpu())
+        return _typical(torch.stack(rows), self.logits(tuple(tokens), len(tokens)))
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        self._model.network.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            self._model.network.set_attn_implementation(NAME)
+
+
+def _prompts(model: Model, length: int | None) -> list[list[int]]:
+    """Random prompts of the cruel lengths that the model can take, and of one more length."""
+    generator = torch.Generator().manual_seed(0)
+    longest = max(1, model.max_length - _NEW_TOKENS)
+    lengths = {min(length, longest) for length in _LENGTHS}
+    if length is not None:
+        good = is_count(length) and length <= longest
+        require(good, "length", length, f"from 1 to {longest}: {model.length_reason}")
+        lengths.add(length)
+    return [
+        torch.randint(model.vocab_size, (count,), generator=generator).tolist()
+        for count in sorted(lengths)
+    ]
+
+
+def _covers(cls: type[Policy], budget: int) -> Policy:
+    """The policy with a budget that covers everything, its other settings as they are."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return cls(**({"token_budget": budget} if "token_budget" in names else {}))
+
+
+def _generate(
+    model: Model,
+    policy: Policy,
+    config: EngineConfig,
+    prompts: Sequence[list[int]],
+    *,
+    decoded: bool,
+) -> tuple[list[tuple[tuple[int, ...], Tensor]], int]:
+    """Greedy runs: the tokens up to the last but one, and the logits after the last of them.
+
+    And how many steps were repeated from a recording. decoded: all of a prompt but its first token
+    goes through the decode path.
+    """
+    # With a budget that covers everything any head must do.
+    spare = policy.wants_head and model.head is None
+    head = RetrievalHead.random(model.network) if spare else None
+    engine = Engine(model, policy, config, head=head)
+    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    sequences = [
+        engine.add(
+            prompt[:1] if decoded else prompt,
+            params,
+            given=prompt[1:] if decoded else (),
+            keep_logits=True,
+        )
+        for prompt in prompts
+    ]
+    while engine.has_work:
+        engine.step()
+    for sequence in sequences:
+        if sequence.error is not None:
+            raise sequence.error
+    found = [(tuple(s.tokens[:-1]), torch.stack(s.logits)) for s in sequences]
+    return found, engine.replayed_steps
+
+
+def _compare(
+    policy: str,
+    run: str,
+    pairs: list[tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    noise: float | None,
+    replayed: int,
+) -> Check:
+    """noise: of quantised weights, as `_Eager.noise` has it; None for others."""
+    difference = max(float((ours - right).abs().max()) for ours, right in pairs)
+    tolerance = _TOLERANCE[dtype]
+    if noise is not None:
+        tolerance = max(tolerance, min(_NOISE * noise, _MOST))
+    if dtype == torch.float32 and noise is None:
+        error = difference / max(1.0, *(float(right.abs().max()) for _, right in pairs))
+    else:
+        error = max(_typical(ours, right) for ours, right in pairs)
+    same = torch.cat([ours.argmax(-1) == right.argmax(-1) for ours, right in pairs])
+    return Check(
+        policy=policy,
+        run=run,
+        difference=difference,
+        error=error,
+        tolerance=tolerance,
+        same_tokens=float(same.double().mean()),
+        replayed=replayed,
+    )
+
+
+def _typical(ours: Tensor, right: Tensor) -> float:
+    """Median over places [T] of the root mean square difference, relative to the logits'."""
+    places = (ours - right).square().mean(1).sqrt()
+    return float(places.median() / right.square().mean().sqrt())

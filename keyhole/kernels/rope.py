@@ -1,0 +1,131 @@
+"""Turns rotated keys and queries further: RoPE from one position to another.
+
+RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) turns each pair of numbers of
+a vector at position p by the angle p * frequency. Pairs are held in halves: (i, i + half).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+#: Numbers turned at a time on a CPU, 2 MiB in float32: what is between stays in the cache, and no
+#: large block of memory is made anew, which costs more than the arithmetic.
+_PIECE = 1 << 19
+
+#: So few turns are as well computed as looked up.
+_FEW = 64
+
+#: What `_kept_angles` keeps, for as long as somebody has the frequencies.
+_kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """What turns the keys of a layer: frequencies and last as in `shift_rope`; None: nothing does."""
+
+    frequencies: Tensor | None
+    last: bool = False
+
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """Keys [..., D], rotated at any positions p, as they are at p + by, int64."""
+        if self.frequencies is None:
+            return x
+        turned: Tensor = torch.ops.keyhole.shift_rope(x, by, self.frequencies, self.last)
+        return turned
+
+
+def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
+    """Vectors rotated at any positions p, as rotated at p + by.
+
+    x: [..., D], any float dtype. by: int64, broadcasts against x.shape[:-1]; negative too.
+    frequencies: float64 [pairs], radians per position. The first 2 * pairs of the D numbers are
+    turned, or with `last` the last ones; the rest stays. Float32 arithmetic, rounded once to x's
+    dtype. Returns a new tensor.
+    """
+    by = by[(None,) * (x.dim() - 1 - by.dim())]
+    turned = torch.empty_like(x)
+    if x.dim() == 1 or x.device.type != "cpu":
+        _turn(turned, x, _angles(by, frequencies), last)
+        return turned
+    kept = _kept_angles(by, frequencies) if by.numel() > _FEW else None
+    for out, piece, place in _pieces(turned, x, by):
+        if kept is None:
+            angles = _angles(place, frequencies)
+        else:
+            lowest, table = kept
+            angles = table.index_select(0, (place - lowest).flatten()).view(*place.shape, -1)
+        _turn(out, piece, angles, last)
+    return turned
+
+
+def angles_below(count: int, frequencies: Tensor) -> Tensor:
+    """`_angles` of the positions below `count`, on a CPU, float32 [count, 3 * pairs]."""
+    places = torch.arange(count)
+    kept = _kept_angles(places, frequencies)
+    if kept is None:
+        return _angles(places, frequencies)
+    lowest, table = kept
+    return table[-lowest : count - lowest]
+
+
+def _kept_angles(by: Tensor, frequencies: Tensor) -> tuple[int, Tensor] | None:
+    """The lowest turn of a table, and the table [turns, 3 * pairs]; None: it is not worth it.
+
+    A CPU keeps the angles of a range of turns, as they cost more than the turns themselves. The
+    range grows with what is asked for, but not far beyond as many as are asked for at a time, which
+    had to be computed anyway.
+    """
+    lowest, table = _kept.get(frequencies, (0, frequencies[:0]))
+    first, after = int(by.min()), int(by.max()) + 1
+    start, stop = min(lowest, first), max(lowest + len(table), after)
+    size = stop - start
+    if size == len(table):
+        return lowest, table
+    if size > 2 * max(by.numel(), len(table)):
+        return None
+    # Some more, as texts grow by a token at a time.
+    start -= (size // 8 + _FEW) * (start < lowest)
+    stop += (size // 8 + _FEW) * (stop > lowest + len(table))
+    parts = torch.arange(start, stop).split(8192)  # float64 angles of few at a time
+    table = torch.cat([_angles(part, frequencies) for part in parts])
+    # Both at once, as other threads may turn with the old ones.
+    _kept[frequencies] = start, table
+    return start, table
+
+
+def _pieces(turned: Tensor, x: Tensor, by: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+    """Rows of what comes out, goes in, and the places; by broadcasts against x.shape[:-1]."""
+    rows = max(1, _PIECE // max(1, x[:1].numel()))
+    pieces = turned.split(rows)
+    places = by.split(rows) if len(by) == len(x) else [by] * len(pieces)
+    return zip(pieces, x.split(rows), places, strict=True)
+
+
+def _angles(by: Tensor, frequencies: Tensor) -> Tensor:
+    """Of each place the cosines of all pairs, the same again, and the sines: float32."""
+    # float64 up to the wrap: in float32 the angle at position 100,000 is wrong by 0.004.
+    angle = (by[..., None] * frequencies).remainder(2 * math.pi).float()
+    cos = angle.cos()
+    return torch.cat([cos, cos, angle.sin()], -1)
+
+
+def _turn(out: Tensor, x: Tensor, angles: Tensor, last: bool) -> None:
+    """Writes x [..., D], turned by `angles` of places that broadcast against x.shape[:-1]."""
+    pairs = angles.shape[-1] // 3
+    start = x.shape[-1] - 2 * pairs if last else 0
+    turned = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    if 2 * pairs < x.shape[-1]:
+        turned.copy_(x)
+    x, part = (one[..., start : start + 2 * pairs] for one in (x.float(), turned))
+    sin = angles[..., 2 * pairs :]
+    torch.mul(x, angles[..., : 2 * pairs], out=part)
+    part[..., :pairs].addcmul_(x[..., pairs:], sin, value=-1)
+    part[..., pairs:].addcmul_(x[..., :pairs], sin)
+    if turned is not out:
+        out.copy_(turned)

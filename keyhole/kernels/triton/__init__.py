@@ -1,0 +1,118 @@
+"""The operations on an NVIDIA GPU, by Triton and FlashAttention: same contracts, same results.
+
+Grids and temporary tensors are sized by shapes alone, never by numbers on the device, so that no
+call waits for the device and a decode step can be captured in a CUDA graph. Offsets into pages are
+64 bits wide. What the kernels do not take (float64, operands of different types or on different
+devices) goes to the reference, and so does everything but `prefill` where Triton is not there or
+cannot compile; `KEYHOLE_KERNELS=reference` in the environment asks for the reference throughout.
+
+    append      one program per new token and KV head
+    attend      one per sequence, KV head, block of its query heads and split of what is read; then
+                one per query head that puts the splits together (`split`)
+    scores      the same with the scores kept, and one per block of tokens that makes them weights
+    bounds      one per page and KV head; one per sequence, KV head and block of pages
+    top_k one per row of scores and block of its entries; six in turn
+    shift_rope  one per block of tokens
+    apply_rope  one per token and block of heads, queries' and keys' together
+    load_missing one per sequence, KV head and block of places of the buffer
+    prefill     torch's FlashAttention over the gathered pages: no kernel of our own
+    paged_flash what `attend` calls where all is read, if a FlashAttention for pages is active
+
+Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
+Triton runs them on tensors of a CPU; so they are tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODULES = {
+    "append": "append",
+    "attend": "attend",
+    "attend_and_score": "scores",
+    "head_scores": "scores",
+    "prefill": "prefill",
+    "page_bounds": "bounds",
+    "bound_scores": "bounds",
+    "top_k": "top_k",
+    "shift_rope": "shift_rope",
+    "apply_rope": "apply_rope",
+    "load_missing": "load_missing",
+}
+#: Operations that take pages in pinned memory of the host; all but `prefill`, which copies them,
+#: read and write them where they are.
+_FROM_HOST = {"load_missing", "append", "attend", "page_bounds", "prefill"}
+#: Operations that torch computes: they need no Triton.
+_BY_TORCH = {"prefill"}
+#: Operations whose first operand alone is in the model's type: angles are float64.
+_MIXED = {"shift_rope"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def has(name: str) -> bool:
+    """Whether there is a kernel for the operation; it is not imported."""
+    return name in _MODULES
+
+
+def operation(name: str) -> Any:
+    """The operation `name`, with the operands of its dispatcher's schema."""
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+@functools.cache
+def usable() -> bool:
+    """Whether Triton is there and can run a kernel on the GPU; found out once."""
+    if os.environ.get("KEYHOLE_KERNELS") == "reference":
+        return False
+    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+        return False
+    # Before 8.0 there are no tensor cores for bfloat16; other makers' GPUs were never tried.
+    if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    try:
+        pages = torch.zeros(1, 1, 1, 16, device="cuda")
+        slots = torch.zeros(1, dtype=torch.int64, device="cuda")
+        operation("append")(pages, None, pages[0], None, slots)
+    except Exception as error:  # no C compiler, another Triton: whatever it is, torch does the work
+        warnings.warn(
+            f"Triton cannot run here, attention is computed by plain PyTorch: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def flash() -> bool:
+    """Whether prompts are computed by torch's FlashAttention; found out once."""
+    return (
+        os.environ.get("KEYHOLE_KERNELS") != "reference"
+        and torch.cuda.is_available()
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability() >= (8, 0)
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.backends.cuda.flash_sdp_enabled()
+    )
+
+
+def takes(name: str, *operands: object) -> bool:
+    """Whether our code for a GPU computes this: one GPU, numbers of one type, rows contiguous."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    numbers = [x for x in tensors if x.is_floating_point()]
+    alike = numbers[:1] if name in _MIXED else numbers
+    home = next(x.device for x in tensors if x.is_cuda)
+    return (
+        numbers[0].dtype in _DTYPES
+        and all(x.dtype == numbers[0].dtype and x.stride(-1) == 1 for x in alike)
+        and all(x.device == home or (name in _FROM_HOST and x.is_pinned()) for x in tensors)
+        and (flash() if name in _BY_TORCH else usable())
+    )

@@ -1,0 +1,102 @@
+"""RoPE applied to queries and keys: all heads of a token in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Heads of one program: few, so that a step of few tokens has programs for the whole chip.
+_HEADS = 4
+
+
+@triton.jit
+def _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF: tl.constexpr):
+    """Some heads of a token, rounded where transformers rounds."""
+    dtype = target.dtype.element_ty
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    one, other = (first * cos1).to(dtype), (second * sin1).to(dtype)
+    tl.store(target, (one.to(tl.float32) - other.to(tl.float32)).to(dtype), mask=mask)
+    one, other = (second * cos2).to(dtype), (first * sin2).to(dtype)
+    tl.store(target + HALF, (one.to(tl.float32) + other.to(tl.float32)).to(dtype), mask=mask)
+
+
+@triton.jit
+def _rotary(
+    query,
+    key,
+    cos,
+    sin,
+    out_query,
+    out_key,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_cb,
+    stride_ct,
+    stride_sb,
+    stride_st,
+    num_tokens,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """A block of heads of one token, those of the keys behind those of the queries."""
+    row = tl.program_id(0).to(tl.int64)
+    sequence, token = row // num_tokens, row % num_tokens
+    d = tl.arange(0, HALF_PADDED)
+    cos += sequence * stride_cb + token * stride_ct
+    sin += sequence * stride_sb + token * stride_st
+    cos1 = tl.load(cos + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    cos2 = tl.load(cos + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    sin1 = tl.load(sin + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    sin2 = tl.load(sin + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    mask = (head < QUERY_HEADS)[:, None] & (d < HALF)[None]
+    source = query + sequence * stride_qb + token * stride_qt + head * stride_qh
+    target = out_query + (row * QUERY_HEADS + head) * 2 * HALF
+    whole = source[:, None] + d[None], target[:, None] + d[None]
+    _turned(whole[0], whole[1], mask, cos1, cos2, sin1, sin2, HALF)
+
+    head -= QUERY_HEADS
+    mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
+    source = key + sequence * stride_kb + token * stride_kt + head * stride_kh
+    target = out_key + (row * KEY_HEADS + head) * 2 * HALF
+    whole = source[:, None] + d[None], target[:, None] + d[None]
+    _turned(whole[0], whole[1], mask, cos1, cos2, sin1, sin2, HALF)
+
+
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference. The heads of a token lie together in what comes out."""
+    (batch, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
+    out_query = query.new_empty(batch, tokens, query_heads, dim)
+    out_key = key.new_empty(batch, tokens, key_heads, dim)
+    if batch * tokens:
+        cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+        _rotary[batch * tokens, -(-(query_heads + key_heads) // _HEADS)](
+            query,
+            key,
+            cos,
+            sin,
+            out_query,
+            out_key,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *cos.stride()[:2],
+            *sin.stride()[:2],
+            tokens,
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            HALF=dim // 2,
+            HALF_PADDED=triton.next_power_of_2(dim // 2),
+            HEADS=_HEADS,
+            num_warps=2,
+        )
+    return out_query.transpose(1, 2), out_key.transpose(1, 2)

@@ -1,0 +1,344 @@
+"""One query token per sequence over all, some pages or some tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keyhole.kernels.triton import paged_flash
+from keyhole.kernels.triton.kv_splits import Split, in_float32, split, two_parts
+
+_LOG2E = math.log2(math.e)
+
+
+@triton.jit
+def _part(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    indices,
+    counts,
+    out,
+    largest,
+    total,
+    scores,
+    stride_kp,
+    stride_kh,
+    stride_kt,
+    stride_vp,
+    stride_vh,
+    stride_vt,
+    stride_table,
+    num_listed,
+    num_tokens,
+    window,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    LISTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    VALUES: tl.constexpr,
+    SHARED: tl.constexpr,
+    SCORES: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """A split of what some query heads of one group of one sequence read.
+
+    LISTS: lists of `indices` per sequence, 0 where all is read. scores get softmax's arguments
+    times log2(e), float32 [B, Hq, num_tokens].
+    """
+    number, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    block, head = number % BLOCKS, (number // BLOCKS) % HEADS
+    sequence = (number // BLOCKS) // HEADS
+    length = tl.load(lengths + sequence)
+    seen_from = 0
+    if WINDOW:
+        seen_from = tl.maximum(length - window, 0)
+
+    # begin .. end of the tokens that are read, in the order in which they are listed.
+    if LISTS > 0:
+        row = sequence * LISTS + (head if LISTS > 1 else 0)
+        indices += row.to(tl.int64) * num_listed
+        first, count = 0, tl.load(counts + row) * UNIT
+    else:
+        first, count = seen_from, length - seen_from
+    share = tl.cdiv(tl.cdiv(count, parts), TOKENS) * TOKENS
+    begin = first + part * share
+    end = tl.minimum(begin + share, first + count)
+
+    g = block * ROWS + tl.arange(0, ROWS)
+    is_row = g < GROUP
+    query_row = (sequence * HEADS + head).to(tl.int64) * GROUP + g
+    d1, dv = tl.arange(0, D1), tl.arange(0, DV_PADDED)
+    q1_mask = is_row[:, None] & (d1 < D)[None]
+    q1 = tl.load(query + query_row[:, None] * D + d1[None], mask=q1_mask, other=0.0)
+    if FLOAT32:
+        q1 = q1.to(tl.float32)
+    if D2 > 0:
+        d2 = D1 + tl.arange(0, D2)
+        q2_mask = is_row[:, None] & (d2 < D)[None]
+        q2 = tl.load(query + query_row[:, None] * D + d2[None], mask=q2_mask, other=0.0)
+        if FLOAT32:
+            q2 = q2.to(tl.float32)
+
+    high = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DV_PADDED], tl.float32)
+    for start in range(begin, end, TOKENS):
+        i = start + tl.arange(0, TOKENS)
+        known = i < end
+        if LISTS > 0:
+            position = tl.load(indices + i // UNIT, mask=known, other=-1) * UNIT + i % UNIT
+        else:
+            position = i
+        known = known & (position >= seen_from) & (position < length)
+        position = tl.where(known, position, 0)
+        table = page_table + sequence.to(tl.int64) * stride_table
+        page = tl.load(table + position // SIZE, mask=known, other=0).to(tl.int64)
+        place = position % SIZE
+
+        keys = key_pages + page * stride_kp + head * stride_kh + place * stride_kt
+        k1_mask = known[:, None] & (d1 < D)[None]
+        k1 = tl.load(keys[:, None] + d1[None], mask=k1_mask, other=0.0)
+        if FLOAT32:
+            k1 = k1.to(tl.float32)
+        s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        if D2 > 0:
+            k2_mask = known[:, None] & (d2 < D)[None]
+            k2 = tl.load(keys[:, None] + d2[None], mask=k2_mask, other=0.0)
+            if FLOAT32:
+                k2 = k2.to(tl.float32)
+            s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
+        s = s * scale
+        if SOFTCAP:  # scale holds 1 / softcap, softcap holds log2(e)
+            t = tl.exp2(tl.abs(s) * -2.8853900817779268)  # e^(-2 |s|)
+            s = tl.where(s < 0, -softcap, softcap) * ((1.0 - t) / (1.0 + t))
+        if SCORES:
+            into = scores + query_row[:, None] * num_tokens + position[None]
+            tl.store(into, s, mask=is_row[:, None] & known[None])
+        s = tl.where(known[None], s, float("-inf"))
+
+        higher = tl.maximum(high, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(high - base)
+        weight = weight * fade + tl.sum(p, 1)
+        high = higher
+        if VALUES:
+            if SHARED:  # MLA: the values are the first numbers of the keys, and read already
+                v = k1
+            else:
+                values = value_pages + page * stride_vp + head * stride_vh + place * stride_vt
+                v_mask = known[:, None] & (dv < DV)[None]
+                v = tl.load(values[:, None] + dv[None], mask=v_mask, other=0.0)
+                if FLOAT32:
+                    v = v.to(tl.float32)
+            mixed = mixed * fade[:, None]
+            mixed += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+
+    into = query_row * parts + part
+    tl.store(largest + into, high, mask=is_row)
+    tl.store(total + into, weight, mask=is_row)
+    if VALUES:
+        mask = is_row[:, None] & (dv < DV)[None]
+        tl.store(out + into[:, None] * DV + dv[None], mixed, mask=mask)
+
+
+@triton.jit
+def _join(
+    mixed,
+    largest,
+    total,
+    sinks,
+    out,
+    splits,
+    DV: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """All splits of one query head; a sequence of which nothing is read gets zeros."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, d = tl.arange(0, SPLITS_PADDED), block * DIMS + tl.arange(0, DIMS)
+    at = row * splits + s
+    high = tl.load(largest + at, mask=s < splits, other=float("-inf"))
+    weight = tl.load(total + at, mask=s < splits, other=0.0)
+    highest = tl.max(high, 0)
+    if SINKS:
+        sink = tl.load(sinks + row % QUERY_HEADS).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    share = tl.exp2(high - base)
+    whole = tl.sum(weight * share, 0)
+    if SINKS:
+        whole += tl.exp2(sink - base)
+    mask = (s < splits)[:, None] & (d < DV)[None]
+    parts = tl.load(mixed + at[:, None] * DV + d[None], mask=mask, other=0.0)
+    result = tl.sum(parts * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(out + row * DV + d, result.to(out.dtype.element_ty), mask=d < DV)
+
+
+def parts_of(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    cut: Split,
+    *,
+    scale: float,
+    indices: Tensor | None = None,
+    counts: Tensor | None = None,
+    unit: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What each split gives: values [B, Hq, splits, Dv], largest score and sum [B, Hq, splits].
+
+    Scores are in units of log2(e); with `scores`, float32 [B, Hq, N], all are kept there. Without
+    values the first of the three is a tensor without meaning.
+    """
+    query, lengths = query.contiguous(), lengths.int()
+    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    (num_rows, num_heads, dim), num_kv_heads = query.shape, key_pages.shape[1]
+    first, rest = two_parts(dim)
+    values = key_pages if value_pages is None else value_pages
+    value_dim = values.shape[3]
+    shared = (
+        values.data_ptr() == key_pages.data_ptr()
+        and values.stride() == key_pages.stride()
+        and value_dim == first
+    )
+    largest, total = (
+        torch.empty(num_rows, num_heads, cut.splits, dtype=torch.float32, device=query.device)
+        for _ in range(2)
+    )
+    mixed = largest if value_pages is None else largest.new_empty(*largest.shape, value_dim)
+    has_list = indices is not None and counts is not None
+    _part[num_rows * num_kv_heads * cut.blocks, cut.splits](
+        query,
+        key_pages,
+        values,
+        page_table,
+        lengths,
+        indices.int().contiguous() if indices is not None else lengths,
+        counts.int().contiguous() if counts is not None else lengths,
+        mixed,
+        largest,
+        total,
+        largest if scores is None else scores,
+        *key_pages.stride()[:3],
+        *values.stride()[:3],
+        page_table.stride(0),
+        indices.shape[2] if indices is not None else 0,
+        scores.shape[2] if scores is not None else 0,
+        window or 0,
+        scale * _LOG2E if softcap is None else scale / softcap,
+        0.0 if softcap is None else softcap * _LOG2E,
+        HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        SIZE=key_pages.shape[2],
+        D=dim,
+        D1=first,
+        D2=rest,
+        DV=value_dim,
+        DV_PADDED=max(16, triton.next_power_of_2(value_dim)),
+        LISTS=indices.shape[1] if indices is not None and has_list else 0,
+        UNIT=unit,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        VALUES=value_pages is not None,
+        SHARED=shared,
+        SCORES=scores is not None,
+        FLOAT32=in_float32(query),
+        ROWS=cut.rows,
+        BLOCKS=cut.blocks,
+        TOKENS=cut.tokens,
+        num_warps=8 if value_dim > 128 else 4,
+        num_stages=2,
+    )
+    return mixed, largest, total
+
+
+def joined(
+    mixed: Tensor, largest: Tensor, total: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The splits put together, [B, Hq, Dv]."""
+    num_rows, num_heads, splits, value_dim = mixed.shape
+    out = mixed.new_empty(num_rows, num_heads, value_dim, dtype=dtype)
+    dims = min(128, triton.next_power_of_2(value_dim))
+    _join[num_rows * num_heads, -(-value_dim // dims)](
+        mixed,
+        largest,
+        total,
+        largest if sinks is None else sinks.contiguous(),
+        out,
+        splits,
+        DV=value_dim,
+        QUERY_HEADS=num_heads,
+        SINKS=sinks is not None,
+        SPLITS_PADDED=triton.next_power_of_2(splits),
+        DIMS=dims,
+    )
+    return out
+
+
+def attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    indices: Tensor | None,
+    counts: Tensor | None,
+    unit: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As the reference, its selection in parts."""
+    if indices is None and paged_flash.takes(query, key_pages, value_pages, softcap, sinks):
+        paged = query, key_pages, value_pages, page_table, lengths
+        return paged_flash.attend(*paged, scale, window)
+    tokens = page_table.shape[1] * key_pages.shape[2]
+    if indices is not None:
+        tokens = indices.shape[2] * unit
+    elif window is not None:
+        tokens = min(tokens, window)
+    cut = split(query, key_pages.shape[1], tokens, listed=indices is not None)
+    found = parts_of(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        cut,
+        scale=scale,
+        indices=indices,
+        counts=counts,
+        unit=unit,
+        window=window,
+        softcap=softcap,
+    )
+    return joined(*found, sinks, query.dtype)

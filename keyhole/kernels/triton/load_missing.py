@@ -1,0 +1,151 @@
+"""Elastic loading: what is selected and not there yet is copied into a sequence's buffer.
+
+Which entry goes where is found by tensor operations of fixed shapes; one kernel then copies all
+misses, each from its page into its slot. The pages may lie in pinned memory of the host, which the
+GPU reads over its bus: only what is missing crosses it, and no one waits for a list of misses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keyhole.kernels import reference
+
+
+@triton.jit
+def _copy(
+    sources,
+    keys,
+    values,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    rows,
+    stride_k,
+    stride_kh,
+    stride_kt,
+    stride_v,
+    stride_vh,
+    stride_vt,
+    stride_kp,
+    stride_kph,
+    stride_kpt,
+    stride_vp,
+    stride_vph,
+    stride_vpt,
+    stride_table,
+    num_slots,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DIMS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """A block of places of one sequence's buffer, for one KV head."""
+    number = tl.program_id(0)
+    sequence, head = (number // HEADS).to(tl.int64), (number % HEADS).to(tl.int64)
+    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    slot = place // UNIT
+    entries = sources + number.to(tl.int64) * num_slots
+    entry = tl.load(entries + slot, mask=slot < num_slots, other=-1)
+    position = entry * UNIT + place % UNIT
+    # The newest token is left to `append`.
+    known = (entry >= 0) & (position < tl.load(lengths + sequence) - 1)
+    position = tl.where(known, position, 0)
+    table = page_table + sequence * stride_table
+    page = tl.load(table + position // SIZE, mask=known, other=0).to(tl.int64)
+    own = tl.load(rows + sequence) * (num_slots * UNIT // SIZE) + place // SIZE
+    source = key_pages + page * stride_kp + head * stride_kph + position % SIZE * stride_kpt
+    target = keys + own * stride_k + head * stride_kh + place % SIZE * stride_kt
+    for start in tl.static_range(0, D, DIMS):
+        d = start + tl.arange(0, DIMS)
+        mask = known[:, None] & (d < D)[None]
+        tl.store(target[:, None] + d[None], tl.load(source[:, None] + d[None], mask=mask), mask)
+    source = value_pages + page * stride_vp + head * stride_vph + position % SIZE * stride_vpt
+    target = values + own * stride_v + head * stride_vh + place % SIZE * stride_vt
+    for start in tl.static_range(0, DV, DIMS):
+        d = start + tl.arange(0, DIMS)
+        mask = known[:, None] & (d < DV)[None]
+        tl.store(target[:, None] + d[None], tl.load(source[:, None] + d[None], mask=mask), mask)
+
+
+def load_missing(
+    entries: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    indices: Tensor,
+    unit: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference, the selection in parts."""
+    num_slots, (_, heads, size, dim) = entries.shape[2], keys.shape
+    num_entries, last = page_table.shape[1] * size // unit, num_slots - 1
+    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    rows, lengths = rows.long().contiguous(), lengths.long()
+    newest = ((lengths - 1) // unit)[:, None, None].expand(-1, heads, -1)
+
+    held = entries[rows][..., :last].long()
+    held = held.masked_fill(held >= newest, -1)  # of a time when the sequence was longer
+    listed = indices.long().expand(-1, heads, -1)
+    wanted = reference.members(listed.masked_fill(listed >= newest, -1), num_entries)
+    kept = (held >= 0) & wanted.gather(2, held.clamp(min=0))
+    missing = wanted & ~reference.members(held, num_entries)
+    free = (kept.int() + (held >= 0).int()).argsort(dim=-1, stable=True)  # empty, stale, kept
+    rank = (missing.cumsum(-1) - 1).clamp(min=0, max=last - 1)
+    # What is not missing goes to the last slot, which then gets the newest entry.
+    slot = free.gather(2, rank).masked_fill(~missing, last)
+    entry = torch.arange(num_entries, device=keys.device).expand_as(slot)
+    sources = torch.full((*held.shape[:2], num_slots), -1, device=keys.device)
+    sources.scatter_(2, slot, entry)
+    sources[..., last:] = newest
+
+    placed = sources[..., :last] >= 0
+    held = torch.where(placed, sources[..., :last], held)
+    value_dim = 0
+    if values is None or value_pages is None:
+        values, value_pages = keys, key_pages  # pointers that are not used
+    else:
+        value_dim = values.shape[3]
+    tokens = 16
+    _copy[len(rows) * heads, -(-num_slots * unit // tokens)](
+        sources,
+        keys,
+        values,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        rows,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *key_pages.stride()[:3],
+        *value_pages.stride()[:3],
+        page_table.stride(0),
+        num_slots,
+        HEADS=heads,
+        SIZE=size,
+        UNIT=unit,
+        D=dim,
+        DV=value_dim,
+        DIMS=min(128, triton.next_power_of_2(dim)),
+        TOKENS=tokens,
+    )
+    entries[rows] = torch.cat([held, newest], -1).int()
+
+    read = torch.cat([held.masked_fill(~(kept | placed), num_entries), newest], -1)
+    read, slots = read.sort(dim=-1, stable=True)
+    read, slots = (found[..., : indices.shape[2]] for found in (read, slots))
+    counts = (read < num_entries).sum(-1, dtype=torch.int32)
+    written = lengths - 1 - newest[:, 0, 0] * unit  # of the newest entry
+    moved = (missing.sum(-1) * unit + written[:, None]).int()
+    return slots.masked_fill(read == num_entries, -1).int(), counts, moved

@@ -1,0 +1,162 @@
+"""Attention over everything with its weights: reduced over heads, or alone (a retrieval head's).
+
+The first kernel keeps softmax's arguments, float32 [B, Hq, N]: for a group of few heads that is
+less to write and read than the keys once more. The second one makes weights of them, when the sums
+of all splits are known.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keyhole.kernels.triton.attend import joined, parts_of
+from keyhole.kernels.triton.kv_splits import split
+
+#: In a block, for which all heads of a list are gone through.
+_TOKENS = 512
+
+
+@triton.jit
+def _weights(
+    scores,
+    largest,
+    total,
+    sinks,
+    lengths,
+    out,
+    num_tokens,
+    splits,
+    QUERY_HEADS: tl.constexpr,
+    LISTS: tl.constexpr,
+    SUM: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Weights of a block of tokens: the largest, or the sum, of the query heads of one list.
+
+    Added up over every UNIT tokens.
+    """
+    number = tl.program_id(0)
+    sequence, member = (number // LISTS).to(tl.int64), number % LISTS
+    heads: tl.constexpr = QUERY_HEADS // LISTS
+    i = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    known = i < tl.load(lengths + sequence)
+    s = tl.arange(0, SPLITS_PADDED)
+    reduced = tl.zeros([TOKENS], tl.float32)
+    for offset in range(0, heads):
+        head = member * heads + offset
+        row = sequence * QUERY_HEADS + head
+        high = tl.load(largest + row * splits + s, mask=s < splits, other=float("-inf"))
+        weight = tl.load(total + row * splits + s, mask=s < splits, other=0.0)
+        highest = tl.max(high, 0)
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            highest = tl.maximum(highest, sink)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        whole = tl.sum(weight * tl.exp2(high - base), 0)
+        if SINKS:
+            whole += tl.exp2(sink - base)
+        whole = tl.where(whole == 0.0, 1.0, whole)
+        score = tl.load(scores + row * num_tokens + i, mask=known, other=float("-inf"))
+        share = tl.exp2(score - base) / whole
+        if SUM:
+            reduced += share
+        else:  # NaN comes in and stays
+            reduced = tl.where((share > reduced) | (share != share), share, reduced)
+    if UNIT > 1:
+        reduced = tl.sum(tl.reshape(reduced, (TOKENS // UNIT, UNIT)), 1)
+        i = tl.program_id(1) * (TOKENS // UNIT) + tl.arange(0, TOKENS // UNIT)
+    into = out + number.to(tl.int64) * (num_tokens // UNIT) + i
+    tl.store(into, reduced, mask=i < num_tokens // UNIT)
+
+
+def _reduced(
+    reduce: str,
+    unit: int,
+    scores: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    sinks: Tensor | None,
+    lengths: Tensor,
+    num_kv_heads: int,
+) -> Tensor:
+    """Reduced weights of each `unit` tokens, float32 [B, Hkv or Hq or 1, N / unit]."""
+    num_rows, num_heads, num_tokens = scores.shape
+    lists = {"group_max": num_kv_heads, "none": num_heads}.get(reduce, 1)
+    splits, tokens = largest.shape[2], _TOKENS
+    out = scores.new_empty(num_rows, lists, num_tokens // unit)
+    _weights[num_rows * lists, -(-num_tokens // tokens)](
+        scores,
+        largest,
+        total,
+        largest if sinks is None else sinks.contiguous(),
+        lengths.int(),
+        out,
+        num_tokens,
+        splits,
+        QUERY_HEADS=num_heads,
+        LISTS=lists,
+        SUM=reduce == "sum",
+        SINKS=sinks is not None,
+        SPLITS_PADDED=triton.next_power_of_2(splits),
+        TOKENS=tokens,
+        UNIT=unit,
+    )
+    return out
+
+
+def _scored(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """All scores, float32 [B, Hq, N] (past a sequence's end without meaning), and the splits."""
+    num_tokens = page_table.shape[1] * key_pages.shape[2]
+    cut = split(query, key_pages.shape[1], num_tokens)
+    shape = (*query.shape[:2], num_tokens)
+    scores = torch.empty(shape, dtype=torch.float32, device=query.device)
+    paged = (query, key_pages, value_pages, page_table, lengths)
+    return scores, parts_of(*paged, cut, scale=scale, softcap=softcap, scores=scores)
+
+
+def attend_and_score(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    reduces: list[str],
+    units: list[int],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """As the reference, its requests in parts."""
+    paged = (query, key_pages, value_pages, page_table, lengths)
+    scores, parts = _scored(*paged, scale, softcap)
+    sums = (scores, *parts[1:], sinks, lengths, key_pages.shape[1])
+    # A block of tokens is added up in registers, where it has a whole number of entries.
+    pooled = [
+        _reduced(reduce, unit, *sums)
+        if _TOKENS % unit == 0
+        else _reduced(reduce, 1, *sums).unflatten(2, (-1, unit)).sum(3)
+        for reduce, unit in zip(reduces, units, strict=True)
+    ]
+    return joined(*parts, sinks, query.dtype), pooled
+
+
+def head_scores(
+    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """As the reference."""
+    scores, parts = _scored(query, key_pages, None, page_table, lengths, scale, None)
+    return _reduced("group_max", 1, scores, *parts[1:], None, lengths, key_pages.shape[1])

@@ -1,0 +1,430 @@
+"""`LLM`: text in, text out. Everything else of the engine hides behind it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Several
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from keyhole.chat_prompt import Message, Tool, chat_text
+from keyhole.config import EngineConfig, SamplingParams, parse_bytes
+from keyhole.engine.documents.library import Documents
+from keyhole.engine.documents.prompt import assemble
+from keyhole.engine.engine import Engine
+from keyhole.engine.result import Piece, Result, piece_of, result_of
+from keyhole.engine.sequence import Sequence
+from keyhole.engine.tokenization import Prompt, Prompts, encode_text, given_ids, one_or_several
+from keyhole.errors import ConfigError, RequestError
+from keyhole.models.loading import Model, adopt, load
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.reuse import make_reuse
+from keyhole.reuse.base import Reuse
+from keyhole.settings_file import require_depth
+
+#: How to choose tokens: for all prompts, or for each.
+Params = SamplingParams | Several[SamplingParams] | None
+
+
+class LLM:
+    """A language model that reads, at each step, only what its policy selects.
+
+    model: a folder, a hub id, "tiny" (the bundled demonstration model), a loaded model of
+    transformers, which stays as it is, or a model from `keyhole.models.loading.load`; loaded ones
+    share their weights. tokenizer: instead of the model's own, an object or where there is one; a
+    model of transformers has none of its own.
+    policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", the path of a
+    settings file such as `keyhole eval --suite paper` writes, or None (dense).
+    device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
+    "bfloat16", "float16"; torch's own objects do for both. memory: the most that the KV cache may
+    take, bytes or "2GiB"; None: most of what is free. total_memory: instead of it, the most that
+    all may take: weights, KV cache and what a step computes with, as `keyhole plan` counts them.
+    offload: a folder that layers move to, one by one, when texts grow beyond the memory, and come
+    back from when there is room again; results do not change. documents: where documents are
+    stored, a folder or any URL that fsspec knows; None: in the user's cache folder.
+    documents_limit: the most that they may take there, bytes or "20GiB". The others as in
+    `EngineConfig`.
+
+    Safe from threads: calls take turns step by step, and requests of all threads run in one batch.
+    `AsyncLLM` is for asyncio.
+
+    Raises ModelError for the model, ConfigError for settings.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | Model,
+        policy: Policy | str | Path | None = None,
+        *,
+        tokenizer: Any = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        memory: int | str | None = None,
+        total_memory: int | str | None = None,
+        offload: str | Path | None = None,
+        max_batch: int = EngineConfig.max_batch,
+        page_size: int = EngineConfig.page_size,
+        prefill_chunk: int = EngineConfig.prefill_chunk,
+        prefix_cache: bool = EngineConfig.prefix_cache,
+        graphs: bool = EngineConfig.graphs,
+        max_length: int | None = None,
+        documents: str | Path | None = None,
+        documents_limit: int | str | None = None,
+    ) -> None:
+        config = EngineConfig(
+            max_batch=max_batch,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+            memory=_bytes(memory, "memory"),
+            total_memory=_bytes(total_memory, "total_memory"),
+            offload=None if offload is None else str(offload),
+            graphs=graphs,
+            max_length=max_length,
+        )
+        chosen = make_policy(policy)
+        loaded = _loaded(model, tokenizer, device, dtype)
+        require_depth(policy, loaded.geometry(page_size).num_layers)
+        self.engine = Engine(loaded, chosen, config)
+        self._store = documents, _bytes(documents_limit, "documents_limit")
+
+    def __repr__(self) -> str:
+        model, cache = self.engine.model, self.engine.cache
+        number, tokens = str(model.dtype).removeprefix("torch."), cache.max_pages * cache.page_size
+        return (
+            f"LLM({model.name!r}, {self.policy!r}: {number} on {model.device}, KV cache for "
+            f"{tokens:,} tokens)"
+        )
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use, every "auto" settled."""
+        return self.engine.policy
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, None if it has none."""
+        return self.engine.model.tokenizer
+
+    @overload  # a text is also an iterable of texts
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Mapping[str, Any], params: Params = None
+    ) -> Result: ...
+    @overload
+    def generate(self, prompts: Several[int], params: Params = None) -> Result: ...
+    @overload
+    def generate(self, prompts: Iterable[Prompt], params: Params = None) -> list[Result]: ...
+    def generate(self, prompts: Prompts, params: Params = None) -> Result | list[Result]:
+        """One Result for one prompt, a list of Results for a list of prompts.
+
+        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}; a list may mix them.
+        params: for all prompts, or a list with one for each. All prompts are checked before the
+        first one runs. An interrupt frees all of them.
+        """
+        alone, wanted = one_or_several(prompts)
+        results = self._run(wanted, params)
+        return results[0] if alone else results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Yields text as it comes; leaving the loop early frees the request."""
+        return self._stream(self.submit(prompt, params))
+
+    def chat(
+        self,
+        messages: Several[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reuse_generated: bool = False,
+    ) -> Result:
+        """The next message of a conversation, by the model's chat template.
+
+        messages: "role" and "content" each, which is text or a list of parts of text. tools: what
+        the model may call, for the template. chat_template_kwargs: what else it knows, such as
+        {"enable_thinking": False}; what it does not know is refused.
+        reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
+        instead of computing them again exactly. A dense policy always keeps it.
+        """
+        sequences: list[Sequence] = []
+        with self.engine.lock:
+            tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
+            for one in _params(params).each():
+                after = sequences[0] if sequences else None
+                sequences.append(
+                    self.engine.add(tokens, one, reuse_approximate=reuse_generated, after=after)
+                )
+        return Result.of_all(self._finish(sequences))
+
+    def stream_chat(
+        self,
+        messages: Several[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reuse_generated: bool = False,
+    ) -> Iterator[Piece]:
+        """`chat`, as it comes."""
+        return self._stream(
+            self.submit_chat(
+                messages,
+                params,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                reuse_generated=reuse_generated,
+            )
+        )
+
+    @functools.cached_property
+    def documents(self) -> Documents:
+        """The stored documents: add, get, list, remove, verify.
+
+        ConfigError for a model whose positions cannot be shifted.
+        """
+        return Documents(self.engine, *self._store)
+
+    def ask(
+        self,
+        question: Prompt,
+        documents: Several[str],
+        *,
+        reuse: Reuse | str | Path | None = None,
+        params: SamplingParams | None = None,
+        prefix: Prompt = "",
+        separator: Prompt = "",
+        chat: bool = False,
+    ) -> Result:
+        """An answer from stored documents, which stand between the prefix and the question.
+
+        documents: names, in order; one may stand twice. reuse: what to keep of them and to compute
+        again, an object such as `SamKV(update="fusion")`, a name, a settings file, or None (SamKV).
+        separator: between two documents. chat: prefix, documents and question make the user's
+        message of the model's chat template.
+
+        UnknownNameError for a name that is not stored, with the nearest one.
+        """
+        with ExitStack() as stack:
+            sequence = self.submit_ask(
+                stack,
+                question,
+                documents,
+                reuse=reuse,
+                params=params,
+                prefix=prefix,
+                separator=separator,
+                chat=chat,
+            )
+            return self._finish([sequence])[0]
+
+    def stream_ask(
+        self,
+        question: Prompt,
+        documents: Several[str],
+        *,
+        reuse: Reuse | str | Path | None = None,
+        params: SamplingParams | None = None,
+        prefix: Prompt = "",
+        separator: Prompt = "",
+        chat: bool = False,
+    ) -> Iterator[Piece]:
+        """`ask`, as it comes."""
+        with ExitStack() as stack:
+            sequence = self.submit_ask(
+                stack,
+                question,
+                documents,
+                reuse=reuse,
+                params=params,
+                prefix=prefix,
+                separator=separator,
+                chat=chat,
+            )
+            yield from self._stream(sequence)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        after: Sequence | None = None,
+    ) -> Sequence:
+        """Takes a request and does not run it, for callers that run `engine.step` themselves.
+
+        after: a request with the same prompt, whose computation this one waits for and shares.
+        """
+        with self.engine.lock:
+            return self.engine.add(self._tokens(prompt), _single(params), after=after)
+
+    def submit_chat(
+        self,
+        messages: Several[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Several[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reuse_generated: bool = False,
+    ) -> Sequence:
+        """`submit` for `chat`."""
+        with self.engine.lock:
+            tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
+            return self.engine.add(tokens, _single(params), reuse_approximate=reuse_generated)
+
+    def submit_ask(
+        self,
+        stack: ExitStack,
+        question: Prompt,
+        documents: Several[str],
+        *,
+        reuse: Reuse | str | Path | None = None,
+        params: SamplingParams | None = None,
+        prefix: Prompt = "",
+        separator: Prompt = "",
+        chat: bool = False,
+    ) -> Sequence:
+        """`submit` for `ask`; the documents are open until `stack` is closed."""
+        method = make_reuse(reuse).resolve(self.engine.geometry)
+        with self.engine.lock:
+            asked = assemble(
+                self.engine,
+                self.documents,
+                documents,
+                question,
+                method,
+                stack,
+                prefix=prefix,
+                separator=separator,
+                chat=chat,
+            )
+            return self.engine.add(asked.tokens, _single(params), context=asked.context)
+
+    def _run(self, prompts: list[Prompt], params: Params) -> list[Result]:
+        each = params_for(params, len(prompts))
+        with self.engine.lock:
+            tokens = [self._tokens(prompt) for prompt in prompts]
+            for one, settings in zip(tokens, each, strict=True):
+                self.engine.check(one, settings)
+            groups = []
+            for one, settings in zip(tokens, each, strict=True):
+                group: list[Sequence] = []
+                for single in settings.each():
+                    after = group[0] if group else None
+                    group.append(self.engine.add(one, single, after=after))
+                groups.append(group)
+        results = iter(self._finish([sequence for group in groups for sequence in group]))
+        return [Result.of_all([next(results) for _ in group]) for group in groups]
+
+    def _finish(self, sequences: list[Sequence]) -> list[Result]:
+        left = set(sequences)
+        bar = tqdm(total=len(left), unit="request", disable=None if len(left) > 1 else True)
+        try:
+            with bar:
+                while left:
+                    with self.engine.lock:
+                        # Steps of other threads may have finished some.
+                        if not any(sequence.is_finished for sequence in left):
+                            self.engine.step()
+                        done = {sequence for sequence in left if sequence.is_finished}
+                    left -= done
+                    bar.update(len(done))
+        finally:
+            self._abort(left)
+        return [result_of(sequence) for sequence in sequences]
+
+    def _stream(self, sequence: Sequence) -> Iterator[Piece]:
+        given = 0
+        try:
+            done = False
+            while not done:
+                with self.engine.lock:
+                    # A step of another stream may have brought something.
+                    if not sequence.is_finished and len(sequence.generated) == given:
+                        self.engine.step()
+                    piece = piece_of(sequence, given)
+                if piece is not None:
+                    given += len(piece.token_ids)
+                    done = piece.result is not None
+                    yield piece
+        finally:
+            self._abort([sequence])
+
+    def _abort(self, sequences: Iterable[Sequence]) -> None:
+        with self.engine.lock:
+            for sequence in sequences:
+                self.engine.abort(sequence)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        ids = given_ids("a prompt", prompt)
+        if ids is not None:
+            return ids
+        assert isinstance(prompt, str)
+        return self._encode(prompt, special=True)
+
+    def _chat_tokens(
+        self,
+        messages: Several[Message],
+        tools: Several[Tool] | None,
+        settings: Mapping[str, Any] | None,
+    ) -> list[int]:
+        return self._encode(chat_text(self.tokenizer, messages, tools, settings), special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        if self.tokenizer is not None and not text.strip():
+            raise RequestError("the prompt is empty; give at least one word")
+        return encode_text(self.tokenizer, text, special=special)
+
+
+def _loaded(
+    model: str | Path | PreTrainedModel | Model,
+    tokenizer: Any,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+) -> Model:
+    if isinstance(model, PreTrainedModel):
+        return adopt(model, tokenizer, device, dtype)
+    if not isinstance(model, Model):
+        return load(model, device, dtype, tokenizer)
+    if tokenizer is not None:
+        raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
+    return model
+
+
+def _bytes(value: int | str | None, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name)
+
+
+def params_for(params: Params, count: int) -> list[SamplingParams]:
+    """The settings of each of `count` prompts. ConfigError for a list of another length."""
+    if params is None or isinstance(params, SamplingParams):
+        return [_params(params)] * count
+    if not isinstance(params, Several):
+        return [_params(params)]
+    if len(params) != count:
+        raise ConfigError(
+            f"params is a list of {len(params)}, and there are {count} prompts; give one for all, "
+            "or one for each"
+        )
+    return [_params(one) for one in params]
+
+
+def _single(params: SamplingParams | None) -> SamplingParams:
+    """The settings of a request that gives one completion."""
+    given = _params(params)
+    if given.n != 1:
+        raise RequestError(f"n {given.n} goes with generate and chat; streams and ask give one")
+    return given
+
+
+def _params(params: object) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params must be a SamplingParams, not {type(params).__name__}")
+    return params

@@ -1,0 +1,64 @@
+"""The table of policies: one line per method. CLI, documents and conformance tests read it.
+
+Controls stand in a table of their own. They are policies that no paper proposes, and that a method
+is compared with: what it would be worth to select at random, or perfectly. The control that selects
+the newest tokens is `streaming_llm` with the dense layers of the method.
+
+Others add theirs by an entry point in the group `keyhole.policies`: name = "package.module:Class".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keyhole.policies.base import Policy
+from keyhole.registry import Registry
+
+_METHODS = {
+    "full": "keyhole.policies.controls.full:Full",
+    "sliding_window": "keyhole.policies.controls.sliding_window:SlidingWindow",
+    "streaming_llm": "keyhole.policies.streaming_llm:StreamingLLM",
+    "quest": "keyhole.policies.quest:Quest",
+    "delta": "keyhole.policies.delta:Delta",
+    "tidal_decode": "keyhole.policies.tidal_decode:TidalDecode",
+    "omnikv": "keyhole.policies.omnikv:OmniKV",
+    "infllm": "keyhole.policies.infllm:InfLLM",
+    "raas": "keyhole.policies.raas:RaaS",
+    "clusterkv": "keyhole.policies.clusterkv:ClusterKV",
+    "shadowkv": "keyhole.policies.shadowkv:ShadowKV",
+    "spe_context": "keyhole.policies.spe_context:SpeContext",
+}
+_CONTROLS = {
+    "random": "keyhole.policies.controls.random_tokens:RandomTokens",
+    "oracle": "keyhole.policies.controls.oracle:Oracle",
+}
+_POLICIES = Registry(
+    "policy", Policy, "keyhole.policies", _METHODS | _CONTROLS, default="full", field="policy"
+)
+
+
+def available_policies() -> dict[str, type[Policy]]:
+    """Every method by name: ours in the order of the table, then those of entry points."""
+    return {name: cls for name, cls in _POLICIES.classes().items() if name not in _CONTROLS}
+
+
+def available_controls() -> dict[str, type[Policy]]:
+    """The controls by name; `make_policy` makes them, too."""
+    return {name: cls for name, cls in _POLICIES.classes().items() if name in _CONTROLS}
+
+
+def policy_name(name: str) -> str:
+    """The name in the table for DELTA, Tidal-Decode and the like; what is not there stays."""
+    return _POLICIES.canonical(name)
+
+
+def make_policy(
+    policy: Policy | str | Path | None, settings: Mapping[str, Any] | None = None
+) -> Policy:
+    """A policy from itself, from a name such as "delta:token_budget=512" or a settings file.
+
+    None is full attention.
+    """
+    return _POLICIES.make(policy, settings)

@@ -1,0 +1,1 @@
+"""What methods are compared with: full attention, recency, random tokens, perfect selection."""

@@ -1,0 +1,89 @@
+"""Random tokens: the control that selects by chance.
+
+Not a published method. A method that is no better than this, at the same dense layers and the same
+number of tokens, selects nothing that matters. The newest token is always among those read. A
+token's score is a hash of the seed, the layer, the KV head, the length of the sequence and the
+token's position, so that every step and layer draws anew and a repeated run draws the same.
+
+Cost per step and layer: `token_budget` keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.policies.base import Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens(Policy):
+    """`token_budget` tokens drawn at random, per KV head; a control, not a method."""
+
+    name: ClassVar[str] = "random"
+    capturable: ClassVar[bool | str] = True
+    token_budget: int = setting(1024, "tokens a step reads per KV head, the newest among them")
+    sink_size: int = setting(0, "first tokens that are always read")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+    seed: int = setting(0, "of the draw")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that the newest token fits beside the sinks."""
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        require(is_count(self.seed, 0), "seed", self.seed, "a number from 0")
+        least = self.sink_size + 1
+        right = f"at least {least}: sink_size {self.sink_size} and the newest token"
+        require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
+        return self
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
+    def capture_key(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return step.max_length <= self.token_budget
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """Sinks, the newest token, and others by chance, per KV head."""
+        if layer in self.full_layers or step.max_length <= self.token_budget:
+            return None
+        tokens = step.page_table.shape[1] * step.page_size
+        scores = _hashed(self.seed, layer, step.lengths, step.keys[layer].shape[1], tokens)
+        if step.kept_tokens is not None:  # a token that the layer lacks is not drawn
+            there = step.kept_tokens.pages(layer, step.page_table.shape[1], step.page_size)
+            there = there.repeat_interleave(step.page_size, 1)
+            scores = scores.masked_fill(~there[:, None], float("-inf"))
+        return kernels.top_k(
+            scores, step.lengths, self.token_budget, 1, first=self.sink_size, last=1
+        )
+
+
+#: Odd multipliers whose bits look random (golden ratio and primes of xxHash), one for each input.
+_SEED, _LAYER, _LENGTH, _HEAD, _TOKEN = 2654435761, 2246822519, 3266489917, 668265263, 374761393
+
+
+def _hashed(seed: int, layer: int, lengths: Tensor, num_heads: int, num_tokens: int) -> Tensor:
+    """A number from 0 to below 1 for every token of every KV head, float32 [B, Hkv, N]."""
+    mask, long = 0xFFFFFFFF, lengths.long()
+    head = long.new_ones(num_heads).cumsum(0)[:, None] * _HEAD
+    token = long.new_ones(num_tokens).cumsum(0) * _TOKEN
+    start = (seed * _SEED + layer * _LAYER) & mask
+    mixed = (long[:, None, None] * _LENGTH + head + token + start) & mask
+    for shift, factor in ((15, _LAYER), (13, _LENGTH)):  # xxHash's avalanche
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & mask
+    mixed = mixed ^ (mixed >> 16)
+    # 24 bits are exact in float32.
+    return (mixed >> 8).float() / 2**24

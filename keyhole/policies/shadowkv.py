@@ -1,0 +1,323 @@
+"""ShadowKV: chunks of tokens are chosen by the mean of their keys; the keys of the chosen ones are
+rebuilt from a form of low rank.
+
+Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference, 2024
+(arXiv 2410.21465), section 4 and algorithms 1 and 2. Behind the prompt its keys, before RoPE and
+with all KV heads side by side, are decomposed: `rank` numbers per token and a basis per sequence.
+The landmark of a chunk is the mean of its keys after RoPE. Chunks whose keys differ most from their
+landmark (least cosine) are outliers: always read, with their own keys, as the first and the newest
+chunks are.
+The others are chosen by the softmax of the query's products with their landmarks, at every token by
+every layer; prompt keys among them are rebuilt, and RoPE is re-applied.
+
+Cost per step and layer: one landmark per chunk, then `token_budget` keys and values, and for the
+rebuilt ones `rank` numbers per token and head and the basis; behind the prompt one decomposition.
+Bases stand beside the KV cache, for as many requests as may run at once (10 MiB each for 32 layers
+of 1024 numbers), and are not part of `memory`.
+
+When to use it: where the keys of long prompts take too much memory.
+
+Differences (theirs | ours | effect measured):
+- keys that can be rebuilt are dropped, and values wait in host memory | **nothing is saved**: all
+  keys and values stay in the pages, so that rebuilt keys show what the approximation costs in
+  accuracy; what has not outgrown the budget is read exactly | none in answers
+- keys are rebuilt from `rank` 160 | the same, or half of a smaller key; `rank=0` reads their own,
+  and only so may layers be offloaded | at a budget of 256: rebuilt 100 % (92.6 to 100) with 1,441
+  KiB read per step, their own 100 % (92.6 to 100) with 1,153 KiB
+- first, outlier and newest chunks are read beside the budget | they count in it;
+  `always_beside` is theirs | beside it 100 % (92.6 to 100) with 1,740 KiB
+- all generated tokens are read | landmarks cover them, and they have their own keys;
+  `keep_generated` is theirs, beside the budget | all read 100 % (92.6 to 100) with 1,988 KiB
+- the basis comes from a decomposition of K | from the eigenvectors of K^T K, which are the same up
+  to rounding | none
+
+The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
+`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
+Wilson intervals, layers 0 and 1 dense. They say what a difference does on this model, not which
+method is better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.errors import ConfigError
+from keyhole.policies.base import LowRank, Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowKV(Policy):
+    """Outlier chunks, newest chunks and those of best landmarks, keys rebuilt from low rank.
+
+    For accuracy beside other methods: the keys stay stored too, so nothing is saved.
+    """
+
+    name: ClassVar[str] = "shadowkv"
+    shares_pages: ClassVar[bool] = False
+    capturable: ClassVar[bool | str] = True
+    reads_keys: ClassVar[bool] = True
+    token_budget: int = setting(1024, "tokens a step reads per KV head, in whole chunks")
+    chunk_size: int | None = setting(
+        None, "tokens in a chunk, a divisor of the page size; None: 8, or a smaller page"
+    )
+    rank: int | None = setting(
+        None, "numbers per key of the prompt; 0: its own keys; None: 160, or half of a smaller key"
+    )
+    outlier_chunks: int | None = setting(
+        None, "chunks of the prompt always read; None: 48, or 3/8 of a smaller budget"
+    )
+    sink_size: int = setting(0, "first tokens that are always read, in whole chunks")
+    window_size: int | None = setting(
+        None, "newest tokens always read, in whole chunks; None: 32, or an eighth of the budget"
+    )
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+    keep_generated: bool = setting(False, "read all generated tokens, beside the budget")
+    always_beside: bool = setting(
+        False, "read first, outlier and newest chunks beside the budget, too"
+    )
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Settles sizes; checks that what is always read and one more chunk fit into the budget."""
+        page, chunk, rank = geometry.page_size, self.chunk_size, self.rank
+        chunk = min(8, page) if chunk is None else chunk
+        good = is_count(chunk) and page % chunk == 0
+        require(good, "chunk_size", chunk, f"a divisor of the page size {page}")
+        budget = self.token_budget
+        require(
+            is_count(budget, 2 * chunk), "token_budget", budget, f"at least 2 chunks of {chunk}"
+        )
+        count, outliers, window = budget // chunk, self.outlier_chunks, self.window_size
+        outliers = min(48, 3 * count // 8) if outliers is None else outliers
+        window = max(1, min(32 // chunk, count // 8)) * chunk if window is None else window
+        require(is_count(outliers, 0), "outlier_chunks", outliers, "at least 0")
+        require(is_count(window), "window_size", window, "at least 1")
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        settled = dataclasses.replace(
+            self, chunk_size=chunk, outlier_chunks=outliers, window_size=window
+        )
+        parts = f"{settled._sinks} first, {outliers} outlier, {settled._local} newest and one"
+        least = (settled._always + 1) * chunk
+        right = f"at least {least}: {parts} chunk of {chunk}"
+        require(self.always_beside or budget >= least, "token_budget", budget, right)
+        most = min((_width(geometry.layers[i]) for i in settled._sparse(geometry)), default=0)
+        right = f"from 0 to {most}, the numbers of a key of all KV heads"
+        require(rank is None or (is_count(rank, 0) and rank <= most), "rank", rank, right)
+        return settled
+
+    @classmethod
+    def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
+        """The authors' 48 outlier chunks and 32 newest tokens, whatever the budget."""
+        return cls(
+            token_budget=token_budget,
+            outlier_chunks=48,
+            window_size=32,
+            keep_generated=True,
+            always_beside=True,
+        )
+
+    def outside_budget(self) -> str:
+        """Chunks that are always read, and generated tokens, if they are not counted."""
+        chunks = (self.sink_size, "first"), (self.outlier_chunks, "outlier"), (1, "newest")
+        names = [name for count, name in chunks if count]
+        listed = ", ".join(names[:-1]) + " and newest chunks"
+        always = [listed] if self.always_beside else []
+        return " and ".join([*always, *(["all generated tokens"] if self.keep_generated else [])])
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything, if keys are read as they are.
+
+        ConfigError if they are rebuilt.
+        """
+        if self.rank != 0:
+            raise ConfigError(
+                "policy 'shadowkv' with offload= needs rank=0: rebuilt keys are not loaded "
+                "from offloaded layers"
+            )
+        return self._sparse(geometry)
+
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
+        """Landmarks, the least cosine of each chunk, and each token's numbers of low rank."""
+        count, heads = page_size // self._chunk, layout.num_kv_heads
+        return {
+            "landmark": (count, heads, layout.key_dim),
+            "cosine": (count, heads),
+            "coefficient": (page_size, self._rank(layout)),
+        }
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """The first and the outlier chunks of every sparse layer."""
+        return {
+            f"taken {i}": (geometry.layers[i].num_kv_heads, self._sinks + self._outliers)
+            for i in self._sparse(geometry)
+        }
+
+    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """The basis of the keys of every sparse layer."""
+        layouts = {i: geometry.layers[i] for i in self._sparse(geometry)}
+        return {
+            f"basis {i}": (self._rank(layout), layout.num_kv_heads, layout.key_dim)
+            for i, layout in layouts.items()
+        }
+
+    def on_append(
+        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
+    ) -> None:
+        """Recomputes the landmarks of the pages that were written."""
+        kernels.chunk_landmarks(key_pages, data["landmark"], data["cosine"], pages, filled)
+
+    def before_step(self, step: Step) -> None:
+        """Decomposes the prompts, and finds the outliers, of sequences that outgrew the budget."""
+        for row in np.flatnonzero(self._due(step)).tolist():
+            prompt, slot = int(step.host_prompts[row]), step.slots[row]
+            pages = step.page_table[row].long()
+            chunks = self._sinks, max(self._sinks, prompt // self._chunk - self._local)
+            for layer, data in enumerate(step.page_data):
+                if "landmark" not in data or layer in self.full_layers:
+                    continue
+                step.state[f"taken {layer}"][slot] = kernels.outlier_chunks(
+                    data["cosine"], pages, chunks, self._outliers
+                )
+                coefficients = data["coefficient"]
+                if coefficients.shape[2]:
+                    step.state[f"basis {layer}"][slot] = kernels.decompose(
+                        step.keys[layer], coefficients, pages, prompt, step.rotation(layer)
+                    ).to(coefficients.dtype)
+
+    def capture_key(self, step: Step) -> Hashable:
+        """Whether everything is read; not where a prompt is decomposed, or texts set the shapes."""
+        reads_all = step.max_length <= self._covered
+        if self._due(step).any() or (self.keep_generated and not reads_all):
+            return None
+        return reads_all
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The tokens of first, outlier and newest chunks, and of the best of the others."""
+        if layer in self.full_layers or step.max_length <= self._covered:
+            return None
+        ends, chunks = self._ends(step)
+        landmarks, taken = step.page_data[layer]["landmark"], self._taken(layer, step)
+        table, local = step.page_table, self._local
+        scores = kernels.chunk_scores(query, landmarks, table, taken, chunks, local)
+        chosen = kernels.top_k(scores, chunks, self._count, self._chunk, last=local)
+        tokens = kernels.block_pages(chosen, ends, 1)
+        if not self.keep_generated:
+            return tokens
+        most = int((step.host_lengths - self._end(step.host_prompts)).max())
+        return kernels.with_newer(tokens, ends, step.lengths, most)
+
+    def low_rank(self, layer: int, step: Step) -> LowRank | None:
+        """Keys of the prompt, but for first, outlier and newest chunks, and short texts."""
+        if self.rank == 0:
+            return None
+        # From here on keys are the tokens' own: generated ones, newest chunks, and short texts.
+        newest = (self._ends(step)[1] - self._local) * self._chunk
+        rotation = step.rotation(layer)
+        return LowRank(
+            coefficients=step.page_data[layer]["coefficient"],
+            basis=step.state[f"basis {layer}"].index_select(0, step.slots),
+            first=newest.minimum(step.prompts).masked_fill(step.lengths <= self._covered, 0),
+            taken=self._taken(layer, step),
+            chunk=self._chunk,
+            frequencies=rotation.frequencies,
+            last=rotation.last,
+        )
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """Landmarks of all chunks, numbers of low rank of what is read, and bases."""
+        if step.max_length <= self._covered:
+            return None
+        layouts = [geometry.layers[i] for i in self._sparse(geometry)]
+        keys = sum(_width(layout) for layout in layouts)
+        ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
+        bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
+        read = step.lengths.clamp(max=self._covered)
+        numbers = self._ends(step)[1] * keys + read * ranks + bases
+        return numbers * geometry.itemsize
+
+    def _due(self, step: Step) -> np.ndarray:
+        """Sequences that outgrew the budget, or begin beyond it, bool [B]."""
+        lengths = step.host_lengths
+        due: np.ndarray = (step.fresh & (lengths > self._covered)) | (lengths == self._covered + 1)
+        return due
+
+    def _taken(self, layer: int, step: Step) -> Tensor:
+        """First and outlier chunks, int32 [B, Hkv, n]; -1 in texts within the budget."""
+        short = (step.lengths <= self._covered)[:, None, None]
+        return step.state[f"taken {layer}"][step.slots].masked_fill(short, -1)
+
+    def _ends(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Tokens that are chosen among, and chunks of them, int32 [B] each."""
+        ends = self._end(step.prompts) if self.keep_generated else step.lengths
+        return ends, (ends + self._chunk - 1) // self._chunk
+
+    def _end(self, prompts: Any) -> Any:
+        """The end of a prompt's last whole chunk. Arrays or tensors."""
+        return prompts // self._chunk * self._chunk
+
+    def _rank(self, layout: LayerLayout) -> int:
+        """Numbers per key of all KV heads: the authors' 160 of 1024, and never more than half.
+
+        Small models have less to spare: of the bundled one's 64, 10 are too few.
+        """
+        return min(160, _width(layout) // 2) if self.rank is None else self.rank
+
+    @property
+    def _covered(self) -> int:
+        """Up to this length everything is read."""
+        return self._count * self._chunk
+
+    @property
+    def _always(self) -> int:
+        """Chunks that are always read."""
+        return self._sinks + self._outliers + self._local
+
+    @property
+    def _count(self) -> int:
+        """Chunks that a step reads, generated tokens beside the budget apart."""
+        return self.token_budget // self._chunk + (self._always if self.always_beside else 0)
+
+    @property
+    def _chunk(self) -> int:
+        assert self.chunk_size is not None, "settled by resolve"
+        return self.chunk_size
+
+    @property
+    def _outliers(self) -> int:
+        assert self.outlier_chunks is not None, "settled by resolve"
+        return self.outlier_chunks
+
+    @property
+    def _sinks(self) -> int:
+        """Chunks of the first tokens."""
+        return -(-self.sink_size // self._chunk)
+
+    @property
+    def _local(self) -> int:
+        """Chunks of the newest tokens."""
+        assert self.window_size is not None, "settled by resolve"
+        return -(-self.window_size // self._chunk)
+
+    def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
+        """The layers that select."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
+
+def _width(layout: LayerLayout) -> int:
+    """Numbers of a token's key, all KV heads."""
+    return layout.num_kv_heads * layout.key_dim

@@ -1,0 +1,1 @@
+"""What several policies share: selection layers, adaptive budgets, calibration files."""

@@ -1,0 +1,190 @@
+"""SpeContext: a small head, pruned from the draft model, chooses tokens before the step begins.
+
+SpeContext: Enabling Efficient Long-context Reasoning with Speculative Context Sparsity in LLMs
+(2025), section 4. The head keeps one layer of keys of its own. Before layer 0 its query of the
+newest token is compared with all of them; each KV head takes the tokens of highest weight, the
+largest among the head's query heads of its group, and every layer reads the same choice.
+
+Cost per step: the head's keys once, then `token_budget` keys and values per layer.
+
+When to use it: with a retrieval head beside the weights (`keyhole train-head`), above all with
+offloaded layers: the selection is known before the step begins.
+
+`per_head=False` is the coarser choice that section 4.2 compares with (figure 5a): one list by the
+largest weight of any head.
+
+Differences from the paper: first tokens and a recent window are part of the budget; a choice may be
+kept for several steps (`refresh_every`), with the tokens generated meanwhile added to it; a choice
+may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive`). Over stored
+documents (SamKV and its like) the weights are over the tokens that some layer has, and a layer
+reads those of the choice that it has. A token's key is made from the features of the token before
+it: from this prompt's where it computed that token (a prefix, a separator, what is computed again),
+else from those of its document's own encoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.errors import ConfigError
+from keyhole.policies.base import Policy, Selection, Step
+from keyhole.policies.shared import adaptive_budget
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeContext(Policy):
+    """The `token_budget` tokens that the retrieval head prefers, per KV head, for all layers."""
+
+    name: ClassVar[str] = "spe_context"
+    wants_head: ClassVar[bool] = True
+    capturable: ClassVar[bool | str] = True
+    token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and window included")
+    sink_size: int = setting(4, "first tokens that are always read")
+    window_size: int | None = setting(
+        None, "newest tokens always read; None: 64, or a quarter of a smaller budget"
+    )
+    refresh_every: int = setting(1, "steps that a choice is kept for")
+    recall: float | None = setting(
+        None, "read fewer tokens where they hold this share of the head's weights; None: the budget"
+    )
+    min_budget: int | None = setting(
+        None, "tokens a step reads at least, with recall; None: 1/4 of the budget"
+    )
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+    per_head: bool = setting(True, "a list per KV head; False: one list that all heads share")
+    head: str | None = setting(None, "folder of the retrieval head; None: beside the weights")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that sinks, window and the tokens of a kept choice fit into the budget."""
+        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        window = self.window_size
+        if window is None:
+            window = max(1, min(64, self.token_budget // 4))
+        require(is_count(window), "window_size", window, "at least 1")
+        require(is_count(self.refresh_every), "refresh_every", self.refresh_every, "at least 1")
+        least = self.sink_size + window + self.refresh_every - 1
+        right = (
+            f"at least {least}: sink_size {self.sink_size}, window_size {window} and the tokens "
+            f"between refreshes (refresh_every {self.refresh_every})"
+        )
+        require(self.token_budget >= least, "token_budget", self.token_budget, right)
+        choice_lists(geometry)
+        minimum = adaptive_budget.settled(self.recall, self.min_budget, self.token_budget, least)
+        return dataclasses.replace(self, window_size=window, min_budget=minimum)
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`; the paper has none."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
+    def selection_heads(self, geometry: Geometry) -> int | None:
+        """A choice per query head over latents that all of them share."""
+        latent = any(layout.shared_values for layout in geometry.layers)
+        return choice_lists(geometry) if latent and self.per_head else None
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """The kept choice, how many tokens it has, and the length it was made at."""
+        if self.refresh_every == 1:
+            return {}
+        heads = choice_lists(geometry) if self.per_head else 1
+        return {"chosen": (heads, self._at_refresh), "counts": (heads,), "length": ()}
+
+    def before_step(self, step: Step) -> None:
+        """Chooses for all layers, by the head's weights of the newest token."""
+        if step.max_length <= self._exact_up_to:
+            return
+        if self.refresh_every == 1:
+            step.shared_selection = self._choose(step, step.lengths)
+            return
+        if self._due(step.host_lengths, step.host_prompts).any():
+            # A text within the budget is read whole: its beginning is kept, the rest is "since".
+            lengths = step.lengths
+            made_at = lengths.where(
+                lengths > self._exact_up_to, lengths.clamp(max=self._at_refresh)
+            )
+            due = self._due(step.lengths, step.prompts)
+            kernels.keep(step.state, step.slots, due, self._choose(step, made_at), made_at)
+        step.shared_selection = kernels.kept(
+            step.state, step.slots, step.lengths, self.refresh_every - 1
+        )
+
+    def capture_key(self, step: Step) -> Hashable:
+        """Whether everything is read, and whether any sequence chooses."""
+        if step.max_length <= self._exact_up_to:
+            return "all"
+        return bool(self._due(step.host_lengths, step.host_prompts).any())
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The head's choice."""
+        return None if layer in self.full_layers else step.shared_selection
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """The head's keys, in steps that choose; a mean where a choice is kept."""
+        if step.max_length <= self._exact_up_to:
+            return None
+        there = (
+            step.lengths if step.kept_tokens is None else step.kept_tokens.anywhere().counts[:, 0]
+        )
+        return there * (step.head_token_bytes / self.refresh_every)
+
+    @property
+    def _exact_up_to(self) -> int:
+        """Tokens of a text that is read whole."""
+        return self.token_budget if self.min_budget is None else self.min_budget
+
+    @property
+    def _at_refresh(self) -> int:
+        """Tokens that are chosen at once; the rest of the budget is for those to come."""
+        return self.token_budget - (self.refresh_every - 1)
+
+    def _due(self, lengths: Any, prompts: Any) -> Any:
+        """Which sequences choose in this step, bool [B]. Arrays of the host or tensors."""
+        first = lengths == prompts + 1
+        # So far everything was read, and nothing may have been chosen yet.
+        first = first | (lengths <= self._exact_up_to + 1)
+        return first | (lengths % self.refresh_every == 0)
+
+    def _choose(self, step: Step, lengths: Tensor) -> Selection:
+        assert step.head_weights is not None, "the engine gives a head where wants_head is set"
+        weights, first, last = step.head_weights(), self.sink_size, self.window_size or 1
+        if not self.per_head:
+            weights = weights.amax(1, keepdim=True)
+        chosen = kernels.top_k(weights, lengths, self._at_refresh, 1, first=first, last=last)
+        if self.recall is None:
+            return chosen
+        least = self.min_budget or 0
+        return kernels.trim(
+            chosen, weights, lengths, self.recall, least=least, first=first, last=last
+        )
+
+
+def choice_lists(geometry: Geometry) -> int:
+    """Lists that a choice has: one per KV head; with MLA, whose latents all heads share, per head.
+
+    ConfigError if layers differ in this.
+    """
+    layouts = [geometry.layers[i] for i in geometry.full_attention]
+    heads = {
+        geometry.num_query_heads if layout.shared_values else layout.num_kv_heads
+        for layout in layouts
+    }
+    if len(heads) > 1:
+        raise ConfigError(
+            f"spe_context makes one choice for all layers, and this model's layers have {heads} "
+            "KV heads; use delta or quest"
+        )
+    return heads.pop() if heads else 1

@@ -1,0 +1,66 @@
+"""StreamingLLM: the first few tokens ("attention sinks") and a window of the newest.
+
+Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024
+(arXiv 2309.17453), section 3.2.
+
+Cost per step and layer: `token_budget` keys and values.
+
+When to use it: for endless text whose far past does not matter, and as the control that says what a
+selection is worth.
+
+Differences from the paper: tokens keep their true positions, the paper renumbers them inside the
+cache; what leaves the window is skipped, not deleted. With `full_layers` it is the *recent* control
+of other methods: their dense layers, and no selection elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.policies.base import Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Policy):
+    """The first `sink_size` tokens and the newest `token_budget - sink_size`."""
+
+    name: ClassVar[str] = "streaming_llm"
+    capturable: ClassVar[bool | str] = True
+    token_budget: int = setting(1024, "tokens a step reads per KV head, the sinks included")
+    sink_size: int = setting(4, "first tokens that are always read")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that a window is left beside the sinks."""
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        least = self.sink_size + 1
+        right = f"at least {least}: sink_size {self.sink_size} and the newest token"
+        require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
+        return self
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """`full_layers`."""
+        return tuple(i for i in geometry.full_attention if i in self.full_layers)
+
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All but those that read everything."""
+        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+
+    def capture_key(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return step.max_length <= self.token_budget
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """Sinks and the newest tokens, the same for all heads."""
+        if layer in self.full_layers or step.max_length <= self.token_budget:
+            return None
+        return kernels.recent_indices(step.lengths, self.token_budget, first=self.sink_size)

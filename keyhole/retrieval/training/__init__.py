@@ -1,0 +1,1 @@
+"""Training SpeContext's retrieval head from a model."""

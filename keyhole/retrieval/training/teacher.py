@@ -1,0 +1,183 @@
+"""Runs the frozen target and keeps what a head learns from: features, attention, predictions.
+
+The target attends by our own function: through sdpa or, where that would not do, block after block
+of queries, so that memory stays linear in the length of a text. Weights are computed as in the
+eager attention of transformers, for the sampled rows only, and kept as their mean over layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache
+
+from keyhole.errors import ConfigError, NumericalError
+
+#: Name of our function in transformers' table.
+NAME = "keyhole_teacher"
+#: Weights computed at once; 64 MiB in float32.
+_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class TeacherTargets:
+    """What the target did with one text of n tokens.
+
+    token_ids: int64 [n]. hidden: of each feature layer its input, float32 [n, Ht]. rows: int64 [R],
+    the sampled query tokens. mass: float32 [Hkv, R, n], the attention weights of each row, mean
+    over layers and over the query heads of a KV head; with MLA, which has no groups, per head.
+    logits: float32 [R, steps, V], at each row and the steps after it; None if not asked for.
+    cache: keys and values of all tokens, as transformers has them; None if not asked for.
+    """
+
+    token_ids: Tensor
+    hidden: tuple[Tensor, ...]
+    rows: Tensor
+    mass: Tensor
+    logits: Tensor | None = None
+    cache: DynamicCache | None = None
+
+
+@dataclass
+class _Record:
+    """Travels with a forward to every layer, and collects the weights of the sampled rows."""
+
+    rows: Tensor
+    total: Tensor | None = None
+    num_layers: int = 0
+
+
+class Teacher:
+    """A causal language model of transformers, of which nothing is changed or trained."""
+
+    def __init__(self, network: nn.Module, feature_layers: tuple[int, ...]) -> None:
+        self._network: Any = network
+        self._layers = feature_layers
+
+    @torch.no_grad()
+    def lesson(
+        self, token_ids: Tensor, rows: Tensor, *, logit_steps: int = 0, keep_cache: bool = False
+    ) -> TeacherTargets:
+        """Reads a text, int64 [n]; rows int64 [R], the last at most n - logit_steps.
+
+        ConfigError for a model without full attention, NumericalError for one that gives NaN.
+        """
+        network, record = self._network, _Record(rows)
+        cache = DynamicCache() if keep_cache else None  # no config: of all layers all tokens
+        places = (rows[:, None] + torch.arange(logit_steps, device=rows.device)).flatten()
+        kept, back = places.unique(return_inverse=True)
+        before = network.config._attn_implementation
+        network.set_attn_implementation(NAME)
+        try:
+            out = network(
+                input_ids=token_ids[None],
+                use_cache=keep_cache,
+                past_key_values=cache,
+                output_hidden_states=True,
+                logits_to_keep=kept if logit_steps else rows[:1],
+                **{NAME: record},
+            )
+        finally:
+            network.set_attn_implementation(before)
+        if record.total is None:
+            raise ConfigError(
+                "a retrieval head chooses for layers with full attention, and this model has none"
+            )
+        mass = record.total / record.num_layers
+        if not (mass.isfinite().all() and out.logits.isfinite().all()):
+            raise NumericalError(f"the target gives NaN on a text of {len(token_ids)} tokens")
+        logits = out.logits[0].float()[back].unflatten(0, (len(rows), -1)) if logit_steps else None
+        hidden = tuple(out.hidden_states[layer][0].float() for layer in self._layers)
+        return TeacherTargets(token_ids, hidden, rows, mass, logits, cache)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    keyhole_teacher: _Record | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of one text: query [1, Hq, n, D], key and value [1, Hkv, n, D].
+
+    Returns [1, n, Hq, Dv], as transformers wants it.
+    """
+    assert keyhole_teacher is not None, "only a Teacher uses this function"
+    record, length = keyhole_teacher, query.shape[2]
+    queries = query[0].unflatten(0, (key.shape[1], -1))
+    size = max(1, _BLOCK // (query.shape[1] * length))
+
+    def weights(rows: Tensor) -> Tensor:
+        return attention_weights(
+            queries[:, :, rows],
+            key[0],
+            rows,
+            scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            window=sliding_window,
+        )
+
+    if sliding_window is None:
+        mass = torch.cat([weights(rows).mean(1) for rows in record.rows.split(size)], 1)
+        record.total = mass if record.total is None else record.total + mass
+        record.num_layers += 1
+    plain = sliding_window is None and softcap is None and s_aux is None
+    if plain and value.shape[-1] == key.shape[-1]:  # else sdpa holds all weights at once
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+    parts = [
+        (weights(rows).to(value.dtype).flatten(1, 2) @ value[0]).unflatten(1, (-1, len(rows)))
+        for rows in torch.arange(length, device=query.device).split(size)
+    ]
+    return torch.cat(parts, 2).flatten(0, 1).transpose(0, 1)[None].contiguous(), None
+
+
+def attention_weights(
+    queries: Tensor,
+    keys: Tensor,
+    rows: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention weights float32 [Hkv, G, R, n] of queries [Hkv, G, R, D] at places rows [R].
+
+    keys [Hkv, n, D]. sinks: a logit per query head beside those of the keys; it takes weight and is
+    left out. bias [Hkv, R, n] is added to the logits.
+    """
+    logits = (queries.flatten(1, 2) @ keys.mT).float().unflatten(1, queries.shape[1:3]) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    distance = rows[:, None] - torch.arange(keys.shape[1], device=rows.device)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if bias is not None:
+        logits = logits + bias[:, None]
+    if sinks is not None:
+        extra = sinks.float().view(*queries.shape[:2], 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat((logits, extra), -1)
+    weights: Tensor = logits.softmax(-1)[..., : keys.shape[1]]
+    return weights
+
+
+AttentionInterface.register(NAME, attention)

@@ -1,0 +1,150 @@
+"""Runs a training to its end, with a progress bar and snapshots of which one is always whole."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from keyhole.errors import ConfigError, NumericalError
+from keyhole.retrieval.training.corpus import Corpus
+from keyhole.retrieval.training.distill import Distiller, StepProgress
+from keyhole.retrieval.training.training_config import TrainingConfig
+
+#: What a run that is not finished leaves in its folder.
+SNAPSHOT = "training.pt"
+_SAVE_EVERY = 120.0
+"""Seconds between snapshots."""
+_SMOOTH = 0.95
+"""How much of the figures shown is kept at every step: they are means of about 20 steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOutcome:
+    """What a run came to; loss, recall and window are smoothed, and None if no step was made.
+
+    recall, window: shares of the target's attention at a budget of an eighth of the text, of the
+    head on texts that it had not learned from yet, and of the newest tokens.
+    """
+
+    finished: bool
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    recall: float | None
+    window: float | None
+
+
+def train(
+    network: nn.Module,
+    corpus: Corpus,
+    recipe: TrainingConfig,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> TrainingOutcome:
+    """Trains until all tokens are seen or `stop()` is true, then writes the head or a snapshot.
+
+    ConfigError if the folder holds a head, or a run and `resume` is not set; NumericalError, with a
+    snapshot of the last good step, if the numbers break down.
+    """
+    folder = Path(folder)
+    state = _found(folder, resume)
+    distiller = Distiller(network, corpus, recipe)
+    if state is not None:
+        distiller.restore(state)
+    shown: dict[str, float] = {}
+    started = saved = time.monotonic()
+    with tqdm(
+        total=distiller.recipe.tokens,
+        initial=distiller.tokens,
+        unit="token",
+        unit_scale=True,
+        disable=None,  # where nobody watches
+    ) as bar:
+        while not (distiller.finished or stop()):
+            before = distiller.tokens
+            try:
+                progress = distiller.train_step()
+            except NumericalError as error:
+                save(folder, distiller.state())
+                raise NumericalError(f"{error}; the step before is kept in {folder}") from error
+            shown = _smoothed(shown, progress)
+            bar.update(distiller.tokens - before)
+            bar.set_postfix_str(
+                f"loss {shown['loss']:.3f}, recall {shown['recall']:.1%} "
+                f"(window {shown['window']:.1%})"
+            )
+            if time.monotonic() - saved > _SAVE_EVERY:
+                save(folder, distiller.state())
+                saved = time.monotonic()
+    if distiller.finished:
+        distiller.head.save_pretrained(folder)
+        (folder / SNAPSHOT).unlink(missing_ok=True)
+    else:
+        save(folder, distiller.state())
+    return TrainingOutcome(
+        finished=distiller.finished,
+        steps=distiller.step,
+        tokens=distiller.tokens,
+        seconds=time.monotonic() - started,
+        loss=shown.get("loss"),
+        recall=shown.get("recall"),
+        window=shown.get("window"),
+    )
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    """Writes a snapshot beside the old one and renames it, so that one is always whole."""
+    new = folder / f"{SNAPSHOT}.new"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(state, new)
+        os.replace(new, folder / SNAPSHOT)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        raise ConfigError(f"no snapshot can be written to {str(folder)!r}: {error}") from error
+
+
+def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
+    """The state to go on from, None for a new run."""
+    path = folder / SNAPSHOT
+    if (folder / "config.json").is_file() and not path.is_file():
+        raise ConfigError(f"{str(folder)!r} holds a finished head; choose another output folder")
+    if not resume:
+        if path.is_file():
+            raise ConfigError(
+                f"{str(folder)!r} holds a run that is not finished; resume it or choose another "
+                "output folder"
+            )
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+    except FileNotFoundError as error:
+        raise ConfigError(f"{str(folder)!r} holds no run that could be resumed") from error
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"the snapshot {str(path)!r} cannot be read: {error}") from error
+
+
+def recipe_of(folder: str | Path) -> TrainingConfig | None:
+    """The recipe of the run in a folder; None if there is none."""
+    if not (Path(folder) / SNAPSHOT).is_file():
+        return None
+    state = _found(Path(folder), True)
+    assert state is not None
+    return TrainingConfig(**state["recipe"])
+
+
+def _smoothed(shown: dict[str, float], progress: StepProgress) -> dict[str, float]:
+    new = {"loss": progress.loss, "recall": progress.recall, "window": progress.window}
+    return {name: _SMOOTH * shown.get(name, x) + (1 - _SMOOTH) * x for name, x in new.items()}

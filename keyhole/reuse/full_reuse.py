@@ -1,0 +1,52 @@
+"""Reuse: stored documents side by side, nothing computed again.
+
+What the papers compare with. They leave keys at the positions where the documents were encoded,
+which alone spoils the answers (SamKV, table 3); here RoPE is re-applied to keys unless
+`rotate=False` asks for the naive form.
+
+Cost per prompt: nothing but reading what is stored.
+
+When to use it: where documents do not depend on each other, and to see what an answer loses by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import require, setting
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainReuse(Reuse):
+    """All that is stored, as it is."""
+
+    name: ClassVar[str] = "reuse"
+    keeps_all: ClassVar[bool] = True
+    rotate: bool = setting(True, "re-apply RoPE to stored keys; False: keep stored positions")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks the setting."""
+        require(isinstance(self.rotate, bool), "rotate", self.rotate, "True or False")
+        return self
+
+    @property
+    def turns(self) -> bool:
+        """As `rotate` says."""
+        return self.rotate
+
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
+        """Everything is kept, nothing is computed again."""
+        shape = len(documents[0].layers), starts(documents)[-1]
+        every = torch.ones(shape, dtype=torch.bool)
+        return RecomputePlan(every, ~every)

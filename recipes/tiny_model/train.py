@@ -1,0 +1,130 @@
+"""Train the bundled model from nothing, with one command.
+
+    python -m recipes.tiny_model.train --ranks 2 --tokens 25e6
+    python -m recipes.tiny_model.train --ranks 2 --resume
+    python -m recipes.tiny_model.train --ranks 2 --resume --cooldown 5e6
+
+The run ends after `--tokens`, when the learning rate has reached zero; `--minutes`, Ctrl-C and
+SIGTERM end it early with a snapshot, from which `--resume` goes on as if nothing had happened.
+When time runs out, `--cooldown` brings the rate down to zero within that many more tokens.
+`export` turns the last snapshot into a model folder.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+# Before torch starts its threads: waiting ones must not spin on a core that others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from torch.multiprocessing.spawn import spawn
+from tqdm.auto import tqdm
+
+from recipes.tiny_model import snapshot
+from recipes.tiny_model.ranks import Ranks, joined
+from recipes.tiny_model.trainer import Trainer, TrainerSettings
+
+_SAVE_EVERY = 180.0
+"""Seconds between snapshots."""
+
+
+def run(settings: TrainerSettings, ranks: Ranks, stop: Event) -> None:
+    """Train until the schedule ends, the minutes are over or `stop` is set; then save."""
+    trainer = Trainer(settings, ranks)
+    started = saved = time.monotonic()
+    losses: list[float] = []
+    since = (started, trainer.tokens)
+    bar = tqdm(
+        total=trainer.schedule.total,
+        initial=trainer.tokens,
+        unit="token",
+        unit_scale=True,
+        disable=None if ranks.leads else True,  # None: where nobody watches
+    )
+    for batch in trainer.batches():
+        over = settings.minutes is not None and time.monotonic() - started > 60 * settings.minutes
+        before = trainer.tokens
+        loss, stopping = trainer.train_step(batch, stop.is_set() or over)
+        losses.append(loss)
+        bar.update(trainer.tokens - before)
+        bar.set_postfix_str(f"loss {loss:.3f}")
+        finished = trainer.tokens >= trainer.schedule.total
+        every = settings.examine_every
+        if finished or trainer.tokens // every > before // every:
+            seconds = time.monotonic() - since[0]
+            line = {
+                "step": trainer.step,
+                "tokens": trainer.tokens,
+                "loss": round(sum(losses) / len(losses), 4),
+                "rate": round(trainer.schedule.factor(trainer.tokens), 4),
+                "tokens_per_s": round((trainer.tokens - since[1]) / seconds),
+                "exact": trainer.examine(),
+            }
+            if ranks.leads:
+                with (settings.out / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(line) + "\n")
+            losses, since = [], (time.monotonic(), trainer.tokens)
+        if finished or stopping:
+            break
+        if time.monotonic() - saved > _SAVE_EVERY:
+            trainer.save()
+            saved = time.monotonic()
+    trainer.save()
+    bar.close()
+
+
+def _run_rank(rank: int, settings: TrainerSettings, stop: Event, meeting_point: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with joined(rank, settings.ranks, meeting_point) as ranks:
+        run(settings, ranks, stop)
+
+
+def train(settings: TrainerSettings) -> None:
+    """Run the training in as many processes as the settings say."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    if (settings.out / snapshot.FILE).exists() and not settings.resume:
+        raise ValueError(f"{settings.out} holds a run; resume it or choose another folder")
+    stop = multiprocessing.get_context("spawn").Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    if settings.ranks == 1:
+        run(settings, Ranks(), stop)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (settings, stop, Path(folder) / "ranks")
+        spawn(_run_rank, arguments, nprocs=settings.ranks)
+
+
+def _count(text: str) -> int:
+    return int(float(text))
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/tiny"), help="folder for snapshot and log"
+    )
+    parser.add_argument("--tokens", type=_count, help="tokens of the whole run")
+    parser.add_argument("--minutes", type=float, help="stop after this long, to be resumed")
+    parser.add_argument("--cooldown", type=_count, help="end within this many more tokens")
+    parser.add_argument("--resume", action="store_true", help="go on from the snapshot in OUT")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of one thread each")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--batch-scale", type=int, default=1, help="multiply the batches (GPU: 8)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that prepare rows")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--examine-every", type=_count, default=2_000_000, help="tokens")
+    train(TrainerSettings(**vars(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

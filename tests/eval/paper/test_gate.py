@@ -1,0 +1,66 @@
+"""A model that passed is not checked again; one that failed is not evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.eval.paper import gate as module
+from keyhole.eval.paper.gate import gate, reason
+from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.verify import Check
+from keyhole.models.loading import Model
+
+
+def header(commit: str = "abc") -> dict[str, Any]:
+    about = {"benchmark": "eval", "commit": commit, "versions": {"torch": "2"}}
+    return about | {"machine": {"device": "cpu"}}
+
+
+def check(error: float, policy: str = "quest") -> Check:
+    return Check(
+        policy=policy,
+        run="ragged batch",
+        difference=error,
+        error=error,
+        tolerance=1e-4,
+        same_tokens=1.0,
+        replayed=0,
+    )
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[list[Check]]:
+    """What verify finds, one list for each time that it runs."""
+    found: list[list[Check]] = []
+    monkeypatch.setattr(module, "verify", lambda model: found.pop(0))
+    return found
+
+
+def test_a_pass_is_stored_and_found_again(
+    model: Model, checks: list[list[Check]], tmp_path: Path
+) -> None:
+    checks += [[check(0.0), check(1e-5)]]
+    file = LineFile(tmp_path / "eval.jsonl")
+    line = gate(model, file, header)
+    assert reason(line) is None
+    assert line["benchmark"] == "eval-verify"
+    assert [one["passed"] for one in line["checks"]] == [True, True]
+    assert gate(model, LineFile(file.path), header) == line
+    with pytest.raises(IndexError):  # another version of the code has passed nothing yet
+        gate(model, file, lambda: header("def"))
+
+
+def test_a_failure_says_which_check_is_worst_and_is_checked_again(
+    model: Model, checks: list[list[Check]], tmp_path: Path
+) -> None:
+    checks += [[check(0.0), check(0.5, "delta"), check(0.1)], [check(0.0)]]
+    file = LineFile(tmp_path / "eval.jsonl")
+    assert reason(gate(model, file, header)) == (
+        "llama-0 does not give the logits of transformers: 2 of 3 checks differ, the worst under "
+        "delta (ragged batch): error 5.0e-01, allowed 1.0e-04; see `keyhole verify`"
+    )
+    assert reason(gate(model, file, header)) is None
+    assert not checks

@@ -1,0 +1,159 @@
+"""The part of docs/results.md that shows methods beside their controls, from lines of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results_page import controls as results_controls
+from benchmarks.results_page import controls_pictures, variations
+
+Line = dict[str, Any]
+DENSE = [0, 1]
+
+
+def line(method: str, right: int, budget: int | None = 64, **more: Any) -> Line:
+    """A cell of 20 samples, the first `right` of them right."""
+    scores = [1.0] * right + [0.0] * (20 - right)
+    settings = {"token_budget": budget, "full_layers": DENSE}
+    return {
+        "model": "tiny",
+        "fingerprint": "f",
+        "task": "tiny_derive",
+        "task_settings": {},
+        "length": 512,
+        "setup": "prompt",
+        "policy": method.split(":")[0],
+        "method": method,
+        "settings": settings,
+        "budget": budget,
+        "samples": 20,
+        "score": right / 20,
+        "scores": scores,
+        "answer_lengths": [100 + 5 * n for n in range(20)],
+        "read_share": 0.4,
+        "bytes_per_step": 4096.0,
+        "step_ms": 3.0,
+        "machine": {"cpu": "a processor"},
+        "versions": {"torch": "2", "transformers": "5"},
+        "commit": "abc",
+        "date": "2026-11-23T10:00:00",
+        "command": "keyhole eval --some",
+        **more,
+    }
+
+
+def control(name: str, policy: str, right: int, budget: int = 64) -> Line:
+    return line(policy, right, budget, control=name) | {"method": f"{name}, dense 0,1"}
+
+
+def lines(recent: int, method: int) -> list[Line]:
+    """Full attention, three controls, and a method that names them."""
+    controls = {
+        "recent": control("recent", "streaming_llm", recent),
+        "random": control("random", "random", 0),
+        "oracle": control("oracle", "oracle", 20),
+    }
+    named = {
+        name: {"policy": one["policy"], "settings": one["settings"]}
+        for name, one in controls.items()
+    }
+    quest = line("quest", method, controls=named, settings={"token_budget": 64, "full_layers": [0]})
+    return [line("full", 20, None), *controls.values(), quest]
+
+
+def rows(parts: Sequence[str], after: str) -> list[list[str]]:
+    """The cells of the table that follows a line."""
+    table = parts[list(parts).index(after) + 1]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+
+
+def test_every_method_stands_beside_its_controls() -> None:
+    parts = results_controls.section({"equal": lines(recent=2, method=15)}, {})
+    right = rows(parts, "Right answers, %:")
+    assert right[0] == ["", "512: 64"]
+    assert right[2:] == [
+        ["`full`", "100"],
+        ["*recent*", "10"],
+        ["*random*", "0"],
+        ["*oracle*", "100"],
+        ["`quest`", "75"],
+    ]
+    assert rows(parts, "Gain over its own recent control, points:")[2:] == [["`quest`", "**+65**"]]
+    assert rows(parts, "Distance to the oracle, points:")[2:] == [["`quest`", "25"]]
+
+
+def test_a_gain_that_may_be_chance_is_not_bold() -> None:
+    parts = results_controls.section({"equal": lines(recent=2, method=4)}, {})
+    assert rows(parts, "Gain over its own recent control, points:")[2:] == [["`quest`", "+10"]]
+
+
+def test_a_place_where_recency_is_enough_ranks_nobody() -> None:
+    parts = results_controls.section({"equal": lines(recent=19, method=20)}, {})
+    gains = rows(parts, "Gain over its own recent control, points:")
+    assert gains[2:] == [["`quest`", "cannot tell"]]
+
+
+def test_what_is_read_beside_the_budget_makes_no_gain() -> None:
+    found = lines(recent=2, method=15)
+    found[-1]["outside_budget"] = "the prompt"
+    parts = results_controls.section({"published": found}, {})
+    for title in ("Gain over its own recent control, points:", "Distance to the oracle, points:"):
+        assert rows(parts, title)[2:] == [["`quest`", "beside"]]
+    assert ["`quest`", "75"] in rows(parts, "Right answers, %:")
+
+
+def test_tables_of_different_terms_are_never_mixed() -> None:
+    claims = {"equal": lines(2, 15), "published": lines(2, 9)}
+    text = "\n\n".join(results_controls.section(claims, {}))
+    equal, published = text.split("### As published")
+    assert "### Equal terms" in equal
+    assert "| `quest` | 75 |" in equal
+    assert "| `quest` | 75 |" not in published
+    assert "| `quest` | 45 |" in published
+
+
+def test_nothing_is_said_without_lines() -> None:
+    assert results_controls.section({}, {}) == []
+    assert variations.sections({}, {}) == []
+
+
+def test_recency_by_budget_and_lists_by_budget() -> None:
+    recency = [line("full", 20, None)] + [
+        line("delta", right, 64, settings={"token_budget": 64, "recent_pages": pages})
+        for pages, right in ((1, 10), (4, 2))
+    ]
+    lists = [
+        line(f"spe_context:per_head={per_head}", right, 64, settings={"per_head": per_head})
+        for per_head, right in ((True, 18), (False, 9))
+    ]
+    text = "\n".join(variations.sections({"recency": recency, "lists": lists}, {}))
+    assert "| 1 | 50 (30 to 70) |" in text
+    assert "| 4 | 10 (3 to 30) |" in text
+    assert "| 64 | 90 (70 to 97) | 45 (26 to 66) | +45.0 (" in text
+
+
+def test_layers_that_move_beside_all_of_them_offloaded() -> None:
+    part = {
+        "lengths": [700, 1000],
+        "layers_below": [0, 3],
+        "moved_bytes": {"adaptive": 2048.0, "all below": 4096.0},
+        "ratio": 0.9,
+        "low": 0.8,
+        "high": 1.0,
+    }
+    about = {"texts": 4, "words": 2048, "budget": 256, "share": 0.5, "parts": [part]}
+    text = "\n".join(variations.sections({"adaptive": [line("x", 1) | about]}, {}))
+    assert "| 700 to 1,000 | 0 to 3 | 2 | 4 | 0.90 (0.80 to 1.00) |" in text
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    claims = {"equal": [one | {"budget": one["budget"] and 128} for one in lines(2, 15)]}
+    names = controls_pictures.names(claims)
+    assert names == {"equal": "claims-equal.png", "lengths": "answer-lengths.png"}
+    controls_pictures.write(claims, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names.values())

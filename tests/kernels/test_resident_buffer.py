@@ -1,0 +1,276 @@
+"""Elastic loading of buffers, against sets of Python and dictionaries from tokens to numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from keyhole import kernels
+from keyhole.kernels import Selection, resident_buffer
+from tests.kernels.paged import DTYPES
+
+ROWS, MOST = 4, 40
+
+
+@dataclass
+class World:
+    """Buffers for ROWS sequences of up to MOST tokens, whose keys and values are drawn at once."""
+
+    size: int
+    unit: int
+    heads: int
+    dtype: torch.dtype
+    shared: bool
+    places: int  # for entries besides the newest
+    seed: int
+    entries: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(self.seed)
+        self.dims = (6, 4 if self.shared else 5)
+        pages = -(-MOST // self.size)
+        self.table = torch.randperm(ROWS * pages, generator=self.random).view(ROWS, -1).int()
+        numbers = (ROWS, self.heads, pages * self.size, 6 + self.dims[1])
+        self.tokens = torch.randn(numbers, generator=self.random).to(self.dtype)
+        tokens = -(-(self.places + 1) * self.unit // self.size) * self.size
+        self.places = tokens // self.unit - 1
+        shape = (ROWS, self.heads, self.places + 1)
+        self.entries = torch.full(shape, -1, dtype=torch.int32)
+        width = self.size * (6 if self.shared else 11)
+        stored = torch.full((ROWS * tokens // self.size, self.heads, width), torch.nan)
+        self.keys, self.values = self.views(stored.to(self.dtype))
+
+    def views(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        keys = stored[..., : 6 * self.size].unflatten(-1, (self.size, 6))
+        if self.shared:
+            return keys, keys[..., :4]
+        return keys, stored[..., 6 * self.size :].unflatten(-1, (self.size, 5))
+
+    def key_value(self, row: int, head: int, position: int) -> Tensor:
+        token = self.tokens[row, head, position]
+        return torch.cat([token[:6], token[:4]]) if self.shared else token
+
+    def lower(self, lengths: dict[int, int]) -> tuple[Tensor, Tensor]:
+        """All tokens before the newest one in their pages, NaN elsewhere."""
+        width = self.size * (6 if self.shared else 11)
+        stored = torch.full((self.table.numel(), self.heads, width), torch.nan).to(self.dtype)
+        keys, values = self.views(stored)
+        for row, length in lengths.items():
+            for position in range(length - 1):
+                page, place = self.table[row, position // self.size], position % self.size
+                keys[page, :, place] = self.tokens[row, :, position, :6]
+                if not self.shared:
+                    values[page, :, place] = self.tokens[row, :, position, 6:]
+        return keys, values
+
+    def held(self, row: int, head: int, slot: int, place: int) -> Tensor:
+        """Key and value in a place of a slot."""
+        token = slot * self.unit + place
+        page = row * (self.places + 1) * self.unit // self.size + token // self.size
+        index = page, head, token % self.size
+        return torch.cat([self.keys[index], self.values[index]])
+
+    def exchange(self, lengths: dict[int, int], selection: Selection) -> tuple[Selection, Tensor]:
+        rows = list(lengths)
+        keys, values = self.lower(lengths)
+        return kernels.load_missing(
+            self.entries,
+            self.keys,
+            None if self.shared else self.values,
+            keys,
+            None if self.shared else values,
+            self.table[rows],
+            torch.tensor(list(lengths.values()), dtype=torch.int32),
+            torch.tensor(rows),
+            selection=selection,
+        )
+
+
+worlds = st.builds(
+    World,
+    size=st.shared(st.sampled_from((1, 4, 16)), key="size"),
+    unit=st.sampled_from((True, False)).flatmap(
+        lambda page: st.shared(st.sampled_from((1, 4, 16)), key="size") if page else st.just(1)
+    ),
+    heads=st.sampled_from((1, 2, 3)),
+    dtype=st.sampled_from(DTYPES),
+    shared=st.booleans(),
+    places=st.integers(1, 9),
+    seed=st.integers(0, 2**31),
+)
+
+
+def draw_lists(data: st.DataObject, world: World, lengths: dict[int, int]) -> list[list[list[int]]]:
+    """Entries per sequence and list, the newest among them: also twice and in any order."""
+    heads = data.draw(st.sampled_from((1, world.heads)))
+    lists = []
+    for length in lengths.values():
+        newest = (length - 1) // world.unit
+        entry = st.one_of(st.integers(0, newest), st.just(newest), st.just(-1))
+        some = st.lists(entry, max_size=world.places - 1)
+        wild = some.flatmap(lambda entries, newest=newest: st.permutations([*entries, newest]))
+        tidy = wild.map(lambda entries: sorted({*entries} - {-1}))
+        lists.append([data.draw(st.one_of(tidy, tidy, wild)) for _ in range(heads)])
+    return lists
+
+
+def as_selection(lists: list[list[list[int]]], width: int, unit: int) -> Selection:
+    padded = [[entries + [-1] * (width - len(entries)) for entries in row] for row in lists]
+    counts = [[len(entries) for entries in row] for row in lists]
+    return Selection(torch.tensor(padded).int(), torch.tensor(counts).int(), unit)
+
+
+@given(world=worlds, data=st.data())
+@settings(max_examples=120)
+def test_a_buffer_holds_what_is_selected_and_only_the_difference_is_copied(
+    world: World, data: st.DataObject
+) -> None:
+    unit = world.unit
+    length = dict.fromkeys(range(ROWS), 1)
+    before: dict[tuple[int, int], dict[int, int]] = {}  # (row, head): entry -> slot
+    for _ in range(data.draw(st.integers(1, 6))):
+        rows = data.draw(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=3, unique=True))
+        for row in rows:
+            more = data.draw(st.sampled_from((-5, 0, 1, 1, 1, 5, 17)))
+            length[row] = max(1, min(MOST, length[row] + more))
+        lengths = {row: length[row] for row in rows}
+        lists = draw_lists(data, world, lengths)
+        others = [r for r in range(ROWS) if r not in rows]
+        untouched = world.entries[others].clone()
+        found, moved = world.exchange(lengths, as_selection(lists, world.places, unit))
+        assert torch.equal(world.entries[others], untouched)
+        assert found.unit == unit
+        for b, row in enumerate(rows):
+            for head in range(world.heads):
+                now = {e for e in lists[b][head % len(lists[b])] if e >= 0}
+                newest = (length[row] - 1) // unit
+                now -= {newest}
+                known = length[row] - 1 - newest * unit
+                last = before.get((row, head), {})
+                last = {e: s for e, s in last.items() if e < newest}
+                count = int(found.counts[b, head])
+                slots = found.indices[b, head].tolist()
+                assert slots[count:] == [-1] * (world.places - count)
+                slots = slots[:count]
+                assert len(slots) == len(set(slots))
+                assert slots[-1] == world.places
+                held = world.entries[row, head].tolist()
+                assert held[-1] == newest
+                assert [held[s] for s in slots[:-1]] == sorted(now)
+                # What was there stays where it was.
+                assert all(held[last[e]] == e for e in now & set(last))
+                assert int(moved[b, head]) == len(now - set(last)) * unit + known
+                # No entry twice, and all that is there is what the offloaded layer has.
+                resident = {e: s for s, e in enumerate(held[:-1]) if e >= 0}
+                assert len(resident) == sum(e >= 0 for e in held[:-1])
+                before[row, head] = resident
+                for entry, slot in resident.items():
+                    for place in range(unit):
+                        wanted = world.key_value(row, head, entry * unit + place)
+                        assert torch.equal(world.held(row, head, slot, place), wanted)
+                for place in range(known):
+                    wanted = world.key_value(row, head, newest * unit + place)
+                    assert torch.equal(world.held(row, head, world.places, place), wanted)
+
+
+@given(world=worlds, data=st.data())
+@settings(max_examples=60)
+def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
+    twin = World(
+        world.size, world.unit, world.heads, world.dtype, world.shared, world.places, world.seed
+    )
+    length = dict.fromkeys(range(ROWS), 1)
+    for _ in range(data.draw(st.integers(1, 4))):
+        for row in length:
+            length[row] = min(MOST, length[row] + data.draw(st.sampled_from((1, 1, 9, -2))))
+            length[row] = max(1, length[row])
+        lengths = dict(list(length.items())[1:])
+        selection = as_selection(draw_lists(data, world, lengths), world.places, world.unit)
+        keys, values = world.lower(lengths)
+        operands = (
+            keys,
+            None if world.shared else values,
+            world.table[1:],
+            torch.tensor(list(lengths.values()), dtype=torch.int32),
+            torch.tensor(list(lengths)),
+        )
+        results = [
+            operation(
+                w.entries,
+                w.keys,
+                None if w.shared else w.values,
+                *operands,
+                selection=selection,
+            )
+            for operation, w in (
+                (kernels.load_missing, world),
+                (resident_buffer.load_missing, twin),
+            )
+        ]
+        (found, moved), (wanted, twin_moved) = results
+        assert torch.equal(found.indices, wanted.indices)
+        assert torch.equal(found.counts, wanted.counts)
+        assert torch.equal(moved, twin_moved)
+        assert torch.equal(world.entries, twin.entries)
+        for a, b in ((world.keys, twin.keys), (world.values, twin.values)):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_thousands_of_tokens_and_what_comes_back_is_still_there() -> None:
+    """Large enough for several threads, and for entries beyond a word of the kernel's bits."""
+    random = torch.Generator().manual_seed(0)
+    size, heads, budget, length = 16, 4, 1024, 5000
+    pages = -(-length // size)
+    keys = torch.randn(pages, heads, size, 64, generator=random)
+    values = torch.randn(pages, heads, size, 64, generator=random)
+    table = torch.randperm(pages, generator=random)[None].int()
+    slots = budget + 3 * size
+    buffers = [torch.zeros(2 * slots // size, heads, size, 64) for _ in range(2)]
+    entries = torch.full((2, heads, slots), -1, dtype=torch.int32)
+
+    def load(first: int) -> tuple[Selection, Tensor]:
+        chosen = torch.arange(first, first + 3 * budget, 3).int()
+        chosen[-1] = length - 1
+        selection = Selection(chosen.expand(1, heads, -1), torch.tensor([[budget]]).int(), 1)
+        place = torch.tensor([length]).int(), torch.tensor([1])
+        return kernels.load_missing(
+            entries, *buffers, keys, values, table, *place, selection=selection
+        )
+
+    assert load(0)[1].tolist() == [[budget - 1] * heads]
+    assert load(3)[1].tolist() == [[1] * heads]
+    # There were free places, so nothing had to go.
+    assert load(0)[1].tolist() == [[0] * heads]
+    selection, moved = load(1)
+    assert moved.tolist() == [[budget - 1] * heads]
+    assert entries[0].eq(-1).all()
+    for head in range(heads):
+        for slot in selection.indices[0, head, : budget - 1].tolist():
+            entry = int(entries[1, head, slot])
+            source = int(table[0, entry // size]), head, entry % size
+            target = (slots + slot) // size, head, slot % size
+            assert torch.equal(buffers[0][target], keys[source])
+            assert torch.equal(buffers[1][target], values[source])
+
+
+def test_a_selection_that_leaves_no_place_for_the_newest_is_a_mistake() -> None:
+    world = World(4, 1, 1, torch.float32, False, 3, 0)
+    with pytest.raises(AssertionError, match="newest"):
+        world.exchange({0: 9}, as_selection([[[0, 1, 2, 8]]], 4, 1))
+
+
+def test_a_full_list_without_the_newest_is_not_written_past_its_end() -> None:
+    """No policy may give one: what has no place in it is left out."""
+    world = World(4, 1, 2, torch.float32, False, 3, 0)
+    lists = [[[0, 1, 2], [3, 4, 6]]]
+    found, _ = world.exchange({1: 9}, as_selection(lists, 3, 1))
+    assert found.indices.shape == (1, 2, 3)
+    assert found.counts.tolist() == [[3, 3]]
+    for head, entries in enumerate(lists[0]):
+        held = world.entries[1, head].tolist()
+        assert [held[slot] for slot in found.indices[0, head].tolist()] == entries
