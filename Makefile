@@ -45,7 +45,7 @@ docs: reference site ## the generated pages, then the site in site/
 reference: $(READY) ## the pages that the program itself knows: commands, methods, settings
 	@.venv/bin/python -m keyhole.cli.docs
 
-# The site needs no network, neither to be built nor to be read.
+# The site needs no network, neither to be built nor to be read; search needs a server, as any site's.
 site: $(DOCS_READY) ## docs/ as a site with search, in site/
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "written: site/index.html"

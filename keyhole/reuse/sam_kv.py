@@ -11,6 +11,7 @@ and document; one forward of the tokens computed again, over what is kept.
 When to use it: for many documents of which a question needs few passages.
 
 Steps (equations of the paper in brackets):
+
 1. `glance`: the question is read over the initial and local blocks of all documents.
 2. Each document's query is the question's and a little of what the others look for (1).
 3. It wants the share P of its middle blocks that beats its ends, mean over `stable_layers` (2, 3).

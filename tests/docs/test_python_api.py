@@ -21,7 +21,7 @@ def test_its_code_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_its_tables_are_up_to_date() -> None:
-    assert docs.with_settings(TEXT) == TEXT, "run `make docs`"
+    assert docs.with_settings(TEXT) == TEXT, "run `make reference`"
     for field in dataclasses.fields(SamplingParams):
         assert f"| `{field.name}` | `" in TEXT
 

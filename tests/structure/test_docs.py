@@ -83,7 +83,7 @@ def test_generated_documents_are_up_to_date() -> None:
     assert table
     rendered = docs.render(table)
     assert rendered
-    assert not stale(rendered, ROOT), "run `make docs`"
+    assert not stale(rendered, ROOT), "run `make reference`"
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
