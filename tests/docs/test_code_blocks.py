@@ -122,7 +122,7 @@ def place(tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def server(place: Path) -> Iterator[str]:
-    llm = LLM("tiny", memory="64MiB", documents=place / "served")
+    llm = LLM("tiny", policy="delta:token_budget=1024", memory="64MiB", documents=place / "served")
     with serving(llm, served_model_name="Llama-3.2-1B-Instruct") as address:
         yield address
 
