@@ -84,9 +84,9 @@ gpu: ## checks and measurements that need a CUDA device; PART=n for one of them
 
 # Decode steps beside llama.cpp, which has an environment of its own; ARGS="--contexts 2048" and the like.
 bench-peers: $(READY) $(PEERS_READY) ## decode steps beside llama.cpp, compiled once into .venv-peers; ARGS=... for flags
-	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768,131072 \
+	@.venv/bin/python -m benchmarks.llama_cpp --contexts 2048,8192,32768,131072 \
 	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm --output benchmarks/results/decode.jsonl $(ARGS)
-	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768 --batch 8 \
+	@.venv/bin/python -m benchmarks.llama_cpp --contexts 2048,8192,32768 --batch 8 \
 	  --systems llama_cpp,llama_cpp_flash,full --output benchmarks/results/decode.jsonl $(ARGS)
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.

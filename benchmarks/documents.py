@@ -19,8 +19,8 @@ from typing import Any
 import keyhole
 from benchmarks.paper import documents
 from benchmarks.paper.documents import RECOMPUTE
+from benchmarks.paper.kinds import DocumentSettings
 from keyhole.bench import measure
-from keyhole.bench.settings import DocumentSettings
 from keyhole.bench.shapes import SHAPES
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from keyhole.bench import memory
 from keyhole.bench.keyhole_system import needed_bytes
-from keyhole.bench.llama import Need
+from keyhole.bench.outside import Need
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
 from keyhole.cache.layout import Geometry
 from keyhole.models.loading import Model

@@ -13,7 +13,7 @@ from keyhole.bench import launches, model
 from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.keyhole_system import KeyholeSystem, Pages
 from keyhole.bench.launches import NotRecordedError, checked, said, together
-from keyhole.bench.loading import ForcedText, Loading
+from keyhole.bench.offload.loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
 from keyhole.engine import engine as core
 from keyhole.engine.cuda_graphs.runner import Work

@@ -19,24 +19,6 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = ("--shape", "smoke", "--contexts", "32,64", "--repeat", "1")
 
 
-def test_kernels_are_shown_and_stored(run: Run, tmp_path: Path) -> None:
-    output = tmp_path / "kernels.jsonl"
-    given = ("--ops", "append,attend_and_score", "--paths", "reference", "--note", "small")
-    for _ in range(2):
-        done = run("bench", "kernels", *SMALL, *given, "--output", str(output))
-        assert done.status == 0, done.err
-    assert "torch index_copy_" in done.out
-    assert "reference attend" in done.out
-    assert "target <= 1.25" in done.out
-    assert done.out.rstrip().endswith(f"written: {output}")
-    first, second = map(json.loads, output.read_text().splitlines())
-    assert first.keys() == second.keys()
-    assert first["benchmark"] == "kernels"
-    assert first["note"] == "small"
-    assert first["settings"]["ops"] == ["append", "attend_and_score"]
-    assert first["settings"]["shape"] == "smoke"
-
-
 def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "decode.jsonl"
     given = ("--systems", "transformers_sdpa,delta", "--layers", "2", "--device", "cpu", "--json")
@@ -52,11 +34,10 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("kernel",), "unknown benchmark 'kernel'; did you mean 'kernels'?"),
-        (("kernels", "--systems", "full"), "--systems is for `keyhole bench decode`"),
-        (("decode", "--ops", "attend"), "--ops is for `keyhole bench kernels`"),
-        (("offload", "--dtype", "float32"), "--dtype is for `keyhole bench kernels` and"),
-        (("kernels", "--budgets", "64"), "--budgets is for `keyhole bench offload`"),
+        (("decod",), "unknown benchmark 'decod'; did you mean 'decode'?"),
+        (("offload", "--systems", "full"), "--systems is for `keyhole bench decode`"),
+        (("offload", "--dtype", "float32"), "--dtype is for `keyhole bench decode`"),
+        (("decode", "--budgets", "64"), "--budgets is for `keyhole bench offload`"),
         (("offload", "--words", "50"), "words 50 must be at least 96"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),

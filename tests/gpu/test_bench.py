@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
-from keyhole.bench import trace
 from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.model import RandomKV, make_weights, prompts
+from keyhole.bench.offload import trace
 from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.offload.prefetch import Prefetcher

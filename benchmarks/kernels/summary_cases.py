@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.kernels.cases import KernelCase, Outputs, System
+from benchmarks.kernels.layer import Layer
 from keyhole import kernels
-from keyhole.bench.cases import KernelCase, Outputs, System
-from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 
 # Different inputs where one alone would stay in the processor's cache.

@@ -1,7 +1,7 @@
 """llama.cpp as a program that is told what to do; run by the Python of the peers' environment.
 
 A line of JSON comes in, a line of JSON goes out; numbers follow a line as plain bytes. Nothing of
-Keyhole is imported here, as that environment has none of it. See `keyhole.bench.worker`.
+Keyhole is imported here, as that environment has none of it. See `benchmarks.llama_cpp.worker`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.kernels.attention_cases import mix
+from benchmarks.kernels.cases import KernelCase, Outputs, System
+from benchmarks.kernels.layer import Layer
 from keyhole import kernels
-from keyhole.bench.attention_cases import mix
-from keyhole.bench.cases import KernelCase, Outputs, System
-from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.kernels import LowRank, Selection
 

@@ -17,25 +17,24 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from keyhole.bench import (
-    agreement,
+from benchmarks.kernels import (
     attention_cases,
+    backends,
     choice_cases,
     linear_cases,
     low_rank_cases,
-    measure,
-    memory,
-    paths,
     summary_cases,
 )
-from keyhole.bench.cases import KernelCase, System
+from benchmarks.kernels.cases import KernelCase, System
+from benchmarks.kernels.layer import Layer
+from benchmarks.kernels.settings import KernelSettings
+from benchmarks.targets import bars
+from keyhole.bench import agreement, measure, memory
 from keyhole.bench.cuda_graph_timer import capture
 from keyhole.bench.interleaved_timer import Turn, take_turns
-from keyhole.bench.layer import Layer
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.settings import PAGE_SIZE, KernelSettings, require_known
+from keyhole.bench.settings import PAGE_SIZE, require_known
 from keyhole.bench.shapes import SHAPES
-from keyhole.bench.targets import bars
 from keyhole.errors import CapacityError
 from keyhole.kernels import cpu
 
@@ -74,14 +73,14 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     Gives each operation's results to `report`.
     """
     device = measure.device(settings.device)
-    names = settings.paths or paths.paths(device)
-    require_known("path", names, paths.paths(device))
+    names = settings.paths or backends.paths(device)
+    require_known("path", names, backends.paths(device))
     _check_room(settings, device)
     bandwidth, copying = measure.read_bandwidth(device), measure.copy_bandwidth(device)
     with device:
         layer = Layer(settings)
     results: list[Result] = []
-    before = paths.current(device)
+    before = backends.current(device)
     try:
         for op in tqdm(settings.ops, desc="operations", leave=False, disable=None):
             found = []
@@ -94,7 +93,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
             results += found
             report(found, _notes(found, device))
     finally:
-        paths.use(before, device)
+        backends.use(before, device)
     return {
         "settings": asdict(settings) | {"paths": names, "page_size": PAGE_SIZE},
         "read_bytes_per_s": bandwidth,
@@ -129,11 +128,11 @@ def measure_case(
         for path in names
     }
     systems |= {name: (cpu.REFERENCE, system) for name, system in case.peers.items()}
-    paths.use(cpu.REFERENCE, device)
+    backends.use(cpu.REFERENCE, device)
     expected = next(iter(case.ours.values())).outputs(0)
     errors = {}
     for name, (path, system) in systems.items():
-        paths.use(path, device)
+        backends.use(path, device)
         who = f"{case.op}, {case.about}: {name}"
         errors[name] = agreement.check(who, system.outputs(0), expected, tolerance)
     del expected
@@ -144,9 +143,9 @@ def measure_case(
             for _ in range(calls):
                 system.run(next(numbers) % case.variants)
 
-        paths.use(path, device)
+        backends.use(path, device)
         ready, why_not = _ready(call, device)
-        return Turn(before=lambda: paths.use(path, device), call=ready), why_not
+        return Turn(before=lambda: backends.use(path, device), call=ready), why_not
 
     made = {name: turn(path, system) for name, (path, system) in systems.items()}
     turns = {name: one for name, (one, _) in made.items()}

@@ -1,4 +1,4 @@
-"""A program in another Python: started, asked by lines of JSON, ended; see `llama_worker.py`."""
+"""A program in another Python: started, asked by lines of JSON, ended; see `program.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keyhole.errors import ConfigError, KeyholeError
 
 #: The peers' environment, below the checkout or the current directory.
 ENVIRONMENT = ".venv-peers"
-_PROGRAM = Path(__file__).with_name("llama_worker.py")
+_PROGRAM = Path(__file__).with_name("program.py")
 _END_S = 20.0
 # llama.cpp waits at a barrier after every operation, and is slow there if its threads sleep.
 _NOT_FOR_IT = "OMP_WAIT_POLICY"

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.kernels.cases import KernelCase, Outputs, System
+from benchmarks.kernels.layer import Layer
 from keyhole import kernels
-from keyhole.bench.cases import KernelCase, Outputs, System
-from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.kernels import ScoreRequest, Selection
 

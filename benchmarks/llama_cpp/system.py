@@ -8,17 +8,17 @@ own times and peaks, which are those of its process.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keyhole.bench import launches, llama_state
-from keyhole.bench.llama_file import LlamaFile
-from keyhole.bench.model import RandomKV
-from keyhole.bench.settings import OUTSIDE
-from keyhole.bench.worker import WorkerProcess
+from benchmarks.llama_cpp import state
+from benchmarks.llama_cpp.file import LlamaFile
+from benchmarks.llama_cpp.worker import WorkerProcess
+from keyhole.bench import launches
+from keyhole.bench.model import RandomKV, Weights
+from keyhole.bench.outside import Need
 from keyhole.models.loading import Model
 
 # The cache of a sequence is a multiple of so many tokens.
@@ -30,18 +30,30 @@ _SETTLE_S = 0.02
 _ITEM_BYTES = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """Bytes that llama.cpp takes beside ours, and how many more while its cache is filled."""
-
-    stays: int
-    passes: int
+#: Whether each computes flash attention.
+SYSTEMS = {"llama_cpp": False, "llama_cpp_flash": True}
 
 
-def needed_bytes(model: Model, file: LlamaFile, batch: int, context: int, steps: int) -> Need:
-    """What `Llama` takes, before it is made."""
-    cache = batch * _cells(context + steps) * _token_bytes(model)
-    return Need(stays=file.num_bytes + cache + _PROGRAM_BYTES, passes=cache // batch)
+class LlamaCpp:
+    """llama.cpp with and without flash attention (`keyhole.bench.outside.Outside`)."""
+
+    names = tuple(SYSTEMS)
+
+    def __init__(self, file: LlamaFile) -> None:
+        self._file = file
+
+    def write(self, weights: Weights) -> None:
+        """Writes the file."""
+        self._file.write(weights)
+
+    def needed(self, model: Model, batch: int, context: int, steps: int) -> Need:
+        """What `Llama` takes, before it is made."""
+        cache = batch * _cells(context + steps) * _token_bytes(model)
+        return Need(stays=self._file.num_bytes + cache + _PROGRAM_BYTES, passes=cache // batch)
+
+    def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> Llama:
+        """The program with a cache for all sequences."""
+        return Llama(name, model, self._file, batch, context, steps)
 
 
 class Llama:
@@ -54,7 +66,7 @@ class Llama:
         self.name = name
         self.step_ms = 0.0
         self.peak_bytes = 0
-        self._flash = OUTSIDE[name]
+        self._flash = SYSTEMS[name]
         self._file_bytes = file.num_bytes
         self._token_bytes = _token_bytes(model)
         self._vocab_size = model.network.config.vocab_size
@@ -78,13 +90,13 @@ class Llama:
 
     def fill(self, numbers: RandomKV) -> None:
         """Gives it the past of all sequences, one after the other."""
-        size = llama_state.num_bytes(numbers)
+        size = state.num_bytes(numbers)
         for sequence in range(numbers.batch):
-            pieces = llama_state.pieces(numbers, sequence, transposed=not self._flash)
+            pieces = state.pieces(numbers, sequence, transposed=not self._flash)
             self._worker.call("fill", {"sequence": sequence, "size": size}, pieces)
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
-        """As `Ours.logits`."""
+        """As `KeyholeSystem.logits`."""
         rows = []
         columns = [[prompt[-1] for prompt in prompts], *([token] * len(prompts) for token in given)]
         for i, column in enumerate(columns):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.attention_cases import SELECTED_PAGES, SELECTED_TOKENS
+from benchmarks.kernels.cases import KernelCase, Outputs, System
+from benchmarks.kernels.layer import Layer
 from keyhole import kernels
-from keyhole.bench.attention_cases import SELECTED_PAGES, SELECTED_TOKENS
-from keyhole.bench.cases import KernelCase, Outputs, System
-from keyhole.bench.layer import Layer
 from keyhole.bench.settings import PAGE_SIZE
 
 # Pages that `append` writes to, and the places that it writes to in turn.

@@ -13,11 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from keyhole.bench import agreement, memory, trace
+from keyhole.bench import agreement, memory
 from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.comparison import TOLERANCE, allowed
 from keyhole.bench.interleaved_timer import Turn
-from keyhole.bench.loading import (
+from keyhole.bench.measure import Result
+from keyhole.bench.memory_fit import RESERVE_BYTES
+from keyhole.bench.model import RandomKV, Weights, make_weights, prompts
+from keyhole.bench.offload import trace
+from keyhole.bench.offload.loading import (
     ABOVE,
     ELASTIC,
     SYSTEMS,
@@ -28,9 +32,6 @@ from keyhole.bench.loading import (
     budget_of,
     timed,
 )
-from keyhole.bench.measure import Result
-from keyhole.bench.memory_fit import RESERVE_BYTES
-from keyhole.bench.model import RandomKV, Weights, make_weights, prompts
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, OffloadSettings
 from keyhole.config import require
 from keyhole.policies.base import Policy

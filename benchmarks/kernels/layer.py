@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.bench.settings import PAGE_SIZE, KernelSettings
+from benchmarks.kernels.settings import KernelSettings
+from keyhole.bench.settings import PAGE_SIZE
 from keyhole.bench.shapes import SHAPES
 from keyhole.cache import huge_pages
 from keyhole.cache.layout import LayerLayout

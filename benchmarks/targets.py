@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.bench.measure import Result
-from keyhole.bench.settings import OUTSIDE
-
-# Tokens of each sequence where full attention is held against llama.cpp, and how many times its
-# tokens per second are wanted, by batch.
-_STEP_TOKENS = 32768
-_STEP_WANTED = {1: 1.3, 8: 2.0}
 
 
 @dataclass(frozen=True)
-class _Bar:
+class Target:
     """A number wanted: at least, or at most."""
 
     name: str
@@ -33,36 +27,24 @@ class _Bar:
 
 def bars(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
     """Every bar whose operations were measured on `path`."""
-    found: list[_Bar] = []
+    found: list[Target] = []
     everything = [r for r in results if r["op"] == "attend" and r["selected"] is None]
     longest = max((r["tokens"] for r in everything), default=0)
     times = {r["system"]: r for r in everything if r["tokens"] == longest}
     if path in times:
         ours = times[path]
         who = f"attend, {ours['about']}"
-        found.append(_Bar(f"{who}: share of read bandwidth", ours["bandwidth_share"], 0.6))
-        found.append(_Bar(f"{who}: times torch sdpa", times["torch sdpa"]["ms"] / ours["ms"], 8))
+        found.append(Target(f"{who}: share of read bandwidth", ours["bandwidth_share"], 0.6))
+        found.append(Target(f"{who}: times torch sdpa", times["torch sdpa"]["ms"] / ours["ms"], 8))
     found += [
-        _Bar(f"attend, {r['about']}: share of read bandwidth", r["bandwidth_share"], 0.5)
+        Target(f"attend, {r['about']}: share of read bandwidth", r["bandwidth_share"], 0.5)
         for r in results
         if r["op"] == "attend" and r["unit"] == 1 and r["system"] == path
     ]
     scored = {r["system"]: r["ms"] for r in results if r["op"] == "attend_and_score"}
     if path in scored:
         ratio = scored[path] / scored[f"{path} attend"]
-        found.append(_Bar("attend_and_score: time by that of attend", ratio, 1.25, at_least=False))
+        found.append(
+            Target("attend_and_score: time by that of attend", ratio, 1.25, at_least=False)
+        )
     return [bar.as_dict() for bar in found]
-
-
-def step_bars(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
-    """Full attention by llama.cpp's tokens per second, the faster of it with and without flash."""
-    found = [
-        r
-        for r in results
-        if r["system"] in OUTSIDE and r["context"] == _STEP_TOKENS and r["ratio_to_full"]
-    ]
-    if not found or batch not in _STEP_WANTED:
-        return []
-    best = min(found, key=lambda r: float(r["ratio_to_full"]))
-    name = f"full, {_STEP_TOKENS:,} tokens, batch {batch}: tokens/s by those of {best['system']}"
-    return [_Bar(name, best["ratio_to_full"], _STEP_WANTED[batch]).as_dict()]

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from keyhole.bench import agreement, measure, offload_large, trace
+from keyhole.bench import agreement, measure
 from keyhole.bench.launches import Launches, together
-from keyhole.bench.loading import (
+from keyhole.bench.measure import Report, Result
+from keyhole.bench.offload import large, trace
+from keyhole.bench.offload.loading import (
     ABOVE,
     ELASTIC,
     SYSTEMS,
@@ -33,8 +35,7 @@ from keyhole.bench.loading import (
     budget_of,
     timed,
 )
-from keyhole.bench.measure import Report, Result
-from keyhole.bench.selection_overlap import SelectionOverlap, recording
+from keyhole.bench.offload.selection_overlap import SelectionOverlap, recording
 from keyhole.bench.settings import PAGE_SIZE, OffloadSettings
 from keyhole.cache.offload.prefetch import Traffic
 from keyhole.config import require
@@ -83,7 +84,7 @@ def run(
             policy = next(iter(asked.values()))[-1]
             _trace(model, policy, head, texts[0], settings.trace, folder)
         if settings.context is not None:
-            line["large"] = offload_large.run(settings, folder)
+            line["large"] = large.run(settings, folder)
             about = (
                 f"{settings.shape}, random weights, {settings.context:,} tokens: nothing repeats"
             )

@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from keyhole.bench.llama_state import interleaved
+from benchmarks.llama_cpp.state import interleaved
+from benchmarks.llama_cpp.worker import WorkerProcess
 from keyhole.bench.model import Weights
-from keyhole.bench.worker import WorkerProcess
 
 #: Names in a layer of transformers' Llama, and in llama.cpp's.
 _LAYER = {

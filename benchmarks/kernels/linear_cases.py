@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.kernels.cases import KernelCase, System
+from benchmarks.kernels.layer import Layer
 from keyhole import kernels
-from keyhole.bench.cases import KernelCase, System
-from keyhole.bench.layer import Layer
 
 # One sequence, and a batch as large as the engine's default.
 _TOKENS = (1, 8)
