@@ -18,7 +18,7 @@ from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.worker import WorkerProcess
 from keyhole.bench import launches
 from keyhole.bench.model import RandomKV, Weights
-from keyhole.bench.outside import Need
+from keyhole.bench.systems.outside import Need
 from keyhole.models.loading import Model
 
 # The cache of a sequence is a multiple of so many tokens.
@@ -35,7 +35,7 @@ SYSTEMS = {"llama_cpp": False, "llama_cpp_flash": True}
 
 
 class LlamaCpp:
-    """llama.cpp with and without flash attention (`keyhole.bench.outside.Outside`)."""
+    """llama.cpp with and without flash attention (`keyhole.bench.systems.outside.Outside`)."""
 
     names = tuple(SYSTEMS)
 

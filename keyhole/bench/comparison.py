@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from keyhole.bench import agreement, memory
-from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.interleaved_timer import Turn, take_turns
-from keyhole.bench.keyhole_system import KeyholeSystem, Pages
 from keyhole.bench.memory_fit import Skipped, fitting
 from keyhole.bench.model import RandomKV, Weights, prompts
-from keyhole.bench.outside import Outside, OutsidePeer
 from keyhole.bench.settings import ALL_PEERS, PEERS, DecodeSettings
+from keyhole.bench.systems.baselines import Baseline, Past
+from keyhole.bench.systems.keyhole_system import KeyholeSystem, Pages
+from keyhole.bench.systems.outside import Outside, OutsidePeer
 
 #: The peer that the others' times are divided by.
 PEER = next(iter(PEERS))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keyhole.bench import agreement, memory
-from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.comparison import TOLERANCE, allowed
 from keyhole.bench.interleaved_timer import Turn
 from keyhole.bench.measure import Result
@@ -33,6 +32,7 @@ from keyhole.bench.offload.loading import (
     timed,
 )
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, OffloadSettings
+from keyhole.bench.systems.baselines import Baseline, Past
 from keyhole.config import require
 from keyhole.policies.base import Policy
 from keyhole.policies.controls.full import Full

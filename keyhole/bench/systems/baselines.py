@@ -18,7 +18,7 @@ from keyhole.bench.cuda_graph_timer import Captured
 from keyhole.bench.launches import THEIRS, Launches, said
 from keyhole.bench.model import RandomKV, Weights, without_copying_weights
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
-from keyhole.bench.static_cache import in_place_cache
+from keyhole.bench.systems.static_cache import in_place_cache
 from keyhole.config import require
 from keyhole.models.loading import Model
 
