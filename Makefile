@@ -43,7 +43,7 @@ lint: $(READY) ## ruff and mypy
 docs: reference site ## the generated pages, then the site in site/
 
 reference: $(READY) ## the pages that the program itself knows: commands, methods, settings
-	@.venv/bin/python -m keyhole.cli.docs
+	@.venv/bin/python -m benchmarks.reference_pages
 
 # The site needs no network, neither to be built nor to be read; search needs a server, as any site's.
 site: $(DOCS_READY) ## docs/ as a site with search, in site/

@@ -16,7 +16,6 @@ from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.cuda_graphs import make_recorder
 from keyhole.engine.cuda_graphs.runner import Recorder
-from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import Preparation
@@ -31,7 +30,6 @@ from keyhole.engine.request_policy import PolicySpec, RequestPolicy, beside, req
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
-from keyhole.engine.tokenization import word_ids
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -44,6 +42,8 @@ from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
+from keyhole.tokenization.detokenizer import Detokenizer
+from keyhole.tokenization.prompts import word_ids
 
 # Policies of requests that are kept with their buffers and CUDA graphs when no request has them.
 _MOST_IDLE = 4

@@ -23,7 +23,7 @@ from keyhole.engine.policy_state import SequenceState
 from keyhole.engine.read_stats import counted
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
-from keyhole.kernels.rope import Rotation
+from keyhole.kernels.composite.rope import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.models.positions import RopeShift, rotates

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from keyhole.config import SamplingParams
-from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context, Reused
 from keyhole.engine.request_policy import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
+from keyhole.tokenization.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

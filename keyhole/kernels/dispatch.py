@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import (
-    cpu,
-    cpu_attention,
-    gathered_attention,
-    low_rank,
-    reference,
-    resident_buffer,
-    rope,
-    top_p,
-    triton,
-)
+from keyhole.kernels import cpu, cpu_attention, reference, triton
+from keyhole.kernels.composite import gathered_attention, low_rank, resident_buffer, rope, top_p
 from keyhole.kernels.selection import ScoreRequest, Selection
 from keyhole.kernels.triton import paged_flash
 

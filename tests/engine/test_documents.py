@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from keyhole import LLM, SamplingParams
-from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.sequence import Sequence
 from keyhole.models.positions import RopeShift
 from keyhole.policies import make_policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import RecomputePlan, Reuse
+from keyhole.tokenization.detokenizer import Detokenizer
 from tests.checkpoints import make_model
 from tests.engine.asking import (
     BLOCK,

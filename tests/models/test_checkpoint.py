@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from keyhole.errors import ModelError, UnknownNameError
-from keyhole.models import checkpoint, config_file, families, parameters
+from keyhole.models import families
+from keyhole.models.files import checkpoint, config_file, parameters
 from tests.checkpoints import KINDS, make_config, make_model, make_network
 
 #: A kind of each family, whose config class has the family's defaults.

@@ -22,9 +22,9 @@ from keyhole.documents.store import (
 from keyhole.engine.documents.encoder import encode
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
-from keyhole.engine.tokenization import Prompt, encode_text, given_ids
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import RopeShift
+from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
 
 
 class Documents:

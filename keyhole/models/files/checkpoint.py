@@ -16,8 +16,9 @@ from typing import Any
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ModelError, UnknownNameError
-from keyhole.models import config_file, families, parameters
-from keyhole.models.locate import locate
+from keyhole.models import families
+from keyhole.models.files import config_file, parameters
+from keyhole.models.files.locate import locate
 
 #: Bytes of a number, by the names that `--dtype` takes.
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

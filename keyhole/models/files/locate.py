@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 )
 
 from keyhole.errors import ModelError, UnknownNameError
-from keyhole.models.bundled import named
+from keyhole.models.files.bundled import named
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.kernels import clusters
+from keyhole.kernels.composite import clusters
 from keyhole.kernels.selection import Selection
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.gathered_attention import gather_tokens
-from keyhole.kernels.rope import Rotation, shift_rope
+from keyhole.kernels.composite.gathered_attention import gather_tokens
+from keyhole.kernels.composite.rope import Rotation, shift_rope
 
 # Keys in float64 at a time: 64 MiB for keys of 1024 numbers.
 _ROWS = 8192

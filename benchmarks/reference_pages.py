@@ -1,4 +1,4 @@
-"""Writes the documents that the program itself knows: `python -m keyhole.cli.docs`.
+"""Writes the documents that the program itself knows: `python -m benchmarks.reference_pages`.
 
     docs/cli.md         every command with its help
     docs/methods.md     every policy and reuse method: the idea, the cost, the differences from the
@@ -63,7 +63,7 @@ def with_settings(text: str) -> str:
 
 def main() -> None:
     """Writes them below the repository that this file is in."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     api = root / "docs" / "python-api.md"
     api.write_text(with_settings(api.read_text()))
     print("written: docs/python-api.md")

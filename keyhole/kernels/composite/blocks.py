@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keyhole.kernels.composite.summaries import summary_scores
 from keyhole.kernels.selection import Selection
-from keyhole.kernels.summaries import summary_scores
 
 # Queries of a prompt that are looked at together: each sees a window of keys, all of them a window
 # and so many more.

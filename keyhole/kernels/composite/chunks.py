@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.summaries import summary_scores
+from keyhole.kernels.composite.summaries import summary_scores
 
 # Pages whose keys are looked at together: 128 MiB of float32 for 8 heads of 128 numbers.
 _PAGES = 2048
