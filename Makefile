@@ -107,7 +107,7 @@ tiny-head: $(READY) ## trains its retrieval head again
 	  --tokens 1000000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
 
 # -qq: errors only.
-$(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/*)
+$(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --constraint constraints.txt torch
@@ -120,7 +120,7 @@ $(PEERS_READY): benchmarks/peers.txt
 	@.venv-peers/bin/python -m pip install -qq --constraint constraints.txt --requirement benchmarks/peers.txt
 	@touch $@
 
-$(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt $(wildcard keyhole/kernels/csrc/*)
+$(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv-lm-eval"
 	@$(PYTHON) -m venv .venv-lm-eval
 	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt torch
@@ -128,7 +128,7 @@ $(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt 
 	  --requirement tests/integrations/lm-eval.txt pytest --editable '.[lm-eval]'
 	@touch $@
 
-$(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt $(wildcard keyhole/kernels/csrc/*)
+$(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv-kvpress"
 	@$(PYTHON) -m venv .venv-kvpress
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt torch

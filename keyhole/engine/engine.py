@@ -14,8 +14,8 @@ from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.cuda_graphs import make_recorder
-from keyhole.engine.cuda_graphs.runner import Recorder
+from keyhole.engine.decode.cuda_graph_runner import Recorder
+from keyhole.engine.decode.cuda_graphs import make_recorder
 from keyhole.engine.documents.context import Context
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import Preparation

@@ -16,7 +16,7 @@ from keyhole.bench.settings import DecodeSettings
 from keyhole.bench.systems.baselines import Baseline, Past
 from keyhole.bench.systems.keyhole_system import KeyholeSystem, Pages
 from keyhole.engine import engine as core
-from keyhole.engine.cuda_graphs.runner import Work
+from keyhole.engine.decode.cuda_graph_runner import Work
 from keyhole.policies.delta import Delta
 from tests.engine.run_again import RunAgain
 

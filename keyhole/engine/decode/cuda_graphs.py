@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from keyhole.engine.cuda_graphs.runner import Outputs, Recorder, Work
+from keyhole.engine.decode.cuda_graph_runner import Outputs, Recorder, Work
 
 
 class CudaGraphs:

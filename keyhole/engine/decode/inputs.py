@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keyhole.engine.decode.policy_state import SequenceState
 from keyhole.engine.memory.eviction import Eviction
 from keyhole.engine.memory.page_table import PageTable
-from keyhole.engine.policy_state import SequenceState
 from keyhole.engine.sequence import Sequence
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
-from keyhole.engine.cuda_graphs.buffers import GraphBuffers
-from keyhole.engine.decode_inputs import DecodeInputs
+from keyhole.engine.decode.graph_buffers import GraphBuffers
+from keyhole.engine.decode.inputs import DecodeInputs
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.policies.base import Policy, Step
 
