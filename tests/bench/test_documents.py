@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.documents import ratios
+from benchmarks.document_reuse.prompt_time import ratios
 from benchmarks.paper import documents
 from benchmarks.paper.kinds import DocumentSettings
 from keyhole.bench import measure

@@ -1,6 +1,7 @@
 """Time to the first token over stored documents, in a model with random weights, on this machine.
 
-    python -m benchmarks.documents [--shape llama-100m] [--documents 4] [--tokens 512] [--repeat 7]
+    python -m benchmarks.document_reuse.prompt_time [--shape llama-100m] [--documents 4]
+        [--tokens 512] [--repeat 7]
 
 Every method answers in turns (`benchmarks.paper.documents`); what is printed, and stored with the
 times, is each method's median ratio to `recompute` in the same turn. Adds a line to
@@ -51,7 +52,9 @@ def main() -> None:
     )
     device = measure.device(arguments.device)
     line = measure.header("documents", device, arguments.note, keyhole.__version__)
-    line["command"] = shlex.join(["python", "-m", "benchmarks.documents", *sys.argv[1:]])
+    line["command"] = shlex.join(
+        ["python", "-m", "benchmarks.document_reuse.prompt_time", *sys.argv[1:]]
+    )
     line |= documents.run(settings, lambda *_: None)
     line["by_recompute"] = ratios(line["results"])
     measure.append(arguments.output, line)
