@@ -93,7 +93,7 @@ def _trim(
     return left.indices, left.counts
 
 
-def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _load_missing(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     *buffered, indices, unit = operands
     # The twin knows padding by -1 and asks for no counts.
     found, moved = resident_buffer.load_missing(
@@ -225,7 +225,7 @@ _register(
     "(Tensor(a!) entries, Tensor(b!) keys, Tensor(c!)? values, Tensor key_pages,"
     " Tensor? value_pages, Tensor page_table, Tensor lengths, Tensor rows, Tensor indices,"
     " int unit) -> (Tensor, Tensor, Tensor)",
-    _exchange,
+    _load_missing,
     cpu.load_missing,
 )
 _register(

@@ -112,7 +112,7 @@ def _told(outcome: EvalOutcome, settings: EvalSettings, output: str) -> dict[str
 
 def _print(outcome: EvalOutcome, settings: EvalSettings, model: str, output: str) -> None:
     from keyhole.eval.results import table
-    from keyhole.eval.terms import controls_table as controls_table
+    from keyhole.eval.terms import controls_table
 
     if settings.controls:
         found = controls_table.table(outcome.lines, outcome.refused)
