@@ -168,7 +168,7 @@ def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path) -> None:
     path = folder(tmp_path / "model", stored("llama"))
     code = (
         "import sys, keyhole.cache.kv_size\n"
-        "from keyhole.models import checkpoint\n"
+        "from keyhole.models.files import checkpoint\n"
         f"checkpoint.read({str(path)!r})\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
