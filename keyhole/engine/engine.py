@@ -1,4 +1,4 @@
-"""The engine: schedule, run, sample, finish. Token ids in, token ids out."""
+"""The engine: schedule, run, sample, count, fill. Token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from keyhole.engine.cuda_graphs.runner import Recorder
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context
 from keyhole.engine.documents.fingerprint import head_fingerprint
+from keyhole.engine.documents.filling import OutOfPages
+from keyhole.engine.documents.pace import Pace
 from keyhole.engine.documents.prefill import Preparation
 from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.head_runner import HeadRunner, load_head
@@ -35,6 +37,7 @@ from keyhole.engine.tokenization import word_ids
 from keyhole.errors import (
     CapacityError,
     ConfigError,
+    KeyholeError,
     NumericalError,
     PromptTooLongError,
     RequestError,
@@ -90,13 +93,14 @@ class Engine:
             )
         self.cache = cache
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
+        self.pace = Pace()
         self.scheduler = Scheduler(
             self.cache,
             self.prefix,
             config,
             max_length=self.max_length,
-            prepare=self._prepare,
             known=self._known,
+            pace=self.pace,
         )
         self.lookahead: HeadRunner | None = None
         self._copies = copies
@@ -237,13 +241,18 @@ class Engine:
         made = self._preparations.get(under)
         if made is None:
             chunk = self.config.prefill_chunk
-            made = Preparation(self.model, self.cache, under.policy, chunk, self.lookahead)
+            made = Preparation(
+                self.model,
+                self.cache,
+                under.policy,
+                chunk,
+                self.pace,
+                self.lookahead,
+                self.prefix,
+            )
             if under in self._runners:
                 self._preparations[under] = made
         return made
-
-    def _prepare(self, sequence: Sequence) -> bool:
-        return self._preparation(sequence.under).run(sequence)
 
     def _known(self, sequence: Sequence) -> int:
         """Brings what others computed of a prompt into its pages; how many tokens these are."""
@@ -305,46 +314,35 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that got a token or finished.
 
-        The model runs once for each policy that the sequences are under.
+        What time the step has left goes to the documents of the next prompt.
         """
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
-        if not plan.decodes and not plan.chunks:
+        advanced = self._run(plan)
+        self._take_time(plan, time.perf_counter() - begin)
+        self._fill(plan, time.perf_counter() - begin)
+        for sequence in plan.decodes:
+            sequence.step_ms.append(1e3 * (time.perf_counter() - begin))
+        return advanced + plan.refused
+
+    def _run(self, plan: SchedulerOutput) -> list[Sequence]:
+        """The model once for each policy that the sequences are under."""
+        if not plan.runs:
             return []
         if self.placement is not None and self.placement.may_come_up:
             self._move_up(self.placement)
         if len(self._runners) == 1:
-            advanced = self._run(self._runner, plan)
-        else:
-            advanced = []
-            for under, part in plan.by_policy().items():
-                advanced += self._run(self._runners[under], part)
-        seconds = time.perf_counter() - begin
-        for sequence in plan.decodes:
-            sequence.step_ms.append(1e3 * seconds)
+            return self._run_under(self._runner, plan)
+        advanced = []
+        for under, part in plan.by_policy().items():
+            advanced += self._run_under(self._runners[under], part)
         return advanced
 
-    def _run(self, runner: Runner, plan: SchedulerOutput) -> list[Sequence]:
+    def _run_under(self, runner: Runner, plan: SchedulerOutput) -> list[Sequence]:
         """A step of sequences under one policy, to its end."""
-        try:
-            wanted, logits, reads = runner.run(plan)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"a step of {len(plan.decodes)} decoding sequences and "
-                f"{sum(count for _, count in plan.chunks)} prompt tokens did not fit in memory; "
-                "lower max_batch, prefill_chunk or memory="
-            ) from error
-        for sequence, _ in plan.chunks:
-            if sequence.is_decoding:
-                self.scheduler.remember(sequence)
-                if self._copies is not None and sequence.context is None and sequence.exact:
-                    self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
-        for i, sequence in enumerate(wanted):
-            if sequence.keeps_logits(sequence.num_computed):
-                # A copy: the next step may write its own there.
-                sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
+        wanted, logits, reads = self._forward(runner, plan)
+        self._share_prompts(plan)
+        self._keep_logits(wanted, logits)
         ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
         if ready:
             reads = reads.to("cpu", non_blocking=True)  # there when the tokens are
@@ -354,6 +352,73 @@ class Engine:
         runner.evict()
         return [wanted[i] for i in ready]
 
+    def _forward(
+        self, runner: Runner, plan: SchedulerOutput
+    ) -> tuple[list[Sequence], Tensor, Tensor]:
+        """What `Runner.run` gives; CapacityError if there is no memory for it."""
+        try:
+            return runner.run(plan)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"a step of {len(plan.decodes)} decoding sequences and "
+                f"{sum(count for _, count in plan.chunks)} prompt tokens did not fit in memory; "
+                "lower max_batch, prefill_chunk or memory="
+            ) from error
+
+    def _share_prompts(self, plan: SchedulerOutput) -> None:
+        """Makes prompts that are computed now known to others."""
+        for sequence, _ in plan.chunks:
+            if sequence.is_decoding:
+                self.scheduler.remember(sequence)
+                if self._copies is not None and sequence.context is None and sequence.exact:
+                    self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
+
+    def _keep_logits(self, wanted: list[Sequence], logits: Tensor) -> None:
+        for i, sequence in enumerate(wanted):
+            if sequence.keeps_logits(sequence.num_computed):
+                # A copy: the next step may write its own there.
+                sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
+
+    def _take_time(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Tells the pace of documents how long the step took that far."""
+        if not plan.decodes:
+            return
+        if not plan.chunks:
+            self.pace.decoded(seconds)
+        elif all(sequence.context is not None for sequence, _ in plan.chunks):
+            self.pace.computed(sum(count for _, count in plan.chunks), seconds)
+
+    def _fill(self, plan: SchedulerOutput, spent: float) -> None:
+        """Goes on with the documents of a waiting prompt, in what time the step has left."""
+        sequence = plan.filling
+        only_decodes = not plan.chunks
+        if sequence is None or not self.pace.begin(
+            spent=spent, alone=not plan.runs, only_decodes=only_decodes
+        ):
+            return
+        try:
+            self._fill_documents(sequence)
+        except KeyholeError as error:  # damaged, too large; the others go on
+            self.scheduler.refuse(sequence, error)
+            plan.refused.append(sequence)
+
+    def _fill_documents(self, sequence: Sequence) -> None:
+        if sequence.filling is None:
+            sequence.filling = self._preparation(sequence.under).begin(sequence)
+        try:
+            sequence.filling.run(self.pace)
+        except OutOfPages:
+            self.scheduler.out_of_pages(sequence)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"the documents of a prompt of {len(sequence.prompt)} tokens did not fit in "
+                "memory; lower prefill_chunk or memory="
+            ) from error
+
     def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out before its end and frees its pages."""
         if not sequence.is_finished:
@@ -362,6 +427,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Asserts that every page is held by exactly those who list it (for tests)."""
         holders = [[p for p in s.pages if p != NO_PAGE] for s in self.scheduler.running]
+        holders += [s.filling.held for s in self.scheduler.waiting if s.filling is not None]
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
 
