@@ -18,8 +18,8 @@ from keyhole.engine.cuda_graphs import make_recorder
 from keyhole.engine.cuda_graphs.runner import Recorder
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context
-from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.filling import OutOfPages
+from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.pace import Pace
 from keyhole.engine.documents.prefill import Preparation
 from keyhole.engine.fair_lock import FairLock

@@ -39,7 +39,6 @@ from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
 from keyhole.reuse.base import RecomputePlan
 
-
 _T = TypeVar("_T")
 
 #: Units of one part of the work, as `Units`, and what comes of them.
