@@ -236,10 +236,10 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a prompt for one step; few of a question over documents beside decoding."""
-        count = min(budget, sequence.prefill_end - sequence.num_computed)
+        left = sequence.prefill_end - sequence.num_computed
         if sequence.context is None or not any(one.is_decoding for one in self.running):
-            return count
-        return min(count, self._pace.tokens)
+            return min(budget, left)
+        return self._pace.part(left, budget)
 
     def _enter(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> int:
         """Puts a sequence into the plan; returns the prompt tokens that it takes."""

@@ -13,13 +13,14 @@ import time
 from collections import deque
 
 #: A step may take this many times the median, with what it fills; below 2 by what noise adds.
-_TARGET = 1.7
+_TARGET = 1.65
 #: Steps that the median is taken over.
 _STEPS = 31
 #: The share of a median step that one forward takes: fewer tokens above, more below.
-_MOST_OF_STEP, _LEAST_OF_STEP = 0.85, 0.65
+_MOST_OF_STEP, _LEAST_OF_STEP = 0.8, 0.55
 #: Tokens of the first forward, and the fewest of any: fewer take about as long.
-_LEAST_TOKENS = 4
+_LEAST_TOKENS = 8
+_MULTIPLE = 8
 _MOST_TOKENS = 1 << 20
 #: Seconds of a step in which nobody else runs: others may add requests between steps.
 _ALONE_S = 0.05
@@ -84,9 +85,18 @@ class Pace:
         """Goes on with the unit that was announced last, maybe in another step."""
         self._last = time.perf_counter()
 
-    def size(self, most: int) -> int:
-        """How many tokens of at most `most` the next forward computes."""
-        return most if self._share is None else min(most, self.tokens)
+    def size(self, left: int, most: int) -> int:
+        """How many of `left` tokens the next forward of filling computes, at most `most`."""
+        return min(left, most) if self._share is None else self.part(left, most)
+
+    def part(self, left: int, most: int) -> int:
+        """How many of `left` tokens are computed at once beside decoding, at most `most`.
+
+        Whole multiples, and no small rest: matrix products of a few rows cost as much as of eight,
+        and round otherwise.
+        """
+        size = min(most, self.tokens // _MULTIPLE * _MULTIPLE)
+        return size if left >= size + _MULTIPLE else min(left, most)
 
     def forward(self, tokens: int, seconds: float) -> None:
         """A forward of so many tokens took so long."""
@@ -100,5 +110,5 @@ class Pace:
         """
         if seconds > _MOST_OF_STEP * median:
             self.tokens = max(_LEAST_TOKENS, 3 * min(self.tokens, tokens) // 4)
-        elif seconds < _LEAST_OF_STEP * median and tokens >= self.tokens:
+        elif seconds < _LEAST_OF_STEP * median and tokens >= self.tokens - _MULTIPLE:
             self.tokens = min(_MOST_TOKENS, self.tokens + self.tokens // 4)

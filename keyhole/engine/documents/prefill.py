@@ -137,10 +137,9 @@ class Preparation:
             rewrite=rewrite,
         )
 
-    @property
-    def size(self) -> int:
+    def size(self, left: int) -> int:
         """Tokens of the next forward: at most `chunk`, and as many as the step has time for."""
-        return self._pace.size(self._chunk)
+        return self._pace.size(left, self._chunk)
 
     def evict(self, count: int) -> None:
         """Forgets known prompts until `count` pages are free, as far as there are any."""
@@ -267,7 +266,7 @@ class _Prompt:
         end = 0
         while end < self._context.num_prefix:
             yield "forward"
-            part = np.arange(end, min(end + owner.size, self._context.num_prefix))
+            part = np.arange(end, end + owner.size(self._context.num_prefix - end))
             end += len(part)
             pages = table[: -(-end // owner.page_size)]
             chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
@@ -363,7 +362,8 @@ class _Prompt:
         done = 0
         while done < len(positions):
             yield "forward"
-            part = positions[done : done + (len(positions) if whole else owner.size)]
+            left = len(positions) - done
+            part = positions[done : done + (left if whole else owner.size(left))]
             rows = slice(done, done + len(part))
             # What comes later is not there yet: its places may hold anything.
             sent = {id(row): every[id(row)][: row.searchsorted(part[-1] + 1)] for row in seen}
