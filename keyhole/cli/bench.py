@@ -1,6 +1,7 @@
 """Measures this machine beside what others do on it: operations (kernels) or whole steps (decode).
 
-Or the bundled model with offloaded layers, beside itself without (offload).
+Or the bundled model: with offloaded layers, beside itself without (offload); or what others feel
+while a question over stored documents comes in (admission).
 
 All systems of a run take turns and must agree before they are timed. Every run adds a line with its
 machine, versions and settings to --output.
@@ -15,7 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import keyhole
-from keyhole.bench.settings import BenchSettings, DecodeSettings, KernelSettings, OffloadSettings
+from keyhole.bench.settings import (
+    AdmissionSettings,
+    BenchSettings,
+    DecodeSettings,
+    KernelSettings,
+    OffloadSettings,
+)
 from keyhole.cli import colours
 from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
@@ -26,17 +33,21 @@ _SETTINGS: dict[str, type[Any]] = {
     "kernels": KernelSettings,
     "decode": DecodeSettings,
     "offload": OffloadSettings,
+    "admission": AdmissionSettings,
 }
 _OWN = {
     "kernels": ("ops", "paths"),
     "decode": ("systems", "token_budget", "layers"),
     "offload": ("budgets", "policies", "words", "items", "folder", "context", "memory", "trace"),
+    "admission": ("methods", "documents", "tokens", "question", "others", "prompt"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
-    parser.add_argument("benchmark", metavar="BENCHMARK", help="kernels, decode or offload")
+    parser.add_argument(
+        "benchmark", metavar="BENCHMARK", help="kernels, decode, offload or admission"
+    )
     parser.add_argument("--note", metavar="TEXT", help="what a reader should know of this run")
     parser.add_argument(
         "--output", metavar="FILE", default="keyhole-bench.jsonl", help="where the line is added"
@@ -60,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     file = LineFile(arguments.output)
     flags.quiet()
-    from keyhole.bench import decode, kernels, measure, offload
+    from keyhole.bench import admission, decode, kernels, measure, offload
 
     device = measure.device(settings.device)
     line = measure.header(name, device, arguments.note or "", keyhole.__version__)
@@ -78,10 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
         "kernels": kernels.run,
         "decode": decode.run,
     }
-    if name == "offload":
+    on_tiny: dict[str, Callable[..., dict[str, Any]]] = {
+        "offload": offload.run,
+        "admission": admission.run,
+    }
+    if name in on_tiny:
         from keyhole.models.loading import load
 
-        line |= offload.run(load(keyhole.tiny(), str(device)), settings, report)
+        line |= on_tiny[name](load(keyhole.tiny(), str(device)), settings, report)
     else:
         line |= runs[name](settings, report)
     file.add(line)
@@ -156,8 +171,23 @@ _OFFLOAD: _Columns = (
     ("repeated", "repeat_rate", "{:.1%}".format),
     ("right words", "right_share", "{:.1%}".format),
 )
+_ADMISSION: _Columns = (
+    ("reuse", "method", str),
+    ("stored", "stored_tokens", "{:,}".format),
+    ("step", "step_ms", _milliseconds),
+    ("longest", "longest_ms", _milliseconds),
+    ("longest / median", "longest_ratio", "{:.2f}".format),
+    ("of as many steps without", "noise_ratio", "{:.2f}".format),
+    ("first token", "ttft_ms", _milliseconds),
+    ("alone", "alone_ms", _milliseconds),
+)
 #: Columns of each benchmark, and how many of them are names.
-_TABLES = {"kernels": (_KERNELS, 3), "decode": (_DECODE, 2), "offload": (_OFFLOAD, 3)}
+_TABLES = {
+    "kernels": (_KERNELS, 3),
+    "decode": (_DECODE, 2),
+    "offload": (_OFFLOAD, 3),
+    "admission": (_ADMISSION, 1),
+}
 
 
 def _table(benchmark: str, results: Sequence[dict[str, Any]], stream: TextIO) -> str:
