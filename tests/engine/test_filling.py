@@ -382,7 +382,7 @@ def test_units_end_before_twice_the_median(monkeypatch: pytest.MonkeyPatch) -> N
         while goes_on:
             clock.now += random.uniform(0.0004, 0.0006)
             goes_on = pace.goes_on("load")
-        assert 0.004 < clock.now - begin < 0.010
+        assert 0.004 < clock.now - begin < 0.006
 
 
 def test_a_step_that_took_long_has_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,9 +403,9 @@ def test_forwards_take_as_many_tokens_as_a_step_has_time_for(
     pace.begin(spent=0.010, alone=False, only_decodes=True)
     for _ in range(100):  # 2 ms, and 50 us for each token
         size = pace.size(10_000, 1024)
-        assert size % 8 == 0
+        assert size % 4 == 0
         pace.forward(size, 0.002 + 0.00005 * size)
-    assert 50 < size < 130
+    assert 30 < size < 90
     pace.begin(spent=0.0, alone=True, only_decodes=True)
     assert pace.size(10_000, 1024) == 1024
 
@@ -417,5 +417,5 @@ def test_no_part_is_small_unless_all_is(left: int) -> None:
     while left:
         parts.append(pace.part(left, 1024))
         left -= parts[-1]
-    assert all(part % 8 == 0 for part in parts[:-1])
-    assert parts[-1] >= 8 or len(parts) == 1
+    assert all(part == 16 for part in parts[:-1])
+    assert parts[-1] >= 4 or len(parts) == 1

@@ -2,7 +2,7 @@
 
 Filling a prompt's documents is cut into units, and the time that each kind of unit takes is
 remembered. Beside decoding sequences a step goes on with units until its target is reached, which
-is a little below twice the median of the steps before. How many tokens a unit computes follows from
+is below twice the median of the steps before, by what a busy machine adds. How many tokens a unit computes follows from
 how long the last ones took.
 """
 
@@ -13,14 +13,14 @@ import time
 from collections import deque
 
 #: A step may take this many times the median, with what it fills; below 2 by what noise adds.
-_TARGET = 1.65
+_TARGET = 1.5
 #: Steps that the median is taken over.
 _STEPS = 31
 #: The share of a median step that one forward takes: fewer tokens above, more below.
-_MOST_OF_STEP, _LEAST_OF_STEP = 0.8, 0.55
+_MOST_OF_STEP, _LEAST_OF_STEP = 0.6, 0.4
 #: Tokens of the first forward, and the fewest of any: fewer take about as long.
-_LEAST_TOKENS = 8
-_MULTIPLE = 8
+_LEAST_TOKENS = 4
+_MULTIPLE = 4
 _MOST_TOKENS = 1 << 20
 #: Seconds of a step in which nobody else runs: others may add requests between steps.
 _ALONE_S = 0.05
@@ -92,8 +92,8 @@ class Pace:
     def part(self, left: int, most: int) -> int:
         """How many of `left` tokens are computed at once beside decoding, at most `most`.
 
-        Whole multiples, and no small rest: matrix products of a few rows cost as much as of eight,
-        and round otherwise.
+        Whole multiples, and no small rest: matrix products of one to three rows round otherwise,
+        and cost as much as of four.
         """
         size = min(most, self.tokens // _MULTIPLE * _MULTIPLE)
         return size if left >= size + _MULTIPLE else min(left, most)
