@@ -419,6 +419,21 @@ class Engine:
                 "memory; lower prefill_chunk or memory="
             ) from error
 
+    def lend(self, pages: Tokens[int]) -> None:
+        """Takes note of pages that a document is encoded in; `take_back` frees them."""
+        self.scheduler.lent += pages
+
+    def take_back(self, pages: Tokens[int]) -> None:
+        """Frees pages that were lent."""
+        self.scheduler.take_back(pages)
+
+    def encoding_size(self, left: int) -> int:
+        """How many of a document's tokens are encoded at once: few while somebody decodes."""
+        chunk = self.config.prefill_chunk
+        if any(sequence.is_decoding for sequence in self.scheduler.running):
+            return self.pace.part(left, chunk)
+        return min(left, chunk)
+
     def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out before its end and frees its pages."""
         if not sequence.is_finished:
@@ -427,6 +442,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Asserts that every page is held by exactly those who list it (for tests)."""
         holders = [[p for p in s.pages if p != NO_PAGE] for s in self.scheduler.running]
+        holders += [self.scheduler.lent]
         holders += [s.filling.held for s in self.scheduler.waiting if s.filling is not None]
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)

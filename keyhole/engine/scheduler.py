@@ -12,7 +12,7 @@ the policy, so that it goes on exactly where it was.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from keyhole.cache.page_list import NO_PAGE
@@ -89,7 +89,7 @@ class Scheduler:
         self._known = known
         self._pace = pace
         self._stalled: Sequence | None = None  # its documents found no pages, and somebody ran
-        self.lent = 0  # pages that documents are encoded in
+        self.lent: list[int] = []  # pages that documents are encoded in
         self._slots = list(range(config.max_batch - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -389,6 +389,13 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)
         sequence.pages, sequence.kept, sequence.leaving = [], None, []
+
+    def take_back(self, pages: Collection[int]) -> None:
+        """Frees pages of `lent`, for whoever waits for some."""
+        for page in pages:
+            self.lent.remove(page)
+        self._cache.release(pages)
+        self._stalled = None
 
     def _drop(self, sequence: Sequence) -> None:
         """Gives back what has been filled of its documents."""

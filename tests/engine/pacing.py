@@ -31,6 +31,9 @@ class Units(Pace):
     def computed(self, tokens: int, seconds: float) -> None:
         """The number of tokens stays."""
 
+    def encoded(self, tokens: int, seconds: float) -> None:
+        """The number of tokens stays."""
+
     def forward(self, tokens: int, seconds: float) -> None:
         """The number of tokens stays."""
 

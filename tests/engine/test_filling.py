@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ import torch
 
 from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.documents.store import RecordError
+from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.pace import Pace
 from keyhole.engine.sequence import Sequence
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
-from tests.engine.asking import CASES, assembled, assert_near, llms, settings_of, tokens
+from tests.engine.asking import BLOCK, CASES, assembled, assert_near, llms, settings_of, tokens
 from tests.engine.pacing import AtOnce, Units, paced
 
 __all__ = ["llms"]
@@ -359,6 +361,65 @@ def test_threads_ask_and_generate_together(llms: dict[str, tuple[LLM, Any]]) -> 
         thread.join()
     assert found == wanted
     other.engine.check_integrity()
+
+
+# Encoding
+
+
+def test_others_go_on_while_a_document_is_encoded(
+    llms: dict[str, tuple[LLM, Any]], tmp_path: Path
+) -> None:
+    """A thread encodes, another one decodes, in turns; both have what each has alone."""
+    llm, _ = llms["llama"]
+    ids, prompt = {"prompt_token_ids": tokens(700, 5)}, {"prompt_token_ids": tokens(30, 1)}
+    alone = llm.generate(prompt, LONG).token_ids
+    other = opened(llm, Units(1, 16), prefill_chunk=64)
+    whole = LLM(llm.engine.model, documents=tmp_path / "whole", prefill_chunk=16)
+    whole.documents.add("long", ids, block_size=BLOCK)
+    library = Documents(other.engine, tmp_path / "store")
+    stream = other.stream(prompt, LONG)
+    found = list(next(stream).token_ids)
+    lent = []
+    thread = threading.Thread(target=lambda: library.add("long", ids, block_size=BLOCK))
+    thread.start()
+    for piece in stream:
+        found += piece.token_ids
+        with other.engine.lock:
+            other.engine.check_integrity()
+            lent.append(len(other.engine.scheduler.lent))
+    thread.join()
+    assert found == alone
+    assert sum(count == 175 for count in lent) > 5  # steps between its pieces
+    assert other.engine.scheduler.lent == []
+    assert other.engine.cache.in_use == 0
+    with library.open("long") as ours, whole.documents.open("long") as theirs:
+        for layer in range(ours.num_layers):
+            for one, two in zip(ours.rows(layer, 0, 700), theirs.rows(layer, 0, 700), strict=True):
+                assert one is not None
+                assert two is not None
+                torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_encoding_that_fails_gives_its_pages_back(
+    llms: dict[str, tuple[LLM, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, _ = llms["llama"]
+    other = opened(llm, AtOnce(), prefill_chunk=64)
+    library, calls = Documents(other.engine, tmp_path / "store"), []
+    forward = other.engine.model.forward
+
+    def broken(*given: Any) -> torch.Tensor:
+        calls.append(len(given[0]))
+        if len(calls) == 3:
+            raise ValueError("odd")
+        return forward(*given)
+
+    monkeypatch.setattr(other.engine.model, "forward", broken)
+    with pytest.raises(ValueError, match="odd"):
+        library.add("long", {"prompt_token_ids": tokens(700, 5)})
+    assert calls == [64, 64, 64]
+    other.engine.check_integrity()
+    assert other.engine.cache.in_use == 0
 
 
 # The pace

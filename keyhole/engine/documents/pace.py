@@ -2,8 +2,8 @@
 
 Filling a prompt's documents is cut into units, and the time that each kind of unit takes is
 remembered. Beside decoding sequences a step goes on with units until its target is reached, which
-is below twice the median of the steps before, by what a busy machine adds. How many tokens a unit computes follows from
-how long the last ones took.
+is below twice the median of the steps before, by what a busy machine adds. How many tokens a unit
+computes follows from how long the last ones took.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class Pace:
         if self._steps:
             median = statistics.median(self._steps)
             self._adapt(tokens, seconds - median, median)
+
+    def encoded(self, tokens: int, seconds: float) -> None:
+        """So many tokens of a document were encoded between two steps, in this time."""
+        if tokens and self._steps:
+            self._adapt(tokens, seconds, statistics.median(self._steps))
 
     def begin(self, *, spent: float, alone: bool, only_decodes: bool) -> bool:
         """Begins the part of a step that fills documents; False: there is no time for it.
