@@ -37,6 +37,28 @@ def test_kernels_are_shown_and_stored(run: Run, tmp_path: Path) -> None:
     assert first["settings"]["shape"] == "smoke"
 
 
+def test_admission_says_what_others_felt(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "admission.jsonl"
+    given = ("--documents", "2", "--tokens", "200", "--question", "9", "--others", "2")
+    more = ("--prompt", "100", "--repeat", "3", "--methods", "epic:num_initial=8,reuse")
+    done = run("bench", "admission", *given, *more, "--output", str(output))
+    assert done.status == 0, done.err
+    assert "longest / median" in done.out
+    assert done.out.count("longest step / median while ") == 2
+    line = json.loads(output.read_text())
+    assert line["settings"]["methods"] == ["epic:num_initial=8", "reuse"]
+    for found, bar in zip(line["results"], line["bars"], strict=True):
+        assert found["stored_tokens"] == 400
+        assert len(found["all_rounds"]) == len(found["all_alone_ms"]) == 3
+        for one in found["all_rounds"]:
+            assert one["steps"] > 1
+            assert one["longest_ms"] <= one["ttft_ms"]
+            assert one["longest_ratio"] == pytest.approx(one["longest_ms"] / one["step_ms"])
+        middle = sorted(one["longest_ratio"] for one in found["all_rounds"])[1]
+        assert found["longest_ratio"] == bar["value"] == middle
+        assert bar["met"] == (middle <= 2)
+
+
 def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "decode.jsonl"
     given = ("--systems", "transformers_sdpa,delta", "--layers", "2", "--device", "cpu", "--json")
@@ -57,6 +79,8 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
         (("decode", "--ops", "attend"), "--ops is for `keyhole bench kernels`"),
         (("offload", "--dtype", "float32"), "--dtype is for `keyhole bench kernels` and"),
         (("kernels", "--budgets", "64"), "--budgets is for `keyhole bench offload`"),
+        (("decode", "--documents", "2"), "--documents is for `keyhole bench admission`"),
+        (("admission", "--documents", "0"), "documents 0 must be a whole number >= 1"),
         (("offload", "--words", "50"), "words 50 must be at least 96"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),
