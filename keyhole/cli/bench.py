@@ -177,6 +177,7 @@ _ADMISSION: _Columns = (
     ("step", "step_ms", _milliseconds),
     ("longest", "longest_ms", _milliseconds),
     ("longest / median", "longest_ratio", "{:.2f}".format),
+    ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
     ("of as many steps without", "noise_ratio", "{:.2f}".format),
     ("first token", "ttft_ms", _milliseconds),
     ("alone", "alone_ms", _milliseconds),

@@ -22,6 +22,7 @@ def test_the_table_is_the_stored_line() -> None:
             f"{found['longest_ms']:.1f} ms",
             f"{found['longest_ratio']:.2f}",
             f"{found['noise_ratio']:.2f}",
+            f"{found['longest_cpu_ratio']:.2f}",
             f"{found['ttft_ms']:.0f} ms",
             f"{found['alone_ms']:.0f} ms",
         ]
