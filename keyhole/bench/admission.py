@@ -4,7 +4,7 @@ Some requests decode. A question over stored documents comes, and its documents 
 their steps. Measured are the steps until its first token: how long the longest took, by the median
 of the steps just before it came. As many steps before are looked at in the same way: what they show
 is the noise of the machine. On a CPU the same is done with the CPU time of this process, in which
-other processes have no part; the target is for that. The same question alone says what cutting the
+other processes have no part. The same question alone says what cutting the
 work into parts costs.
 """
 
@@ -54,22 +54,25 @@ def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, 
         for method in tqdm(settings.methods, desc="methods", leave=False, disable=None):
             found = _Case(model, settings, method, Path(folder)).result()
             line["results"].append(found)
-            line["bars"].append(_bar(found))
+            line["bars"] += _bars(found)
             report([found], [])
     return line
 
 
-def _bar(result: Result) -> dict[str, Any]:
-    """Of the CPU time where there is one that counts: others may use this machine too."""
-    of_cpu = result["longest_cpu_ratio"] is not None
-    value = result["longest_cpu_ratio" if of_cpu else "longest_ratio"]
-    what = "CPU time of the longest step / median" if of_cpu else "longest step / median"
-    return {
-        "bar": f"{what} while {result['method']} is admitted",
-        "value": value,
-        "wanted": f"at most {_MOST}",
-        "met": value <= _MOST,
-    }
+def _bars(result: Result) -> list[dict[str, Any]]:
+    """The target by the clock and, on a CPU, by what the process itself used."""
+    values = {"longest step": result["longest_ratio"]}
+    if result["longest_cpu_ratio"] is not None:
+        values["CPU time of the longest step"] = result["longest_cpu_ratio"]
+    return [
+        {
+            "bar": f"{what} / median while {result['method']} is admitted",
+            "value": value,
+            "wanted": f"at most {_MOST}",
+            "met": value <= _MOST,
+        }
+        for what, value in values.items()
+    ]
 
 
 class _Case:
