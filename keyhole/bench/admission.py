@@ -4,8 +4,7 @@ Some requests decode. A question over stored documents comes, and its documents 
 their steps. Measured are the steps until its first token: how long the longest took, by the median
 of the steps just before it came. As many steps before are looked at in the same way: what they show
 is the noise of the machine. On a CPU the same is done with the CPU time of this process, in which
-other processes have no part. The same question alone says what cutting the
-work into parts costs.
+other processes have no part. The same question alone says what cutting the work into parts costs.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from keyhole.engine.cuda_graphs import make_recorder
 from keyhole.engine.cuda_graphs.runner import Recorder
 from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context
-from keyhole.engine.documents.filling import OutOfPages
+from keyhole.engine.documents.filler import DocumentFiller
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.pace import Pace
 from keyhole.engine.documents.prefill import Preparation
@@ -37,7 +37,6 @@ from keyhole.engine.tokenization import word_ids
 from keyhole.errors import (
     CapacityError,
     ConfigError,
-    KeyholeError,
     NumericalError,
     PromptTooLongError,
     RequestError,
@@ -102,6 +101,7 @@ class Engine:
             known=self._known,
             pace=self.pace,
         )
+        self.filler = DocumentFiller(self.scheduler, self.pace, self._preparation)
         self.lookahead: HeadRunner | None = None
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
@@ -319,8 +319,7 @@ class Engine:
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
         advanced = self._run(plan)
-        self._take_time(plan, time.perf_counter() - begin)
-        self._fill(plan, time.perf_counter() - begin)
+        self.filler.go_on(plan, time.perf_counter() - begin)
         for sequence in plan.decodes:
             sequence.step_ms.append(1e3 * (time.perf_counter() - begin))
         return advanced + plan.refused
@@ -380,59 +379,6 @@ class Engine:
             if sequence.keeps_logits(sequence.num_computed):
                 # A copy: the next step may write its own there.
                 sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
-
-    def _take_time(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Tells the pace of documents how long the step took that far."""
-        if not plan.decodes:
-            return
-        if not plan.chunks:
-            self.pace.decoded(seconds)
-        elif all(sequence.context is not None for sequence, _ in plan.chunks):
-            self.pace.computed(sum(count for _, count in plan.chunks), seconds)
-
-    def _fill(self, plan: SchedulerOutput, spent: float) -> None:
-        """Goes on with the documents of a waiting prompt, in what time the step has left."""
-        sequence = plan.filling
-        only_decodes = not plan.chunks
-        if sequence is None or not self.pace.begin(
-            spent=spent, alone=not plan.runs, only_decodes=only_decodes
-        ):
-            return
-        try:
-            self._fill_documents(sequence)
-        except KeyholeError as error:  # damaged, too large; the others go on
-            self.scheduler.refuse(sequence, error)
-            plan.refused.append(sequence)
-
-    def _fill_documents(self, sequence: Sequence) -> None:
-        if sequence.filling is None:
-            sequence.filling = self._preparation(sequence.under).begin(sequence)
-        try:
-            sequence.filling.run(self.pace)
-        except OutOfPages:
-            self.scheduler.out_of_pages(sequence)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"the documents of a prompt of {len(sequence.prompt)} tokens did not fit in "
-                "memory; lower prefill_chunk or memory="
-            ) from error
-
-    def lend(self, pages: Tokens[int]) -> None:
-        """Takes note of pages that a document is encoded in; `take_back` frees them."""
-        self.scheduler.lent += pages
-
-    def take_back(self, pages: Tokens[int]) -> None:
-        """Frees pages that were lent."""
-        self.scheduler.take_back(pages)
-
-    def encoding_size(self, left: int) -> int:
-        """How many of a document's tokens are encoded at once: few while somebody decodes."""
-        chunk = self.config.prefill_chunk
-        if any(sequence.is_decoding for sequence in self.scheduler.running):
-            return self.pace.part(left, chunk)
-        return min(left, chunk)
 
     def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out before its end and frees its pages."""

@@ -390,10 +390,21 @@ class Scheduler:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)
         sequence.pages, sequence.kept, sequence.leaving = [], None, []
 
+    def lend(self, pages: Collection[int]) -> None:
+        """Takes note of pages that a document is encoded in; `take_back` frees them."""
+        self.lent += pages
+
+    def encoding_size(self, left: int) -> int:
+        """How many of a document's tokens are encoded at once: few while somebody decodes."""
+        chunk = self._config.prefill_chunk
+        if any(sequence.is_decoding for sequence in self.running):
+            return self._pace.part(left, chunk)
+        return min(left, chunk)
+
     def take_back(self, pages: Collection[int]) -> None:
         """Frees pages of `lent`, for whoever waits for some."""
-        for page in pages:
-            self.lent.remove(page)
+        gone = set(pages)
+        self.lent = [page for page in self.lent if page not in gone]
         self._cache.release(pages)
         self._stalled = None
 

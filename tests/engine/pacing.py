@@ -57,5 +57,5 @@ class AtOnce(Pace):
 def paced(engine: Engine, pace: Pace) -> None:
     """Lets an engine that has not begun yet run at this pace."""
     assert not engine.has_work
-    engine.pace = engine.scheduler._pace = pace
+    engine.pace = engine.scheduler._pace = engine.filler._pace = pace
     engine._preparations.clear()

@@ -141,14 +141,14 @@ class Documents:
         with engine.lock:
             tokens = self._checked(name, source)
             pages = self._pages(len(tokens))
-            engine.lend(pages)
+            engine.scheduler.lend(pages)
         work = encode_in_pieces(
             engine.model,
             engine.cache,
             np.asarray(tokens, np.int64),
             pages,
             block_size=block_size,
-            size=engine.encoding_size,
+            size=engine.scheduler.encoding_size,
             lookahead=engine.lookahead,
         )
         try:
@@ -162,7 +162,7 @@ class Documents:
         finally:
             with engine.lock:
                 work.close()
-                engine.take_back(pages)
+                engine.scheduler.take_back(pages)
 
     def _pages(self, num_tokens: int) -> builtins.list[int]:
         """Pages to encode a document in; known prompts make room."""
