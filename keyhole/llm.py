@@ -336,18 +336,19 @@ class LLM:
         """`submit` for `ask`; the documents are open until `stack` is closed."""
         method = make_reuse(reuse).resolve(self.engine.geometry)
         with self.engine.lock:
-            under = self.engine.under(policy)
-            asked = assemble(
-                self.engine,
-                self.documents,
-                documents,
-                question,
-                method,
-                stack,
-                prefix=prefix,
-                separator=separator,
-                chat=chat,
-            )
+            under, stored = self.engine.under(policy), self.documents
+        asked = assemble(
+            self.engine,
+            stored,
+            documents,
+            question,
+            method,
+            stack,
+            prefix=prefix,
+            separator=separator,
+            chat=chat,
+        )
+        with self.engine.lock:
             return self.engine.add(
                 asked.tokens, _single(params), context=asked.context, under=under
             )

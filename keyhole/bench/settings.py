@@ -60,7 +60,10 @@ class BenchSettings:
         f"tokens of a sequence, multiples of {PAGE_SIZE}",
     )
     batch: int = setting(1, "sequences in a step")
-    repeat: int = setting(None, "timed calls of each system; None: 11 for decode, 100 for offload")
+    repeat: int = setting(
+        None,
+        "timed calls of each system; None: 11 for decode, 100 for offload, 15 for admission",
+    )
     shape: str = setting(
         None,
         f"{', '.join(SHAPES)}; None: llama-3.2-1b",
@@ -156,6 +159,30 @@ class OffloadSettings:
         fits = self.memory is None or self.context is not None
         require(fits, "memory", self.memory, "left out without context: it is for that model")
         require_known("shape", [self.shape], SHAPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionSettings:
+    """The benchmark of a question over stored documents that comes while others decode."""
+
+    methods: Names = setting(  # noqa: RUF009
+        ("sam_kv", "reuse"), "methods of reuse, with settings as in sam_kv:update=fusion"
+    )
+    documents: int = setting(4, "stored documents that the question is asked over")
+    tokens: int = setting(3000, "tokens of each of them, drawn at random")
+    question: int = setting(24, "tokens of the question")
+    others: int = setting(7, "requests that decode meanwhile")
+    prompt: int = setting(4000, "tokens of each of their prompts")
+    repeat: int = setting(15, "questions, one after the other")
+    device: str = setting("auto", DEVICES)
+
+    def __post_init__(self) -> None:
+        for name in ("documents", "tokens", "question", "others", "prompt", "repeat"):
+            right = "a whole number >= 1"
+            require(is_count(getattr(self, name)), name, getattr(self, name), right)
+        named = parse(",".join(self.methods))
+        object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
+        require(bool(self.methods), "methods", self.methods, "at least one")
 
 
 def specs(names: Iterable[str]) -> Names:

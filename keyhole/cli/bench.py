@@ -1,4 +1,7 @@
-"""Measures this machine: decode steps beside transformers (decode), or offloading (offload).
+"""Measures this machine: decode steps beside transformers (decode), offloading (offload).
+
+Or what others feel while a question over stored documents comes in (admission); this and offloading
+on the bundled model.
 
 All systems of a run take turns and must agree before they are timed. Every run adds a line with its
 machine, versions and settings to --output.
@@ -13,7 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import keyhole
-from keyhole.bench.settings import BenchSettings, DecodeSettings, OffloadSettings
+from keyhole.bench.settings import (
+    AdmissionSettings,
+    BenchSettings,
+    DecodeSettings,
+    OffloadSettings,
+)
 from keyhole.cli.common import colours, flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
@@ -28,10 +36,15 @@ Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 Table = tuple[Columns, int]
 
 #: Benchmarks by name: their settings, and the flags that are theirs alone.
-_SETTINGS: dict[str, type[Any]] = {"decode": DecodeSettings, "offload": OffloadSettings}
+_SETTINGS: dict[str, type[Any]] = {
+    "decode": DecodeSettings,
+    "offload": OffloadSettings,
+    "admission": AdmissionSettings,
+}
 _OWN = {
     "decode": ("systems", "token_budget", "layers"),
     "offload": ("budgets", "policies", "words", "items", "folder", "context", "memory", "trace"),
+    "admission": ("methods", "documents", "tokens", "question", "others", "prompt"),
 }
 
 
@@ -77,7 +90,19 @@ def _offload(settings: OffloadSettings, report: Report) -> dict[str, Any]:
     return offload.run(load(keyhole.tiny(), str(measure.device(settings.device))), settings, report)
 
 
-_RUNS: dict[str, Callable[[Any, Report], dict[str, Any]]] = {"decode": _decode, "offload": _offload}
+def _admission(settings: AdmissionSettings, report: Report) -> dict[str, Any]:
+    from keyhole.bench import admission, measure
+    from keyhole.models.loading import load
+
+    model = load(keyhole.tiny(), str(measure.device(settings.device)))
+    return admission.run(model, settings, report)
+
+
+_RUNS: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
+    "decode": _decode,
+    "offload": _offload,
+    "admission": _admission,
+}
 
 
 def measured(
@@ -170,7 +195,22 @@ _OFFLOAD: Columns = (
     ("repeated", "repeat_rate", "{:.1%}".format),
     ("right words", "right_share", "{:.1%}".format),
 )
-_TABLES: dict[str, Table] = {"decode": (_DECODE, 2), "offload": (_OFFLOAD, 3)}
+_ADMISSION: Columns = (
+    ("reuse", "method", str),
+    ("stored", "stored_tokens", "{:,}".format),
+    ("step", "step_ms", milliseconds),
+    ("longest", "longest_ms", milliseconds),
+    ("longest / median", "longest_ratio", "{:.2f}".format),
+    ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
+    ("of as many steps without", "noise_ratio", "{:.2f}".format),
+    ("first token", "ttft_ms", milliseconds),
+    ("alone", "alone_ms", milliseconds),
+)
+_TABLES: dict[str, Table] = {
+    "decode": (_DECODE, 2),
+    "offload": (_OFFLOAD, 3),
+    "admission": (_ADMISSION, 1),
+}
 
 
 def _table(table: Table, results: Sequence[dict[str, Any]], stream: TextIO) -> str:

@@ -145,7 +145,10 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
         asked = assembled(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
         request = Sequence(asked.tokens, SamplingParams(), Detokenizer(None, ()))
         request.context = asked.context
-        assert llm.engine.preparation.run(request)
+        filling = llm.engine.preparation.begin(request)
+        while filling.filled is None:
+            filling.run(llm.engine.pace)
+        request.pages = filling.take()
         assert asked.context is not None
         geometry, size = llm.engine.geometry, llm.engine.config.page_size
         turns = RopeShift.of(llm.engine.model)
