@@ -27,8 +27,8 @@ Differences (theirs | ours | effect measured):
   against .038 at layer 1
 - in the checked layer every token attends to new keys in the code | the same | with stored keys for
   those that are not chosen: none in right answers; median error .033 against .038 at layer 1
-- documents are read behind the token that begins a text | behind nothing, as they stand in the
-  middle of a prompt | with it 10.4 % (4.5 to 22.2) at layer 1; median error .019 against .038 at
+- documents are encoded after the BOS token | without it, as they are in the middle of a prompt |
+with it 10.4 % (4.5 to 22.2) at layer 1; median error .019 against .038 at
   layer 1, .009 against .036 at layer 2
 
 The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
@@ -75,10 +75,10 @@ class CacheBlend(Reuse):
     deviation: str = setting("value", "what must differ from the stored: value, key or both")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the layer; checks that there is such a one."""
+        """Resolves the layer; checks that it exists."""
         last, layer = geometry.num_layers - 1, self.check_layer
         if layer is None:
-            # Before it, what lies further back than a window deviates by rounding alone.
+            # In earlier layers, tokens beyond the window deviate by rounding alone.
             layer = min(last, min(geometry.full_attention, default=0) + 1)
         require(
             is_count(layer, 0) and layer <= last, "check_layer", layer, f"a layer from 0 to {last}"
@@ -92,7 +92,7 @@ class CacheBlend(Reuse):
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """Everything is kept; up to `check_layer` everything is computed again."""
+        """Everything is kept; up to `check_layer` everything is recomputed."""
         assert self.check_layer is not None, "resolve comes first"
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
@@ -103,7 +103,7 @@ class CacheBlend(Reuse):
     def revise(
         self, documents: Sequence[PlacedDocument], plan: RecomputePlan, deviation: Tensor
     ) -> RecomputePlan:
-        """The tokens of largest deviation go on; of equals the earlier."""
+        """The tokens of largest deviation continue; ties go to the earlier token."""
         total = deviation[DEVIATIONS[self.deviation]].sum(0)
         number = math.ceil(self.recompute_ratio * len(total))
         chosen = total.argsort(descending=True, stable=True)[:number]
