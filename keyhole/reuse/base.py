@@ -131,7 +131,7 @@ class Reuse:
         return self
 
     def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
-        """Tokens, bool [T], over which the question is first read to get its query; None: no pass."""
+        """Tokens, bool [T], over which the question is first read to get its query; None: none."""
         return None
 
     def plan(
