@@ -16,18 +16,17 @@ selected, not pages. Keys are clustered after the prompt, which takes time.
 
 Differences (theirs | ours | effect measured):
 - every query head reads clusters of its own | the query heads of a KV head share one selection, by
-the largest score among them; `share_group=False` is theirs | at a budget of 256: shared 4.2 % (1.2
-to
-  14.0) with 1,186 KiB read per step, per query head 43.8 % (30.7 to 57.7) with 2,696 KiB
+  the largest score among them; `share_group=False` is theirs | at a budget of 256: shared 4.2 %
+  (1.2 to 14.0) with 1,186 KiB read per step, per query head 43.8 % (30.7 to 57.7) with 2,696 KiB
 - generated tokens are read outside the budget until they are clustered; the evaluation code never
-clusters them | they count in the budget; `generated` accepts "recent_beside" and "all_beside" |
+  clusters them | they count in the budget; `generated` accepts "recent_beside" and "all_beside" |
   at a budget of 256: counted as above, all outside it 64.6 % (50.4 to 76.6) with 1,763 KiB
 - 16 first tokens are read outside the budget | they count in it | not measured: at the budgets here
   they are a sixteenth of it
 - a cluster that does not fit into what is left of the budget is cut | the same: its earliest tokens
   are read | none
 - k-means begins with random keys | with evenly spaced ones, so that clusters are reproducible | not
-measured: theirs differ from run to run
+  measured: theirs differ from run to run
 - 320 generated tokens make four clusters in the paper, eight in the code | four: one per
   `cluster_size` | not measured: the generated text here is shorter than two such groups
 - the clusters of a prompt are its own | the same, so that a cached prefix is copied, not shared |

@@ -15,9 +15,8 @@ read the whole cache.
 Differences (theirs | ours | effect measured):
 - layers {0, 1} read everything and {2, 14, 22} of 28 select | scaled to the depth, or measured for
   the model, if a file of `keyhole calibrate` is beside the weights or is given as `layers` |
-  differs by
-  model: `keyhole calibrate` prints mass kept, error of the output, dense layers and keys read of
-  every placement
+  differs by model: `keyhole calibrate` prints mass kept, error of the output, dense layers and keys
+  read of every placement
 - layers are placed where attention shifts most | `keyhole calibrate` places them where the layers
   between lose the least, by attention mass or by the error of the output; `--method paper` is
   theirs, and begins with the first layer behind the full ones as their layers do | as above;

@@ -21,17 +21,16 @@ queries are not stored.
 
 Differences (theirs | ours | effect measured):
 - four representative tokens of a block, by the attention that they receive from the queries of the
-next window | the same; `num_representatives` | at a budget of 256: four 0 % (0.0 to 7.4) with 1,226
-KiB
-  read per step, one 0 % (0.0 to 7.4), sixteen 0 % (0.0 to 7.4): this task asks for facts far away
-  at every step
+  next window | the same; `num_representatives` | at a budget of 256: four 0 % (0.0 to 7.4) with
+  1,226 KiB read per step, one 0 % (0.0 to 7.4), sixteen 0 % (0.0 to 7.4): this task asks for facts
+  far away at every step
 - 128 first tokens, a window of 4,096 and 16 blocks of 128 are counted separately | first tokens,
   window and blocks share the budget; `as_published` has their shares | not measured: their window
   is longer than the prompts here
-- distant tokens share one relative position | true positions | not measured: a policy here
-  reads keys as they are
+- distant tokens share one relative position | true positions | not measured: a policy here reads
+  keys as they are
 - blocks are selected for each chunk of queries of a prompt | a prompt is read in full, and each
-decoded token selects | not measured: no policy here makes prefill sparse
+  decoded token selects | not measured: no policy here makes prefill sparse
 - blocks are kept in host memory | `offload=` does it for any policy | none
 
 The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of

@@ -15,11 +15,11 @@ ahead.
 
 Differences (theirs | ours | effect measured):
 - a filter selects among the prompt's tokens, by a softmax over these; all generated tokens are read
-outside the budget | generated tokens compete and count in the budget, which bounds what a step
-reads; `keep_generated=True` is theirs | with layer 1 as filter, at a budget of 128: ours 0 %
-  (0 to 7.4) with 904 KiB read per step, theirs 81.2 % (68.1 to 89.8) with 1,444 KiB; at 256: 0 % (0
-  to 7.4) with 1,155 KiB and 100 % (92.6 to 100) with 1,650 KiB, of 1,728 KiB for everything. Of
-  1,024 tokens 295 are the prompt's here: theirs reads nearly everything
+  outside the budget | generated tokens compete and count in the budget, which bounds what a step
+  reads; `keep_generated=True` is theirs | with layer 1 as filter, at a budget of 128: ours 0 % (0
+  to 7.4) with 904 KiB read per step, theirs 81.2 % (68.1 to 89.8) with 1,444 KiB; at 256: 0 % (0 to
+  7.4) with 1,155 KiB and 100 % (92.6 to 100) with 1,650 KiB, of 1,728 KiB for everything. Of 1,024
+  tokens 295 are the prompt's here: theirs reads nearly everything
 - the layer after each filter reads everything too, while copies arrive (one in their example, two
   if not given) | `dense_after`, one by default, zero in models where no sparse layer would be left
   | not measured: the bundled model looks things up in layers 0 to 2, and whatever keeps these dense
@@ -27,9 +27,9 @@ reads; `keep_generated=True` is theirs | with layer 1 as filter, at a budget of 
 - the budget is a share of the prompt (0.067 in their example) or a number (4,096 if not given) | a
   number of tokens | none at the same number
 - a token's score is its largest product before the softmax in their example ("last"), its largest
-  weight if not given ("softmax_before_last"), or a sum over the last 16 queries ("uniform",
-  "exp"), which always reads the prompt's tokens among these 16 | its largest weight by the newest
-  token; `window_size` for newest tokens | not measured
+  weight if not given ("softmax_before_last"), or a sum over the last 16 queries ("uniform", "exp"),
+  which always reads the prompt's tokens among these 16 | its largest weight by the newest token;
+  `window_size` for newest tokens | not measured
 - layers 2, 8 and 18 of 32 are filters | scaled to the depth, among layers with full attention;
   `filter_layers` | not measured: as for `dense_after`
 - no sinks | the same by default; `sink_size`, within the budget | none by default

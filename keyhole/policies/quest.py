@@ -12,22 +12,20 @@ trained or calibrated.
 
 Differences (theirs | ours | effect measured):
 - every query head reads pages of its own | the query heads of a KV head share one selection, by the
-largest bound among them, so that a key is read once for all of them and layers can be offloaded;
+  largest bound among them, so that a key is read once for all of them and layers can be offloaded;
   `share_group=False` is theirs | at a budget of 128: shared 6.2 % (2.1 to 16.8) with 958 KiB read
   per step, per query head 93.8 % (83.2 to 97.9) with 1,613 KiB; at 256: 56.2 % (42.3 to 69.3) with
   1,178 KiB and 95.8 % (86.0 to 98.8) with 2,637 KiB. Per query head at a budget of 64, which reads
   about as many bytes as shared at 256: 56.2 % (42.3 to 69.3) with 1,103 KiB. A key that two heads
   of a group select counts twice
-- bounds are updated with every appended key, in prefill and decoding | the
-  same | none
+- bounds are updated with every appended key, in prefill and decoding | the same | none
 - the newest page competes with the others in the accuracy code and is always read by the kernels |
   it is always read; `window_size` reads more of the newest | not measured: every policy here reads
   the newest token
 - at least 3 pages are read, whatever the budget | the budget holds, from one page on | none from 3
   pages on
 - layers 0 and 1 read everything; no sinks, no window | the same by default; `full_layers`,
-  `sink_size` and `window_size` for comparisons on equal terms, within the budget | none by
-  default
+  `sink_size` and `window_size` for comparisons on equal terms, within the budget | none by default
 
 The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
 `tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %

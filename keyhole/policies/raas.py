@@ -16,9 +16,8 @@ tokens are lost.
 
 Differences (theirs | ours | effect measured):
 - the prompt stays, outside the budget | the same; `prompt_in_budget` counts it | at a budget of
-256: outside it 6.2 % (2.1 to 16.8) with 1,484 KiB read per step, counted 0 % (0.0 to 7.4) with 937
-KiB,
-  as one page is left for generated tokens
+  256: outside it 6.2 % (2.1 to 16.8) with 1,484 KiB read per step, counted 0 % (0.0 to 7.4) with
+  937 KiB, as one page is left for generated tokens
 - `alpha` of 1e-4 | the same | 0.01 gives the same answers, 6.2 % (2.1 to 16.8) with 1,484 KiB; 0.1
   gives others, 8.3 % (3.3 to 19.6) with 1,484 KiB, and so does 0.5, 4.2 % (1.2 to 14.0) with 1,483
   KiB: the intervals overlap
@@ -29,7 +28,7 @@ KiB,
   page leaves all layers at once, as it is one piece of memory: no layer can be kept dense | not
   measured: as above
 - every layer has full attention | layers with a sliding window of their own are unchanged: pages in
-their window are freed once they leave it | not measured: their models have none
+  their window are freed once they leave it | not measured: their models have none
 - open: a page that is being written; a sequence that is pre-empted | it is stamped; it is replayed
   step by step and evicts again what it had evicted | none
 

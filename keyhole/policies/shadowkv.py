@@ -18,15 +18,15 @@ When to use it: where the keys of long prompts take too much memory.
 
 Differences (theirs | ours | effect measured):
 - keys that can be reconstructed are dropped, and values are kept in host memory | **nothing is
-saved**: all keys and values stay in the pages, so that reconstructed keys show what the
-approximation costs in accuracy; sequences within the budget are read exactly | none in answers
+  saved**: all keys and values stay in the pages, so that reconstructed keys show what the
+  approximation costs in accuracy; sequences within the budget are read exactly | none in answers
 - keys are reconstructed from `rank` 160 | the same, or half of a smaller key; `rank=0` reads full
-keys, which offloading requires | at a budget of 256: reconstructed 100 % (92.6 to 100) with 1,441
-KiB read per step, full keys 100 % (92.6 to 100) with 1,153 KiB
+  keys, which offloading requires | at a budget of 256: reconstructed 100 % (92.6 to 100) with 1,441
+  KiB read per step, full keys 100 % (92.6 to 100) with 1,153 KiB
 - first, outlier and newest chunks are read outside the budget | they count in it; `always_beside`
-is theirs | outside it 100 % (92.6 to 100) with 1,740 KiB
+  is theirs | outside it 100 % (92.6 to 100) with 1,740 KiB
 - all generated tokens are read | landmarks cover them, and their full keys are read;
-`keep_generated` is theirs, outside the budget | all read 100 % (92.6 to 100) with 1,988 KiB
+  `keep_generated` is theirs, outside the budget | all read 100 % (92.6 to 100) with 1,988 KiB
 - the basis comes from a decomposition of K | from the eigenvectors of K^T K, which are the same up
   to rounding | none
 

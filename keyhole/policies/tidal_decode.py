@@ -16,7 +16,7 @@ selected.
 
 Differences (theirs | ours | effect measured):
 - every query head takes tokens of its own, by its products | the query heads of a KV head share one
-selection, by the largest weight among them, so that a key is read once for all of them and layers
+  selection, by the largest weight among them, so that a key is read once for all of them and layers
   can be offloaded; `share_group=False` is theirs. Heads that share latents (MLA) are one group |
   with layer 1 as selection layer, at a budget of 128: 0 % (0 to 7.4) either way; at 256: shared 2.1
   % (0.4 to 10.9) with 1,159 KiB read per step, per query head 18.8 % (10.2 to 31.9) with 2,633 KiB

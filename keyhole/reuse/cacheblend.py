@@ -12,10 +12,10 @@ When to use it: where everything is kept and a share of all tokens may be comput
 
 Differences (theirs | ours | effect measured):
 - the paper compares keys and values, the authors' code values alone | values; `deviation` also
-  takes keys, or both | at layer 1: values 2.1 % (0.4 to 10.9), keys 10.4 % (4.5 to 22.2), both
-  4.2 % (1.2 to 14.0); at layer 2 all of them 100 % (92.6 to 100)
-- the layer that is compared is 1 in the code | `check_layer`, 1 by default, or the first behind
-  one that sees everything | at layer 2 it is 100 % (92.6 to 100) where it is 2.1 % at layer 1: this
+  takes keys, or both | at layer 1: values 2.1 % (0.4 to 10.9), keys 10.4 % (4.5 to 22.2), both 4.2
+  % (1.2 to 14.0); at layer 2 all of them 100 % (92.6 to 100)
+- the layer that is compared is 1 in the code | `check_layer`, 1 by default, or the first behind one
+  that sees everything | at layer 2 it is 100 % (92.6 to 100) where it is 2.1 % at layer 1: this
   model's look-up shows in values from layer 2 on
 - the paper's set shrinks from layer to layer, the code's is chosen once | chosen once | at layer 1:
   chosen once 2.1 % (0.4 to 10.9), shrinking 4.2 % (1.2 to 14.0); at layer 2 none
@@ -28,8 +28,8 @@ Differences (theirs | ours | effect measured):
 - in the checked layer every token attends to new keys in the code | the same | with stored keys for
   those that are not chosen: none in right answers; median error .033 against .038 at layer 1
 - documents are encoded after the BOS token | without it, as they are in the middle of a prompt |
-with it 10.4 % (4.5 to 22.2) at layer 1; median error .019 against .038 at
-  layer 1, .009 against .036 at layer 2
+  with it 10.4 % (4.5 to 22.2) at layer 1; median error .019 against .038 at layer 1, .009 against
+  .036 at layer 2
 
 The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
 right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson

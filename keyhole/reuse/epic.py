@@ -11,13 +11,13 @@ When to use it: where everything is kept and the cost must not depend on the doc
 
 Differences (theirs | ours | effect measured):
 - the first document is not recomputed, as it is at the beginning | its first tokens are recomputed
-too, as a prefix may precede it | not measured: every prompt here has a prefix
+  too, as a prefix may precede it | not measured: every prompt here has a prefix
 - up to 32 first tokens of a document | `num_initial`, 32 by default | 32: 37.5 % (25.2 to 51.6);
   16: 27.1 % (16.6 to 41.0); 8: 4.2 % (1.2 to 14.0); 2: 2.1 % (0.4 to 10.9)
-- first tokens only; SamKV compares with a form that also recomputes the last ones |
-  `num_local`, 0 by default | 32 first and 32 last: 66.7 % (52.5 to 78.3)
+- first tokens only; SamKV compares with a form that also recomputes the last ones | `num_local`, 0
+  by default | 32 first and 32 last: 66.7 % (52.5 to 78.3)
 - a document keeps the BOS token | documents have none, as they are in the middle of a prompt | with
-it 37.5 % (25.2 to 51.6), the same; median error .028 against .034
+  it 37.5 % (25.2 to 51.6), the same; median error .028 against .034
 
 The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
 right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson

@@ -16,8 +16,8 @@ Differences (theirs | ours | effect measured):
   prompt over stored documents is assembled once
 - four representative tokens in a block | one, the token that receives most attention | one: 33.3 %
   (21.7 to 47.5); four: 29.2 % (18.2 to 43.2)
-- distant keys share one relative position | true positions | four representatives at
-  one distance: 37.5 % (25.2 to 51.6)
+- distant keys share one relative position | true positions | four representatives at one distance:
+  37.5 % (25.2 to 51.6)
 - blocks run through the whole context | they end with their document | not measured: all documents
   here have whole blocks
 - SamKV's paper gives it a budget of its own | `num_blocks` per document; the tables at equal

@@ -24,8 +24,8 @@ represent an outlier of alpha.
 
 Differences (theirs | ours | effect measured):
 - "total block count divided by the number of contexts" | of the blocks that the documents offer
-(`pooled`): only this yields the paper's 15 % | offered 37.5 % (25.2 to 51.6); all 45.8 % (32.6
-  to 59.7), keeping more
+  (`pooled`): only this yields the paper's 15 % | offered 37.5 % (25.2 to 51.6); all 45.8 % (32.6 to
+  59.7), keeping more
 - scores are standardised over the blocks that are chosen | over all middle blocks of a document and
   layer | over all 37.5 % (25.2 to 51.6); over the chosen 39.6 % (27.0 to 53.7)
 - open: the query of a document's local blocks, and its anchor | the means of their block means |
