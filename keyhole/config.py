@@ -1,7 +1,7 @@
 """Settings: frozen, keyword-only, validated once. No torch here, so that `--help` stays fast.
 
 A field made with `setting()` carries its help text; command line and reference documents are
-derived from these fields, so that a default or an explanation stands in one place only.
+generated from these fields, so that every default and explanation is written once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def setting(default: Any, help: str) -> Any:
 
 
 def short_repr(settings: Any) -> str:
-    """A settings object as one would write it: only what differs from the defaults."""
+    """A settings object as a user would write it: only values that differ from the defaults."""
     shown = [
         f"{field.name}={getattr(settings, field.name)!r}"
         for field in dataclasses.fields(settings)
@@ -41,7 +41,7 @@ def help_of(field: dataclasses.Field[Any]) -> str:
 
 
 def from_settings(cls: type[Any], kind: str, given: dict[str, Any]) -> Any:
-    """`cls(**given)`, with an unknown field refused by name and the nearest offered."""
+    """`cls(**given)`; an unknown field is refused by name, with the nearest suggested."""
     names = [field.name for field in dataclasses.fields(cls)]
     for name in given:
         if name not in names:
@@ -60,7 +60,7 @@ def is_size(field: dataclasses.Field[Any]) -> bool:
 
 
 def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:
-    """The value of a setting from text, or from several texts.
+    """The value of a setting from text, or from a list of texts.
 
     name: as the user wrote it, for the ConfigError that says what would be right.
     """
@@ -138,7 +138,7 @@ def require_layers(name: str, value: object, right: str = "layer numbers such as
 def require_layers_of(name: str, value: Sequence[int], num_layers: int) -> None:
     """Raises ConfigError unless `value` is layers of a model of this depth.
 
-    0 and 1 do for any depth: they are the defaults of methods, and some models have one layer.
+    0 and 1 are valid for any depth: they are defaults of methods, and some models have one layer.
     """
     require_layers(name, value)
     good = all(layer < max(2, num_layers) for layer in value)
@@ -150,7 +150,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-#: Whether a value is of a type, by its name in an annotation; what it is called; how it is made.
+#: By type name in an annotation: a check of the type, its name for users, and its constructor.
 SCALARS: dict[str, tuple[Callable[[object], bool], str, Callable[[Any], Any]]] = {
     "int": (lambda value: is_count(value, -(2**63)), "a whole number", int),
     "float": (is_number, "a number", float),
@@ -162,7 +162,7 @@ SCALARS: dict[str, tuple[Callable[[object], bool], str, Callable[[Any], Any]]] =
 def settle_types(settings: Any) -> None:
     """Checks the types of a settings object's fields; numpy's numbers become Python's, in place.
 
-    Lists of numbers are turned too, and checked by who knows what they count. ConfigError names the
+    Lists of numbers are converted too, and checked where they are used. ConfigError names the
     field, its value and the type that would be right.
     """
     for field in dataclasses.fields(settings):
@@ -288,7 +288,7 @@ def _or(value: Any, default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How much runs at once and where it lives."""
+    """Engine settings: batch size, memory and offloading."""
 
     max_batch: int = setting(8, "at most this many requests in one step")
     page_size: int = setting(16, "tokens in a page of the KV cache")

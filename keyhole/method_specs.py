@@ -1,8 +1,8 @@
-"""Names with settings in one text: `delta:token_budget=512,full_layers=0,1`.
+"""Method names with settings, as text: `delta:token_budget=512,full_layers=0,1`.
 
-Several stand with commas between them, `delta:recent_pages=2,full_layers=0,1,quest`: what has a
-colon or no "=" begins the next name, a number belongs to the list before it. Policies, reuse
-methods and tasks are written like this wherever one is named.
+Commas separate several, `delta:recent_pages=2,full_layers=0,1,quest`: a part with a colon or
+without "=" begins the next name, a number continues the list before it. Policies, reuse methods and
+tasks use this syntax everywhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def written(name: str, settings: Iterable[tuple[str, str]]) -> str:
 
 
 def parse(text: str) -> list[Spec]:
-    """The names of a text, with their settings; ConfigError for what cannot be read."""
+    """The names in a text, with their settings; ConfigError for an invalid part."""
     found: list[tuple[str, list[list[str]]]] = []
     for part in map(str.strip, text.split(",")):
         before, equals, value = part.partition("=")
@@ -78,7 +78,7 @@ def parse_one(text: str, kind: str) -> Spec:
 
 
 def typed(spec: Spec, kind: str, fields: Iterable[dataclasses.Field[Any]]) -> dict[str, Any]:
-    """The settings in the types of these fields; UnknownNameError for one that is not there."""
+    """The settings in the types of these fields; UnknownNameError for an unknown one."""
     known = {field.name: field for field in fields}
     settings = {}
     for given, value in spec.settings:

@@ -1,16 +1,17 @@
-"""What lives where: memory predicted from shapes, and the lengths at which layers are offloaded.
+"""Memory planning: memory predicted from shapes, and the lengths at which layers are offloaded.
 
 SpeContext (2025), section 6. Eq. 6 is the memory with every layer's keys and values resident,
 Eq. 7 with some layers offloaded (RAM or disk), where each keeps a resident buffer of `token_budget`
 tokens; Eq. 8 asks for the fewest offloaded layers. `MemoryModel.thresholds` is Algorithm 1,
-`MemoryPlan` is what Algorithm 2 asks while a sequence grows, and asks in reverse when sequences
-have ended. All sizes are bytes.
+`MemoryPlan` answers Algorithm 2 while sequences grow, and its reverse when sequences have ended.
+All sizes are bytes.
 
 Differences from the paper: every constant is a named term, so that it can be that of our own cache
 (`measured`) or the paper's (`paper`); layers may differ, and those with a sliding window stay
 resident; tokens come in pages; the data that selection needs stays resident.
 
-Erratum: Algorithm 1 drops the factor 4 in front of i B R H D. Eq. 7 has it, and so have we.
+Erratum: Algorithm 1 drops the factor 4 in front of i B R H D. Eq. 7 has it, and so does this
+module.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ _PAPER_WEIGHT_FACTOR = Fraction(13, 10)
 _PAPER_PAIR_BYTES = 4
 #: A page number is an int32 in the engine's table, and again in the table of a step.
 _TABLE_BYTES = 8
-#: One part in so many of the pages that fit stays free when a layer comes back up, so that many
-#: steps lie between its coming up and its going down again.
+#: One in this many of the pages that fit stays free when a layer becomes resident again, so that it
+#: is not offloaded again after a few steps.
 _FREE_PART = 8
 
 
 def buffer_tokens(token_budget: int, page_size: int) -> int:
-    """Tokens of the buffer of a layer below: the budget in whole pages, and one for the newest."""
+    """Tokens of an offloaded layer's buffer: the budget in whole pages, plus one page."""
     return (-(-token_budget // page_size) + 1) * page_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """What one layer keeps.
+    """The memory of one layer.
 
     token_bytes: keys and values of a token, all KV heads. slot_bytes: a token's place in the buffer
     that the layer keeps resident, per request, while offloaded. movable: whether it may be
@@ -59,15 +60,15 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """Resident bytes, term by term, for `requests` texts of one length.
+    """Resident bytes, term by term, for `requests` sequences of one length.
 
     layers: L entries. requests: R. page_size: tokens that are kept together. token_budget: B;
     buffer_tokens: the resident places of an offloaded layer.
     weight_bytes, head_weight_bytes: the model and its retrieval head, M_O and M_D of Eq. 6, which
     are multiplied by `weight_factor`. head_token_bytes: the head's own keys of a token.
-    side_page_bytes: what lies beside the keys of a page, in all layers. request_bytes: per request
-    whatever its length. staging_bytes: buffers for copies between the tiers, there when a layer is
-    below. runtime_bytes: the rest, such as what a step computes with, or a CUDA context.
+    side_page_bytes: side data of a page, in all layers. request_bytes: per request, independent of
+    its length. staging_bytes: buffers for copies between the tiers, allocated while a layer is
+    offloaded. runtime_bytes: the rest, such as a step's activations or a CUDA context.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -88,7 +89,7 @@ class MemoryModel:
         for name in ("requests", "token_budget"):
             value = getattr(self, name)
             require(is_count(value), name, value, "a whole number >= 1")
-        # Otherwise a text without end would fit once every layer is below.
+        # Otherwise an infinite sequence would fit once every layer is offloaded.
         assert self._page_bytes(len(self.order)) > 0, "a page must cost resident bytes"
 
     @classmethod
@@ -158,7 +159,7 @@ class MemoryModel:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Layers in the order in which they go below: the last first (Algorithm 2)."""
+        """Layers in the order in which they are offloaded: the last first (Algorithm 2)."""
         return tuple(i for i in reversed(range(len(self.layers))) if self.layers[i].movable)
 
     @property
@@ -168,7 +169,7 @@ class MemoryModel:
 
     @property
     def beside_bytes(self) -> int:
-        """What is there beside the KV cache: weights, and what a step computes with."""
+        """Memory besides the KV cache: weights and a step's activations."""
         terms = self.terms(0, 0)
         return terms["weights"] + terms["requests"] + terms["runtime"]
 
@@ -197,7 +198,7 @@ class MemoryModel:
         return sum(self.terms(pages, offloaded).values()) - self.beside_bytes
 
     def bytes(self, length: int, offloaded: int = 0) -> int:
-        """Resident bytes for texts of `length` tokens with `offloaded` layers offloaded.
+        """Resident bytes for sequences of `length` tokens with `offloaded` layers offloaded.
 
         Eq. 6 where that is 0, else Eq. 7.
         """
@@ -214,11 +215,11 @@ class MemoryModel:
         return max(0, left // self._page_bytes(offloaded))
 
     def thresholds(self, memory: int) -> tuple[int, ...]:
-        """S_0 to S_L: the longest texts that fit with i layers offloaded; 0 where not a page does.
+        """S_0 to S_L: the longest sequences that fit with i layers offloaded; 0 where no page does.
 
         They never fall where a layer of S_0 tokens is larger than its buffer (and staging, if any,
-        fits). Where it is smaller, each is less than the one before: moving layers does not help,
-        and S_0 is the longest text. Where fewer than L layers may be offloaded, the last are equal.
+        fits). Where it is smaller, each is less than the one before: offloading does not help, and
+        S_0 is the longest length. Where fewer than L layers may be offloaded, the last are equal.
         """
         found = [
             self.capacity(memory, i) // self.requests * self.page_size
@@ -227,16 +228,16 @@ class MemoryModel:
         return (*found, *found[-1:] * (len(self.layers) - len(self.order)))
 
     def offloaded(self, length: int, memory: int) -> int:
-        """The fewest layers that must be below for texts of `length` tokens (Eq. 8).
+        """The fewest layers that must be offloaded for sequences of `length` tokens (Eq. 8).
 
-        CapacityError if they do not fit, however many are below.
+        CapacityError if they do not fit with any number of offloaded layers.
         """
         return MemoryPlan(model=self, memory=memory).offloaded(length)
 
     def largest_batch(self, length: int, memory: int, offloaded: int | None = None) -> int:
-        """The most requests of `length` tokens that fit with so many offloaded layers; 0: none.
+        """The most requests of `length` tokens that fit with this many offloaded layers; 0: none.
 
-        offloaded: None is whatever number of layers fits most.
+        offloaded: None takes the number of layers that fits most.
         """
         one = dataclasses.replace(self, requests=1)
         places = range(len(self.order) + 1) if offloaded is None else [offloaded]
@@ -260,11 +261,11 @@ class MemoryModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """What a plan says of one length.
+    """A plan's row for one length.
 
-    offloaded: number of layers; None if the texts do not fit. upper_bytes, lower_bytes: resident
-    and offloaded, None with it. largest_batch: requests of this length that fit, and that fit with
-    all layers resident.
+    offloaded: number of layers; None if the sequences do not fit. upper_bytes, lower_bytes:
+    resident and offloaded, None with it. largest_batch: requests of this length that fit, and that
+    fit with all layers resident.
     """
 
     length: int
@@ -277,10 +278,10 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """A memory model at a given memory: what Algorithm 2 asks before each step.
+    """A memory model with a given memory, queried by Algorithm 2 before each step.
 
     memory: bytes for all terms of the model, weights included; `for_cache` takes those for the KV
-    cache alone. CapacityError if the memory does not even hold the weights and what a step needs.
+    cache alone. CapacityError if the memory does not hold the weights and a step's activations.
     """
 
     model: MemoryModel
@@ -297,7 +298,7 @@ class MemoryPlan:
 
     @classmethod
     def for_cache(cls, model: MemoryModel, memory: int) -> MemoryPlan:
-        """The plan for so many bytes of KV cache, beside weights and what a step computes with."""
+        """The plan for this many bytes of KV cache, besides weights and activations."""
         return cls(model=model, memory=memory + model.beside_bytes)
 
     @property
@@ -333,19 +334,19 @@ class MemoryPlan:
     def offloaded_for(self, pages: int) -> int | None:
         """The fewest layers to offload for requests with `pages` pages in all; None: too many.
 
-        Algorithm 2 is: before a step that needs a page more, while fewer layers are below, move the
-        next of `model.order`.
+        Algorithm 2 is: before a step that needs a page more, while fewer layers are offloaded,
+        offload the next of `model.order`.
         """
         found = bisect.bisect_left(self._longest, pages)
-        # Where moving does not help, capacities fall, and the largest so far stays what fits.
+        # Where offloading does not help, capacities fall, and the largest so far applies.
         return found if found < len(self._longest) else None
 
     def left_below(self, pages: int, growth: int, offloaded: int, least: int = 0) -> int:
-        """Layers that stay below, of `offloaded`, once no more than `pages` pages are needed.
+        """How many of the `offloaded` layers stay offloaded once at most `pages` pages are needed.
 
-        growth: pages that may still be asked for. One layer after the other comes up, the last that
-        went down first, as long as the pages fit with it above, and beside them either all of the
-        growth or an eighth of what fits, whichever is less. least: layers that stay in any case.
+        growth: pages that may still be needed. Layers become resident one by one, the last
+        offloaded first, as long as the pages fit, together with the growth or an eighth of the
+        capacity, whichever is less. least: layers that stay offloaded in any case.
         """
         while offloaded > least:
             most = self.capacities[offloaded - 1]
@@ -359,7 +360,7 @@ class MemoryPlan:
         return tuple(self._row(length) for length in lengths)
 
     def as_dict(self, lengths: Iterable[int]) -> dict[str, Any]:
-        """For JSON: thresholds, the order of going below, every term, and a row per length."""
+        """For JSON: thresholds, the order of offloading, every term, and a row per length."""
         model = self.model
         names = [f.name for f in dataclasses.fields(model) if f.name != "layers"]
         return {

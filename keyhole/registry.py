@@ -1,6 +1,6 @@
-"""Tables of methods by name: ours, and those that other packages add by an entry point.
+"""Tables of methods by name: built-in ones, and those of other packages' entry points.
 
-A line of such a table is "package.module:Class". Nothing is imported before it is asked for.
+A line of such a table is "package.module:Class". Nothing is imported before it is used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Method = TypeVar("Method")
 class Registry(Generic[Method]):
     """Methods of one kind by name.
 
-    kind: what a user calls them. base: the class that all derive from. group: of entry points.
-    ours: where ours are; they come first and cannot be replaced. default: the one among them that
-    is meant when none is named. field: of a settings file that names one.
+    kind: the users' word for them. base: their base class. group: of entry points. ours: the
+    built-in ones; they come first and cannot be replaced. default: the one used if none is named.
+    field: of a settings file that names one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Registry(Generic[Method]):
         self._ours, self._default, self._field = ours, default, field
 
     def classes(self) -> dict[str, type[Method]]:
-        """Every class by name: ours in the order of the table, then those of entry points."""
+        """Every class by name: built-in ones in the order of the table, then entry points."""
         return {name: self._load(name, place) for name, place in self._places().items()}
 
     def make(
@@ -49,10 +49,10 @@ class Registry(Generic[Method]):
     ) -> Method:
         """A method from itself, from its name, or the default from None.
 
-        Settings may stand behind the name, "delta:token_budget=512", and beside it; a settings file
-        stands for a name with settings. What is given beside it comes first, then what is behind.
-        UnknownNameError for a name or setting that is not there; ConfigError for one that cannot be
-        loaded, for a file that is wrong, and for settings beside an object.
+        Settings may follow the name, "delta:token_budget=512", or be passed as keywords, which take
+        precedence; a settings file replaces a name with settings. UnknownNameError for an unknown
+        name or setting; ConfigError for a method that cannot be loaded, for an invalid file, and
+        for settings passed with an object.
         """
         if isinstance(method, self._base):
             if settings:
@@ -68,7 +68,7 @@ class Registry(Generic[Method]):
         if name not in places:
             where = "" if stored is None else f" in {spec.name!r}"
             raise UnknownNameError(f"{self._kind}{where}", name, places)
-        # Only this one is loaded: a broken package of others harms nobody who does not use it.
+        # Only this one is loaded: a broken package affects only its users.
         cls: Any = self._load(name, places[name])
         fields = dataclasses.fields(cls)
         given = typed(Spec(name, spec.settings), self._kind, fields) | dict(settings or {})
@@ -78,7 +78,7 @@ class Registry(Generic[Method]):
         return made
 
     def canonical(self, name: str) -> str:
-        """The name in the table for DELTA, Tidal-Decode and the like; what is not there stays."""
+        """The table's name for spellings such as DELTA or Tidal-Decode; unknown names stay."""
         return {_plain(known): known for known in self._places()}.get(_plain(name), name)
 
     def _places(self) -> dict[str, str]:
@@ -91,7 +91,7 @@ class Registry(Generic[Method]):
         module, _, attribute = place.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # a module of others may fail in its own manner while it loads
+        except Exception as error:  # another package's module may raise any error
             raise ConfigError(
                 f"{self._kind} {name!r} cannot be loaded from {place!r}: {error}"
             ) from error

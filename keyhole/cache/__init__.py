@@ -1,1 +1,1 @@
-"""Where keys and values live: layouts, pages with reference counts, shared prefixes."""
+"""The KV cache: layouts, reference-counted pages, shared prefixes."""

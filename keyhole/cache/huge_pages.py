@@ -1,7 +1,7 @@
-"""Large tensors in memory pages of two megabytes, where the system has them.
+"""Large tensors backed by 2 MiB memory pages, where the system supports them.
 
-Selected tokens lie anywhere in a cache of gigabytes. With memory pages of four kilobytes the
-processor walks its page tables for nearly every one of them (measured: benchmarks/LOG.md).
+Selected tokens are scattered over a cache of gigabytes. With 4 KiB memory pages nearly every one of
+them is a TLB miss (measured: benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _MADV_HUGEPAGE = 14  # see madvise(2)
 def new_empty(like: Tensor, *shape: int) -> Tensor:
     """An uninitialised tensor with the dtype and device of `like`.
 
-    A large one on a CPU asks Linux for huge pages before anything is written to it; a system that
-    has none to give changes nothing.
+    For a large CPU tensor this requests huge pages from Linux before the first write; without any
+    available it is an ordinary tensor.
     """
     tensor = like.new_empty(*shape)
     if tensor.device.type == "cpu" and sys.platform == "linux":

@@ -1,8 +1,8 @@
-"""Which tokens each layer has of prompts from which layers dropped some (stored documents).
+"""The tokens that each layer kept of prompts whose layers dropped some (stored documents).
 
-A token keeps its position, so that nothing else of the engine has to know: a dropped token is a
-place in a page that no layer reads, and pages that no layer reads are not there. What comes after
-the documents is there in every layer.
+Tokens keep their positions, so that the rest of the engine is unaffected: a dropped token is a slot
+in a page that the layer does not read, and pages that no layer reads are not allocated. Every layer
+has all tokens after the documents.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from keyhole.kernels import Selection
 class Thinned:
     """The kept tokens of every layer, a row per slot of the engine.
 
-    A slot without an entry has everything. The last row of layers stands for all of them: what
-    any layer has.
+    A slot without an entry has all tokens. The last row of layers is the union over all layers.
     """
 
     def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
@@ -28,17 +27,17 @@ class Thinned:
         self._tokens = torch.zeros(rows, num_slots, 0, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, num_slots, dtype=torch.int32, device=device)
         self._ends = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._dropped = [0] * num_slots  # the fewest that any layer dropped
-        self._lost = [0] * num_slots  # those that all layers dropped
+        self._dropped = [0] * num_slots  # the fewest tokens that any layer dropped
+        self._lost = [0] * num_slots  # tokens that all layers dropped
 
     def set(self, slot: int, kept: Tensor) -> None:
-        """Slot `slot` has, of its first tokens, those of kept, bool [L, C], and all after them."""
+        """Slot `slot` has the first tokens in kept, bool [L, C], and all tokens after them."""
         length = kept.shape[1]
         self._kept = _widened(self._kept, length)
         self._tokens = _widened(self._tokens, length)
         kept = torch.cat([kept, kept.any(0, keepdim=True)]).to(self._kept.device)
         self._kept[:, slot, :length] = kept
-        # Kept tokens first, in order; what follows them is never looked at.
+        # Kept tokens first, in order; what follows them is never read.
         order = kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         self._tokens[:, slot, :length] = order.int()
         counts = kept.sum(1, dtype=torch.int32)
@@ -48,7 +47,7 @@ class Thinned:
         self._lost[slot] = length - int(counts[-1])
 
     def clear(self, slot: int) -> None:
-        """Slot `slot` has everything."""
+        """Slot `slot` has all tokens."""
         self._counts[:, slot] = 0
         self._ends[slot] = 0
         self._dropped[slot] = self._lost[slot] = 0
@@ -71,7 +70,7 @@ class Thinned:
 
 
 class KeptTokenRows:
-    """What the sequences of one step have, [L, B, ...]; selections come out of it."""
+    """The tokens that the sequences of one step have, [L, B, ...]; makes selections from them."""
 
     def __init__(
         self,
@@ -90,23 +89,23 @@ class KeptTokenRows:
         self._ends = ends[:, None]
         self._lengths = lengths[:, None]
         self._most = [most] * (len(kept) - 1) + [most_anywhere]
-        # Layers ask more than once, and what is loaded ahead is known by its identity.
+        # Cached: layers request it repeatedly, and the prefetcher compares selections by identity.
         self._listed: dict[tuple[int, int | None], Selection] = {}
         self._found: dict[tuple[int, Selection], Selection] = {}
 
     def anywhere(self) -> Selection:
-        """All that any layer has; unit 1."""
+        """All tokens that any layer has; unit 1."""
         return self.selection(-1)
 
     def selection(self, layer: int, window: int | None = None) -> Selection:
-        """All that a layer has, in its last `window` tokens if that is given; unit 1."""
+        """All tokens that a layer has, of its last `window` tokens if given; unit 1."""
         key = layer, window
         if key not in self._listed:
             self._listed[key] = self._selection(layer, window)
         return self._listed[key]
 
     def within(self, layer: int, selection: Selection) -> Selection:
-        """What a layer has of a selection of tokens or pages; unit 1."""
+        """The tokens of a selection of tokens or pages that a layer has; unit 1."""
         key = layer, selection
         if key not in self._found:
             self._found[key] = self._within(layer, selection)
@@ -135,7 +134,7 @@ class KeptTokenRows:
         return _packed(indices, wanted & self._has(layer, indices))
 
     def pages(self, layer: int, num_pages: int, page_size: int) -> Tensor:
-        """Whether a layer has anything of a page, bool [B, num_pages]."""
+        """Whether a layer has any token of a page, bool [B, num_pages]."""
         size = num_pages * page_size
         indices = torch.arange(size, dtype=torch.int32, device=self._ends.device)
         has = self._has(layer, indices.expand(len(self._ends), 1, -1))[:, 0]

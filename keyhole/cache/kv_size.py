@@ -1,4 +1,4 @@
-"""What an engine of a given shape costs, in the terms of the planner; plain numbers, no tensors."""
+"""The memory of an engine of a given shape, in the planner's terms; plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from keyhole.cache.layout import Geometry
 from keyhole.planner import LayerMemory, MemoryModel
 
-#: Of a request's logits: as the model gives them, and in float32 beside a sorted copy.
+#: Copies of a request's logits: the model's, a float32 one and a sorted one.
 _LOGIT_BYTES = 8
-#: A process holds about twice what lives in a step, since freed memory is not all given back:
-#: measured were 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
+#: A process holds about twice the live memory of a step, since allocators retain freed memory:
+#: measured 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
 _KEPT_BY_ALLOCATOR = 2
-#: A place in a buffer remembers its token, per head, in an int32.
+#: A buffer slot stores its token, per head, as an int32.
 _ENTRY_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What counts of a model beside its KV cache.
+    """A model's memory besides its KV cache.
 
-    weight_bytes: every weight once. head_weight_bytes: of its retrieval head, without what it
-    shares. vocab_size: logits of a request. step_numbers: numbers that live at once in a layer, per
+    weight_bytes: every weight once. head_weight_bytes: of its retrieval head, without shared
+    weights. vocab_size: logits of a request. step_numbers: peak live activations of a layer, per
     token of a step; an estimate.
     """
 
@@ -45,11 +45,11 @@ def memory_model(
     movable: Collection[int] | None = None,
     num_heads: int | None = None,
 ) -> MemoryModel:
-    """Every term of an engine: the one account that the engine and `keyhole plan` go by.
+    """Every memory term of an engine, for the engine and `keyhole plan` alike.
 
-    requests: that run at once, at most. prefill_chunk: prompt tokens of a step, at most. page_data:
-    shapes beside the keys of a page, of all layers and of the head. movable: layers that the policy
-    lets go below; None: all that may. num_heads: as for `layer_memory`.
+    requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
+    shapes of side data per page, of all layers and of the head. movable: layers that the policy can
+    offload; None: all that can be. num_heads: as for `layer_memory`.
     """
     layers = layer_memory(geometry, num_heads)
     if movable is not None:
@@ -72,9 +72,9 @@ def memory_model(
 
 
 def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[LayerMemory, ...]:
-    """What each layer keeps. Those with a window stay above: they read its last tokens anyway.
+    """The memory of each layer. Layers with a sliding window stay resident.
 
-    num_heads: lists of a selection where they are more than KV heads, as for `ElasticBuffer`.
+    num_heads: lists of a selection where there are more than KV heads, as for `ResidentBuffer`.
     """
     return tuple(
         LayerMemory(

@@ -1,4 +1,4 @@
-"""What one token's keys and values look like, layer by layer."""
+"""The shape of one token's keys and values, layer by layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerLayout:
     value_dim: int
     window: int | None = None  # the layer's own sliding window in tokens; None is full attention
     shared_values: bool = False
-    num_query_heads: int = 0  # for what a policy keeps per query head; 0 where nothing is
+    num_query_heads: int = 0  # for a policy's data per query head; 0 without any
 
     @property
     def numbers_per_token(self) -> int:
@@ -34,7 +34,7 @@ class LayerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What a method has to know of a model and its cache; plain numbers, no tensors."""
+    """The shape of a model and its cache, as methods need it; plain numbers, no tensors."""
 
     layers: tuple[LayerLayout, ...]
     num_query_heads: int
@@ -50,7 +50,7 @@ class Geometry:
 
     @property
     def full_attention(self) -> tuple[int, ...]:
-        """Layers without a window of their own: the only ones that a policy may touch."""
+        """Layers without a window of their own: the only ones that a policy selects for."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.window is None)
 
     @property

@@ -1,4 +1,4 @@
-"""The pages of a prompt that has holes: there where something is kept, else absent."""
+"""The page list of a prompt with gaps: pages exist only where tokens are kept."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from keyhole.cache.pages import PageCache
 
-#: Stands in a sequence's list of pages where there is none.
+#: Marks a missing page in a sequence's list of pages.
 NO_PAGE = -1
 
 
 class PageList:
-    """Pages of one sequence by position, allocated as they are needed."""
+    """Pages of one sequence by position, allocated on demand."""
 
     def __init__(self, cache: PageCache, length: int) -> None:
         self._cache = cache
@@ -23,7 +23,7 @@ class PageList:
         self._fresh: list[int] = []
 
     def need(self, positions: np.ndarray) -> bool:
-        """Makes sure that there are pages for these positions; False (nothing changed): none left.
+        """Allocates pages for these positions; returns False, with nothing changed, without space.
 
         `clear` comes next: new pages hold what their former owner left there.
         """
@@ -62,7 +62,7 @@ class PageList:
         return missing
 
     def keep(self, positions: np.ndarray) -> None:
-        """Gives back all pages but those of these positions."""
+        """Frees all pages except those of these positions."""
         wanted = np.zeros(len(self._pages), bool)
         wanted[np.unique(positions // self._size)] = True
         gone = self._pages[~wanted & (self._pages != NO_PAGE)]
@@ -70,7 +70,7 @@ class PageList:
         self._cache.release(gone.tolist())
 
     def release(self) -> None:
-        """Gives all pages back."""
+        """Frees all pages."""
         self.keep(np.zeros(0, np.int64))
 
     def slots(self, positions: np.ndarray) -> np.ndarray:
@@ -81,16 +81,16 @@ class PageList:
         return slots
 
     def table(self) -> np.ndarray:
-        """Physical pages by position, int64; a hole is page 0, which nobody looks at."""
+        """Physical pages by position, int64; a gap is page 0, which is never read."""
         return np.maximum(self._pages, 0)
 
     def present(self) -> np.ndarray:
-        """The physical pages that are there, int64."""
+        """The allocated physical pages, int64."""
         there: np.ndarray = self._pages[self._pages != NO_PAGE]
         return there
 
     def listed(self, length: int) -> list[int]:
-        """The entries of the first `length` tokens, holes too, as a sequence keeps them."""
+        """The entries of the first `length` tokens, gaps included, as a sequence's list."""
         count = -(-length // self._size)
         assert (self._pages[count:] == NO_PAGE).all(), "a page would be lost"
         return [int(page) for page in self._pages[:count]]

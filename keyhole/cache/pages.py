@@ -1,11 +1,11 @@
-"""The paged KV cache: pages that sequences share by reference count and copy before writing.
+"""The paged KV cache: pages that sequences share by reference count, with copy-on-write.
 
 A page holds `page_size` tokens in every layer at once, so one page number serves all layers. Per
-layer there is one tensor in which a head's page of keys is followed by its page of values: what is
-read together lies together, which selected tokens gain most by (benchmarks/LOG.md). Beside it lies
-what the policy keeps per page. Tensors grow as pages are used, up to `max_pages`. Keys and values
-of a layer can be offloaded (to RAM or disk), are used and grow there as before, and return once
-the tensors have been cut to what is in use.
+layer there is one tensor in which a head's page of keys is followed by its page of values: data
+read together is adjacent, which speeds up selected tokens most (benchmarks/LOG.md). The policy's
+side data has tensors of its own. Tensors grow as pages are used, up to `max_pages`. Keys and values
+of a layer can be offloaded (to RAM or disk), where they are read and grow as before, and become
+resident again once the tensors have been shrunk to the pages in use.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _FIRST_PAGES = 64
 
 
 class Room(Protocol):
-    """Who lets the tensors of a cache grow, and moves layers down for it."""
+    """Grants growth of a cache's tensors, and offloads layers for it."""
 
     @property
     def pages(self) -> int:
-        """Pages that there may be with every layer where it is."""
+        """The most pages with every layer on its current tier."""
 
     def make(self, least: int, wanted: int) -> int:
-        """Makes room for `least` pages; how many of `wanted` there may be then.
+        """Frees memory for at least `least` pages; returns how many of `wanted` are then allowed.
 
         CapacityError if there can never be so many.
         """
 
 
 class PageCache:
-    """Pages of keys and values of all layers, and who uses them.
+    """Pages of keys and values of all layers, and their reference counts.
 
     keys, values: per layer, [capacity, Hkv, page_size, D or Dv], views into one tensor; with shared
         values (MLA) `values` is a view into `keys`.
     data: per layer, the policy's side data by name, [capacity, ...].
     common: side data that belongs to no layer, in the same form.
     peak_pages: the most pages that were in use at once.
-    released: how many references to pages have been given up so far.
-    moves: how often tensors have been replaced by others, of another size or on another tier.
+    released: how many references to pages have been released so far.
+    moves: how often tensors have been replaced, by a resize or a change of tier.
     empty: a tensor without numbers, of the resident layers' dtype and device.
-    room: asked before the tensors grow; None: they may grow to `max_pages`.
+    room: grants growth of the tensors; None: they may grow to `max_pages`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PageCache:
 
     @property
     def capacity(self) -> int:
-        """Pages that tensors exist for."""
+        """Pages that the tensors hold."""
         return len(self._refs)
 
     @property
@@ -105,18 +105,18 @@ class PageCache:
 
     @property
     def at_hand(self) -> int:
-        """Pages that can be allocated with every layer where it is."""
+        """Pages that can be allocated with every layer on its current tier."""
         most = self._most if self.room is None else min(self._most, self.room.pages)
         return len(self._free) + max(0, most - self.capacity)
 
     @property
     def in_use(self) -> int:
-        """Pages that somebody holds, and those that were set aside."""
+        """Pages with a reference, and reserved ones."""
         return self.capacity - len(self._free)
 
     @property
     def num_aside(self) -> int:
-        """Pages that were set aside."""
+        """Reserved pages."""
         return int(self._aside is not None)
 
     @property
@@ -142,7 +142,7 @@ class PageCache:
     def move_down(self, layer: int, tier: Tier) -> None:
         """Moves keys and values of a layer to `tier`; side data stays. Not while a step runs.
 
-        CapacityError or ConfigError if they cannot be kept there; nothing has changed then.
+        CapacityError or ConfigError, with nothing changed, if they cannot be stored there.
         """
         assert layer not in self._stores, f"layer {layer} is there already"
         upper = self._pages[layer]
@@ -154,10 +154,10 @@ class PageCache:
         self.keys, self.values = self._views()
 
     def move_up(self, layer: int) -> None:
-        """Moves keys and values of an offloaded layer back. Not while a step runs.
+        """Makes an offloaded layer resident again. Not while a step runs.
 
-        What it took below is given back. CapacityError if there is no memory for as many pages as
-        there are; nothing has changed then.
+        Frees its offloaded memory. CapacityError, with nothing changed, if there is no memory for
+        the current number of pages.
         """
         lower = self._pages[layer]
         self._settle()
@@ -193,10 +193,11 @@ class PageCache:
         return numbers
 
     def cut(self, count: int) -> None:
-        """Gives the resident memory of all but the first `count` pages back.
+        """Frees the resident memory of all except the first `count` pages.
 
-        None of the others is in use (`pack` first). Not while a step runs. One tensor after the
-        other; CapacityError if there is no memory for a smaller one, and the rest stays larger.
+        None of the others is in use (`pack` first). Not while a step runs. Tensors are replaced one
+        by one; CapacityError if there is no memory for a smaller one: the remaining tensors keep
+        their size.
         """
         used = self._past_last
         assert used <= count <= self.capacity, f"page {used - 1} is in use"
@@ -208,14 +209,14 @@ class PageCache:
             for i, data in enumerate(self.data):
                 if i not in self._stores:
                     self._pages[i] = _cut(self._pages[i], count, used)
-                    self.keys, self.values = self._views()  # let go of the larger tensor
+                    self.keys, self.values = self._views()  # drops the larger tensor
                 for name, tensor in data.items():
                     data[name] = _cut(tensor, count, used)
             for name, tensor in self.common.items():
                 self.common[name] = _cut(tensor, count, used)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None (and nothing changed) if they are out."""
+        """`count` pages with one reference each; None, with nothing changed: too few."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -228,10 +229,10 @@ class PageCache:
         return pages
 
     def set_aside(self) -> int | None:
-        """A page, full of zeros, that is nobody's: for rows of a step that stand for no sequence.
+        """A reserved page of zeros, for the padding rows of a step.
 
-        It is one for all who ask, for good, and `max_pages` counts it no more. None if no page is
-        left, or none would be.
+        It is reserved once, for good, and `max_pages` no longer counts it. None if no page is left,
+        or none would be left after it.
         """
         if self._aside is None and self.max_pages > 1:
             peak = self.peak_pages
@@ -243,13 +244,13 @@ class PageCache:
         return self._aside
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference to each page."""
+        """Adds a reference to each page."""
         for page in pages:
             assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
             self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less to each page; a page without any is free."""
+        """Drops a reference of each page; a page without references is free."""
         for page in pages:
             assert self._refs[page] > 0, f"page {page} is already free"
             self._refs[page] -= 1
@@ -258,11 +259,11 @@ class PageCache:
                 self._free.append(page)
 
     def references(self, page: int) -> int:
-        """How many hold this page."""
+        """The number of references to this page."""
         return self._refs[page]
 
     def writable(self, page: int) -> int | None:
-        """A page that only the caller holds, with the same content: the page itself, or a copy.
+        """A page with the same contents that only the caller holds: the page itself, or a copy.
 
         The caller's reference moves to the copy. None (nothing changed) if no page is left.
         """
@@ -278,7 +279,7 @@ class PageCache:
         return fresh[0]
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Gives the pages `target` the content of the pages `source`, side data included."""
+        """Copies the pages `source` to the pages `target`, side data included."""
         self._settle()
         for tensor in self._tensors():
             tensor[list(target)] = tensor[list(source)]
@@ -289,7 +290,7 @@ class PageCache:
         return [tensor[list(pages)] for tensor in self._pages]
 
     def write(self, pages: Sequence[int], content: Sequence[Tensor]) -> None:
-        """Gives pages keys and values that `content` returned, maybe of another cache."""
+        """Writes keys and values that `content` returned, maybe of another cache, into pages."""
         self._settle()
         for tensor, layer in zip(self._pages, content, strict=True):
             tensor[list(pages)] = layer.to(tensor.device)
@@ -307,7 +308,7 @@ class PageCache:
         assert free == [page for page, count in enumerate(self._refs) if count == 0], "free list"
 
     def _settle(self) -> None:
-        """Before the host touches offloaded pages that a GPU may still write."""
+        """Syncs before the host accesses offloaded pages that a GPU may still write."""
         if self._stores and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -326,21 +327,21 @@ class PageCache:
         return [keys for keys, _ in views], [values for _, values in views]
 
     def _listed_free(self) -> list[int]:
-        """Pages without a reference; the first ones come last and are taken first."""
+        """Pages without a reference, in descending order; allocation pops from the end."""
         return [page for page in reversed(range(self.capacity)) if not self._refs[page]]
 
     @property
     def _past_last(self) -> int:
-        """The number after that of the last page in use."""
+        """One more than the number of the last page in use."""
         return max((page + 1 for page, count in enumerate(self._refs) if count), default=0)
 
     @property
     def _most(self) -> int:
-        """The most pages that tensors may exist for."""
+        """The most pages that the tensors may hold."""
         return self.max_pages + (self._aside is not None)
 
     def _grow(self, least: int) -> None:
-        """Doubles the tensors, one after the other, so that little is held twice at any time."""
+        """Doubles the tensors one by one, so that only one is held twice at a time."""
         self.moves += 1
         self._settle()
         capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))
@@ -388,10 +389,10 @@ def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple
 
 @contextmanager
 def _no_room(message: str) -> Iterator[None]:
-    """Memory that is not there becomes a CapacityError with this message."""
+    """Turns an out-of-memory error into a CapacityError with this message."""
     try:
         yield
-    except CapacityError:  # of the offload tier, which says more
+    except CapacityError:  # of the offload tier, whose message is more specific
         raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -405,7 +406,7 @@ def _enlarge_all(data: dict[str, Tensor], capacity: int) -> None:
 
 
 def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
-    if tensor.shape[0] >= capacity:  # a growth that failed half-way is taken up again
+    if tensor.shape[0] >= capacity:  # a growth that failed half-way is resumed
         return tensor
     larger = huge_pages.new_empty(tensor, capacity, *tensor.shape[1:])
     larger[: tensor.shape[0]] = tensor
@@ -413,7 +414,7 @@ def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
 
 
 def _copy_pages(tensor: Tensor, source: list[int], target: list[int]) -> None:
-    """Copies pages within a tensor, a few at a time, as what is copied is there twice."""
+    """Copies pages within a tensor, a few at a time, to bound the temporary copy."""
     step = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes))
     for start in range(0, len(source), step):
         end = start + step

@@ -1,11 +1,11 @@
-"""Prefixes that were computed before: full pages found again by the tokens up to their end.
+"""The prefix cache: full pages, found by the tokens up to their end.
 
 A page is known by a digest of all tokens from the start of the sequence to the end of the page. The
-index holds a reference to each page it knows and gives the least recently used back when pages run
-out. Pages written by a sparse decode are *approximate*: they are given only to those who ask for it
-(a chat that goes on) under the same policy, never to a plain request, whose prompt is always
-computed exactly. A *group* of requests has prefixes of its own where its pages hold more than keys
-and values.
+index holds a reference to each cached page and releases the least recently used ones when pages run
+out. Pages written by a sparse decode are *approximate*: they are returned only to requests that
+allow it (a continued chat) under the same policy, never to a plain request, whose prompt is always
+computed exactly. A *group* of requests has its own prefixes if its pages hold more than keys and
+values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from keyhole.cache.pages import PageCache
 
 
 class PrefixIndex:
-    """Which pages hold which prefixes."""
+    """Maps prefixes to pages."""
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
-        # digest -> (page, exact, whose it is if not), least recently used first
+        # digest -> (page, exact, its owner if not exact), least recently used first
         self._pages: OrderedDict[bytes, tuple[int, bool, object]] = OrderedDict()
 
     def match(
@@ -35,10 +35,10 @@ class PrefixIndex:
         by: object = None,
         group: bytes = b"",
     ) -> tuple[list[int], bool]:
-        """Known pages of the longest start of `tokens`, and whether all of them are exact.
+        """Cached pages of the longest prefix of `tokens`, and whether all of them are exact.
 
-        The caller gets a reference to each. Approximate pages are given only if asked for, those
-        that `by` has inserted.
+        The caller gets a reference to each. Approximate pages are returned only if allowed, and
+        only those that `by` inserted.
         """
         found: list[int] = []
         digests: list[bytes] = []
@@ -63,7 +63,7 @@ class PrefixIndex:
         by: object = None,
         group: bytes = b"",
     ) -> None:
-        """Remembers the full pages of `tokens`; tokens from `num_exact` on are approximate."""
+        """Inserts the full pages of `tokens`; tokens from `num_exact` on are approximate."""
         size = self._cache.page_size
         digests = list(_digests(tokens, size, group))[: len(pages)]
         for i, (digest, page) in enumerate(zip(digests, pages, strict=False)):
@@ -77,7 +77,7 @@ class PrefixIndex:
         self._touch(digests)
 
     def evict(self, count: int) -> int:
-        """Gives up pages that nobody else uses, oldest first, until `count` are free; how many."""
+        """Releases unshared pages, oldest first, until `count` are free; returns how many."""
         freed = 0
         for digest in list(self._pages):
             if freed >= count:
@@ -90,12 +90,12 @@ class PrefixIndex:
         return freed
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all entries."""
         self._cache.release(page for page, *_ in self._pages.values())
         self._pages.clear()
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Takes the new numbers of pages that moved (`PageCache.pack`)."""
+        """Renumbers pages that moved (`PageCache.pack`)."""
         for digest, (page, exact, maker) in self._pages.items():
             self._pages[digest] = (numbers.get(page, page), exact, maker)
 
@@ -104,7 +104,7 @@ class PrefixIndex:
         return [page for page, *_ in self._pages.values()]
 
     def _touch(self, digests: Sequence[bytes]) -> None:
-        # The start of a text is used by all that follow it: it is touched last and leaves last.
+        # A prefix's first pages serve all longer ones: they are touched last and evicted last.
         for digest in reversed(digests):
             self._pages.move_to_end(digest)
 

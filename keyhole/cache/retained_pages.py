@@ -1,4 +1,4 @@
-"""What is left of the decoding sequences of a step, where a policy evicts pages."""
+"""The retained pages of a step's decoding sequences, where a policy evicts pages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from keyhole.cache.kept_tokens import KeptTokenRows
 
 @dataclass(frozen=True)
 class RetainedPages:
-    """Pages that full-attention layers still read, one after the other as if none had gone.
+    """Pages that full-attention layers still read, as a compact list.
 
-    Keys carry their true positions, so that order and number of the pages are all that attention
-    asks for. W: the most entries of any sequence.
+    Keys are rotated to their true positions, so attention needs only the order and number of the
+    pages. W: the most entries of any sequence.
 
     page_table: int32 [B, W], physical pages; the rest of a row is 0. pages: int32 [B], entries.
     lengths: int32 [B], tokens in them, the newest included. pinned: int64 [B], how many of the
-    first entries are the prompt's, which never go. goes: bool [B], `due` on the device.
+    first entries belong to the prompt and are never evicted. goes: bool [B], `due` on the device.
     entries: int64 [B, W], on the host: which page of the sequence each one is; the rest is -1.
     most_generated: the most entries of any sequence that are not pinned.
-    due: bool [B], on the host: sequences that give up a page before their next token.
+    due: bool [B], on the host: sequences that evict a page before their next token.
     kept_tokens: as in `Step`, with these lengths.
     """
 

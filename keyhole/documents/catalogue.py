@@ -1,8 +1,8 @@
-"""The place and its index, kept in step, under one lock; and who leaves when a limit is reached.
+"""A storage backend and its index, kept consistent under one lock, and eviction at a limit.
 
-The place is what counts, the index a quick copy of its names. A start compares the two: what was
-copied in by hand or by another machine is found, what is gone is forgotten, and what a writer left
-that died is taken away.
+The storage is authoritative; the index is a fast copy of its names. At start-up the two are
+compared: files copied in by hand or by another machine are added, missing ones are dropped, and
+leftovers of crashed writers are deleted.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MOST_NAMES_TOLD = 12
 
 
 class Catalogue:
-    """A place, its index and its lock.
+    """A storage backend, its index and its lock.
 
-    cache_folder: where the index lies if it cannot lie in the place, in a folder of its own; None:
-    the user's cache folder.
+    cache_folder: where the index is stored, in a folder of its own, if it cannot be in the storage;
+    None: the user's cache folder.
     """
 
     def __init__(self, place: StorageBackend, cache_folder: Path | None) -> None:
@@ -50,7 +50,7 @@ class Catalogue:
             self._reconcile()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Alone among all processes of this machine that change the store. Not to be nested."""
+        """Excludes all other processes of this machine that change the store. Do not nest."""
         return locked(self._folder / "lock")
 
     def _reconcile(self) -> None:
@@ -75,15 +75,15 @@ class Catalogue:
                 self.index.put_records({file: size}, header.tokens, header.block_size)
 
     def source_files(self) -> dict[str, Entry]:
-        """The files of documents that are there."""
+        """The existing files of documents."""
         return _matching(_SOURCE, self.place.files("documents"))
 
     def _clean(self) -> None:
-        with suppress(OSError):  # nobody who only reads needs it
+        with suppress(OSError):  # readers do not need it
             self.place.clean()
 
     def _read_sources(self, entries: dict[str, Entry]) -> set[str]:
-        """Puts them into the index; gives those whose first line cannot be read."""
+        """Adds files to the index; returns those whose first line cannot be read."""
         heads = self.place.heads([f"documents/{file}" for file in entries], HEAD_BYTES)
         found, unreadable = [], set()
         for (file, entry), head in zip(entries.items(), heads, strict=True):
@@ -100,7 +100,7 @@ class Catalogue:
         return unreadable
 
     def unreadable(self) -> set[str]:
-        """Files of documents that the index does not know, and cannot be told."""
+        """Files of documents that are not indexed and cannot be."""
         if not self.source_files().keys() - self.index.stamps().keys():
             return set()
         with self.locked():
@@ -108,7 +108,7 @@ class Catalogue:
             return self._read_sources({f: e for f, e in found.items() if f not in known})
 
     def _recover(self, unreadable: dict[str, Entry]) -> None:
-        """A document whose first line is damaged is still known by its record."""
+        """A document whose first line is damaged can be identified by its record."""
         for record in self.index.orphans() if unreadable else ():
             header = self.header(record)
             entry = unreadable.get(file_of(header.name)) if header is not None else None
@@ -127,7 +127,7 @@ class Catalogue:
             self.index.put_documents([(source, entry.size_bytes, "")])
 
     def header(self, record: str) -> document_file.RecordHeader | None:
-        """What a record says of itself; None if it is not there or damaged."""
+        """A record's header; None if the record is missing or damaged."""
         try:
             reader = self.place.reader(f"records/{record}")
         except OSError:
@@ -140,7 +140,7 @@ class Catalogue:
             reader.close()
 
     def find(self, name: str) -> SourceFile | None:
-        """The document of this name; one that the index does not know is looked for."""
+        """The document of this name; searched in the storage if it is not indexed."""
         return self.index.source(name) or self.refresh(name)
 
     def source(self, name: str) -> SourceFile:
@@ -151,7 +151,7 @@ class Catalogue:
         return found
 
     def unknown(self, name: str) -> UnknownNameError:
-        """The error for a name that is not there; of many names it tells the nearest."""
+        """The error for an unknown name; of many names it lists the nearest."""
         names = self.index.names()
         if len(names) > _MOST_NAMES_TOLD:
             near = difflib.get_close_matches(name, names, n=_MOST_NAMES_TOLD, cutoff=0.5)
@@ -160,14 +160,14 @@ class Catalogue:
         return UnknownNameError("document", name, names)
 
     def current(self, name: str) -> SourceFile:
-        """As `source`, from the place if its first line can be read there."""
+        """As `source`, from the storage if its first line can be read there."""
         found = self.refresh(name) or self.index.source(name)
         if found is None:
             raise self.unknown(name)
         return found
 
     def refresh(self, name: str) -> SourceFile | None:
-        """As `find`, from the place: another machine may have changed it."""
+        """As `find`, from the storage: another machine may have changed it."""
         before = self.index.source(name)
         path = f"documents/{file_of(name)}"
         head = self.place.heads([path], HEAD_BYTES)[0]
@@ -184,14 +184,14 @@ class Catalogue:
         return source
 
     def records_of(self, digest: str) -> dict[str, int]:
-        """File -> size in bytes of the records of a source that are there, known or not."""
+        """File -> size in bytes of the existing records of a source, indexed or not."""
         found = _matching(_RECORD, self.place.files("records"))
         return {f: entry.size_bytes for f, entry in found.items() if f.startswith(digest)}
 
-    # Leases, and taking records away.
+    # Leases, and deleting records.
 
     def lease(self, record: str) -> Lease:
-        """Says that a record is in use. FileNotFoundError if it is not there, where this shows."""
+        """Leases a record. FileNotFoundError if it does not exist, where the backend can tell."""
         path = self._lease_path(record)
         return Lease(path, create=path.parent == self._leases)
 
@@ -199,7 +199,7 @@ class Catalogue:
         return self.place.lease_path(f"records/{record}") or self._leases / record
 
     def collect(self, records: Iterable[str]) -> None:
-        """Takes away those that are not in use; the others leave at a later start."""
+        """Deletes records that are not in use; the others are deleted at a later start."""
         gone = []
         for record in records:
             with is_free(self._lease_path(record)) as free, suppress(OSError):
@@ -210,7 +210,7 @@ class Catalogue:
         self.index.forget_records(gone)
 
     def require_room(self, more_bytes: int, limit_bytes: int, keep: Collection[str]) -> None:
-        """CapacityError unless `evict` can make room for so many bytes more."""
+        """CapacityError unless `evict` can free this many bytes."""
         total = self.index.total_bytes()
         free = sum(size for _, size in self._free_records(keep))
         if total + more_bytes - free > limit_bytes:
@@ -222,7 +222,7 @@ class Catalogue:
             )
 
     def evict(self, limit_bytes: int, keep: Collection[str]) -> None:
-        """Takes away the least recently used records until the limit holds, or none is left.
+        """Deletes the least recently used records until the limit holds, or none is left.
 
         Not those in `keep`, pinned ones, and ones in use. Sources stay.
         """

@@ -1,4 +1,4 @@
-"""What holds for documents unless said otherwise: where they are, and the size of their blocks."""
+"""Defaults of documents: their folder, and the size of their blocks."""
 
 from __future__ import annotations
 

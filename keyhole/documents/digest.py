@@ -1,7 +1,7 @@
-"""Digests: of a text, of a model's fingerprint, and of a header that holds its own.
+"""Digests of texts, of a model's fingerprint, and of sealed headers.
 
-A header is sealed: one of its fields is the SHA-256 of all the others, so that a byte that changed
-anywhere in it is seen without reading anything else.
+A header is sealed: one of its fields is the SHA-256 of all the others, so that any changed byte of
+the header is detected without reading anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keyhole.config import is_number, require
 
 __all__ = ["Fingerprint", "canonical", "differences", "is_sealed", "model_of", "seal", "sha256"]
 
-#: Name and value of everything about a model that makes its keys and values what they are.
+#: Names and values of all properties of a model that determine its keys and values.
 Fingerprint = Mapping[str, str | int | float]
 _SEAL = "sha256"
 # Hex digits of a fingerprint's digest in a file name; a header holds the fingerprint itself.
@@ -44,7 +44,7 @@ def is_sealed(fields: Mapping[str, Any]) -> bool:
 
 
 def model_of(fingerprint: Fingerprint) -> str:
-    """What a model is called in file names; ConfigError unless all values are text or numbers."""
+    """A model's name in file names; ConfigError unless all values are text or numbers."""
     require(bool(fingerprint), "fingerprint", fingerprint, "a mapping with at least one field")
     for name, value in fingerprint.items():
         good = isinstance(name, str) and (isinstance(value, str | bool) or is_number(value))

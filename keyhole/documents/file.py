@@ -1,4 +1,4 @@
-"""A record as a file: safetensors, whose header says whose it is and has a digest per tensor.
+"""A record as a safetensors file, whose header identifies it and has a digest per tensor.
 
     8 bytes    length of the header
     header     JSON: tensor name -> dtype, shape, place; "__metadata__": texts, see `_FORMAT`
@@ -11,7 +11,7 @@
 
 Every program that reads safetensors reads these files. The header is sealed, and holds a SHA-256 of
 each tensor. Opening checks the seal, the file's size, and the statistics, which it reads anyway;
-what is read of the rows later is not checked, `verify` does that.
+rows read later are not checked; `verify` does that.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """What a record says of itself.
+    """The header of a record.
 
-    name: what the document was called when it was encoded. digest: of its source. created: seconds
+    name: the document's name when it was encoded. digest: of its source. created: seconds
     since 1970, UTC. data_start: where the header ends. rows_start: where the statistics end.
     """
 
@@ -148,7 +148,7 @@ def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:
 def parse(reader: StorageReader) -> RecordHeader:
     """The header of a file; RecordError "damaged" if it is not as it was written.
 
-    That the record is of the right text and model is for the caller to compare.
+    The caller checks that the record belongs to the right text and model.
     """
     line = _header_line(reader)
     try:
@@ -192,7 +192,7 @@ def parse(reader: StorageReader) -> RecordHeader:
 
 
 def read_small(reader: StorageReader, header: RecordHeader) -> dict[str, Tensor]:
-    """All that stands before the rows, in one read; RecordError "damaged" if it has changed."""
+    """Everything before the rows, in one read; RecordError "damaged" if it has changed."""
     begin = header.data_start
     data = reader.read([(begin, header.rows_start)])[0]
     spans = {key: span for key, span in header.spans.items() if span.stop <= header.rows_start}

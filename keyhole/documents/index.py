@@ -1,8 +1,8 @@
 """An SQLite index of a store: names, sizes, dates, uses, pins.
 
-Everything in it but the uses can be read from the place again, so it is thrown away when it is
-damaged, and never waits for a disk. Several processes use it at once (WAL); each operation has a
-connection of its own, so that threads and forks need no care.
+Everything in it except the usage counters can be rebuilt from the storage, so a damaged index is
+discarded, and writes are not synced to disk. Several processes use it at once (WAL); each operation
+opens its own connection, which makes it safe for threads and forks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEFT JOIN records own ON own.digest = d.digest AND own.model = :model
 WHERE :name IS NULL OR d.name = :name GROUP BY d.name ORDER BY d.name
 """
 _SOURCE_FIELDS = [field.name for field in dataclasses.fields(SourceFile)]
-# Errors that say nothing about the file: another process has it, or it cannot be opened at all.
+# Errors that do not mean damage: another process holds a lock, or the file cannot be opened.
 _NOT_DAMAGE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
@@ -60,7 +60,7 @@ _NOT_DAMAGE = {
 class DocumentInfo:
     """A stored document, seen by one model.
 
-    name: what it was called. digest: SHA-256 of its source. tokens, block_size: of this model's
+    name: its name. digest: SHA-256 of its source. tokens, block_size: of this model's
     record, or, where it has none, as the model counted that stored the document. size_bytes: its
     source and all models' records. created, last_used: seconds since 1970, UTC. hits: how often it
     was opened. records: the models that have a record, by the digest of their fingerprint.
@@ -83,7 +83,7 @@ class DocumentInfo:
 class Index:
     """The index in the file `path`; a new one where there is none or a damaged one.
 
-    Make it while nobody else changes the store. Any operation may raise sqlite3.Error.
+    Create it under the store's lock. Any operation may raise sqlite3.Error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +140,7 @@ class Index:
         return [row["name"] for row in self._rows("SELECT name FROM documents ORDER BY name")]
 
     def source_bytes(self, name: str) -> int:
-        """How long the document's file is; 0 if there is none."""
+        """The size of the document's file; 0 if there is none."""
         rows = self._rows("SELECT size_bytes FROM documents WHERE name = :name", name=name)
         return int(rows[0]["size_bytes"]) if rows else 0
 
@@ -155,7 +155,7 @@ class Index:
             _put(connection, found)
 
     def replace_document(self, before: SourceFile | None, now: SourceFile, size: int) -> None:
-        """What is known of a document, unless that has changed since it was `before`."""
+        """Updates a document, unless it has changed since `before`."""
         with self._transaction() as connection:
             query = "SELECT * FROM documents WHERE name = ?"
             row = connection.execute(query, (now.name,)).fetchone()
@@ -163,7 +163,7 @@ class Index:
                 _put(connection, [(now, size, "")])
 
     def forget_documents(self, files: Iterable[str]) -> None:
-        """Those whose file is gone."""
+        """Removes documents whose file is gone."""
         with self._transaction() as connection:
             connection.executemany("DELETE FROM documents WHERE file = ?", [(f,) for f in files])
 
@@ -203,7 +203,7 @@ class Index:
         return [row["file"] for row in rows]
 
     def forget_records(self, files: Iterable[str]) -> None:
-        """Those whose file is gone."""
+        """Removes records whose file is gone."""
         with self._transaction() as connection:
             connection.executemany("DELETE FROM records WHERE file = ?", [(f,) for f in files])
 
@@ -228,7 +228,7 @@ class Index:
         return int(row["total"])
 
     def evictable(self) -> dict[str, int]:
-        """File -> bytes of the records that no pinned document has, in the order of leaving.
+        """File -> bytes of the records that no pinned document has, in the order of eviction.
 
         First those of no document at all, then the least recently used.
         """
@@ -242,7 +242,7 @@ class Index:
     # Uses.
 
     def opened(self, name: str, file: str, model: str) -> DocumentInfo | None:
-        """Counts a use of the document, and of its record in `file`; gives what is known then."""
+        """Counts a use of the document and of its record in `file`; returns the document."""
         now = time.time()
         with self._transaction() as connection:
             connection.execute(
@@ -253,13 +253,13 @@ class Index:
         return _info(row) if row is not None else None
 
     def used(self, file: str) -> None:
-        """The record in `file` is the last used, without a hit."""
+        """Marks the record in `file` as the last used, without a hit."""
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE records SET last_used = ? WHERE file = ?", (time.time(), file)
             )
 
-    # What a user sees.
+    # Documents as users see them.
 
     def infos(self, model: str, name: str | None = None) -> list[DocumentInfo]:
         """The document of this name, or all sorted by name, as `model` sees them."""
@@ -268,7 +268,7 @@ class Index:
 
 
 def record_file(digest: str, model: str) -> str:
-    """What the record of a source by a model is called."""
+    """The file name of a model's record of a source."""
     return f"{digest}-{model}.safetensors"
 
 

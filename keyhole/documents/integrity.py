@@ -1,4 +1,4 @@
-"""Whether what is stored of a document is what was written, and this model's."""
+"""Integrity checks: whether a stored document is unchanged and belongs to this model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["absent", "header_of", "nameless", "problems"]
 
 
 def problems(catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint) -> list[Problem]:
-    """What is wrong with a document; everything stored of it for this model is read.
+    """The problems of a document; reads everything stored of it for this model.
 
-    A record that made room for others is no problem, nor is a document that another process
-    replaces or removes meanwhile.
+    An evicted record is no problem, nor is a document that another process replaces or removes
+    meanwhile.
     """
     found = list(_faults(catalogue, source, fingerprint))
     if found:
@@ -40,7 +40,7 @@ def _faults(
         source.source(data)
         SourceFile.parse(data)
     except RecordError as error:
-        # If the text is whole, encoding it again repairs the first line.
+        # If the text is intact, encoding it again repairs the first line.
         whole = error.name is None
         yield RecordError("damaged" if whole else "source", error.what, error.right)
     except OSError as error:
@@ -63,7 +63,7 @@ def _faults(
 
 
 def nameless(catalogue: Catalogue) -> list[Problem]:
-    """Files of texts whose first line is damaged, and that no record names either."""
+    """Files of texts whose first line is damaged and that no record identifies."""
     files = catalogue.unreadable()
     what = "the first line of this file has changed, so nobody knows which document it is"
     return [Problem(f"documents/{f}", what, "as it was written", "source") for f in sorted(files)]

@@ -1,4 +1,4 @@
-"""What can be wrong with a stored document, as an error and as a line of a report."""
+"""Problems of stored documents, as errors and as lines of a report."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from keyhole.errors import RequestError
 
 __all__ = ["Kind", "Problem", "RecordError", "foreign"]
 
-#: damaged: not what was written. foreign: another model's. missing: there is no record, it made
-#: room for others or was taken away; or it is of an older version, and has not all that newer ones
-#: have. source: the text itself is damaged, so that nothing can be encoded again.
+#: damaged: changed since it was written. foreign: another model's. missing: the record was evicted
+#: or removed, or an older version lacks newer tensors. source: the text itself is damaged, so that
+#: it cannot be encoded again.
 Kind = Literal["damaged", "foreign", "missing", "source"]
 
 
@@ -35,7 +35,7 @@ class RecordError(RequestError):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with the document of this name, and what would be right.
+    """A problem of the document of this name, and what would be right.
 
     All but those of the kind "source" are repaired by encoding the document's source again.
     """
@@ -47,7 +47,7 @@ class Problem:
 
 
 def foreign(theirs: Fingerprint, ours: Fingerprint) -> RecordError | None:
-    """What differs between the model that encoded a record and this one; None if nothing does."""
+    """The error for a record of another model, naming the differences; None if there are none."""
     fields = differences(theirs, ours)
     if not fields:
         return None

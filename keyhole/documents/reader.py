@@ -1,4 +1,4 @@
-"""A stored document, open: small tensors at once, of keys and values only what is asked for."""
+"""An open stored document: reads small tensors at once, keys and values on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["StoredDocument"]
 
 
 class StoredDocument:
-    """A record that is in use until `close`, or the end of a `with` block: nothing takes it away.
+    """A record that cannot be deleted until `close`, or the end of a `with` block.
 
     info: as the index had it. length: tokens. num_layers: L. token_ids: int64 [n].
 
@@ -67,11 +67,11 @@ class StoredDocument:
 
     @property
     def bytes_read(self) -> int:
-        """What was read of the record so far, header and statistics included."""
+        """Bytes read of the record so far, header and statistics included."""
         return self._reader.bytes_read
 
     def close(self) -> None:
-        """Gives the record free. Tensors that were read stay as they are."""
+        """Releases the record. Tensors that were read stay valid."""
         self._release()
 
     def statistics(self, layer: int) -> LayerStatistics:
@@ -110,7 +110,7 @@ class StoredDocument:
         return self._read([self._spans[f"heads.{head}.last"]])[0]
 
     def head_record(self, head: str) -> HeadRecord:
-        """All that is stored for a retrieval head of `heads`; RecordError if it has changed."""
+        """Everything stored for a retrieval head of `heads`; RecordError if it has changed."""
         names = [f"heads.{head}.keys", f"heads.{head}.last"]
         keys, last = self._read([self._spans[name] for name in names])
         for name, x in zip(names, (keys, last), strict=True):

@@ -1,4 +1,4 @@
-"""What is stored of a document that was encoded alone: per layer keys, values, block statistics.
+"""The record of a document encoded alone: per layer keys, values and block statistics.
 
 A block is `block_size` tokens, the last one may be shorter: N blocks of n tokens. Letters as
 everywhere: Hq query heads, Hkv key heads, D numbers in a key, Dv in a value.
@@ -40,11 +40,11 @@ _MAY_BE_INFINITE = ("alpha", "received")
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """What one layer knows of a document's blocks, as it was encoded: at positions 0 to n - 1.
+    """One layer's statistics of a document's blocks, at positions 0 to n - 1.
 
     block_keys: float32 [N, Hkv, D], mean key of each block.
     block_queries: float32 [N, Hq, D], mean rotated query of each block.
-    representatives: int64 [N], the token that stands for the block, counted from 0.
+    representatives: int64 [N], the representative token of each block, counted from 0.
     representative_keys: the cache's dtype [N, Hkv, D], its key.
     alpha: float32 [N], how fast the attention that it receives decays.
     received: float32 [N], the mean attention that it receives.
@@ -60,12 +60,12 @@ class LayerStatistics:
 
 @dataclass(eq=False)
 class LayerRecord:
-    """One layer of a document; see `LayerStatistics` for what is not said here.
+    """One layer of a document; `LayerStatistics` documents the inherited fields.
 
     keys: the cache's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head,
     [latent | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys hold them.
     extreme_keys: same dtype [N, k, Hkv, D], the keys of each block and head that lie farthest from
-    their mean; None in records of older versions. Only what asks for them reads them.
+    their mean; None in records of older versions. Read on demand only.
     """
 
     keys: Tensor
@@ -81,10 +81,10 @@ class LayerRecord:
 
 @dataclass(frozen=True, eq=False)
 class HeadRecord:
-    """What a retrieval head made of a document, in the dtype of the layers' keys.
+    """A retrieval head's keys of a document, in the dtype of the layers' keys.
 
-    keys: [n, Hkv, D], not rotated. last: [H], features of the last token, which the key of the
-    token after it is made from.
+    keys: [n, Hkv, D], not rotated. last: [H], features of the last token, from which the key of the
+    next token is computed.
     """
 
     keys: Tensor
@@ -167,7 +167,7 @@ def _validate_layer(
 
 
 def _require_numbers(name: str, tensor: Tensor, *, may_be_infinite: bool) -> None:
-    # The least and the largest number say it as well as a look at each, 20 times faster.
+    # Checking the minimum and maximum is equivalent to checking every number, and 20 times as fast.
     ends = torch.stack(tensor.aminmax()) if tensor.numel() else tensor
     if bool((ends.isnan() if may_be_infinite else ~ends.isfinite()).any()):
         bad = tensor.isnan() if may_be_infinite else ~tensor.isfinite()

@@ -1,7 +1,7 @@
-"""What a document was made from, as a file: one line of JSON, then the text, or its token ids.
+"""The source of a document, as a file: one line of JSON, then the text or its token ids.
 
-The first line names the document, the rest lets any model encode it again. A document is stored
-from the moment this file is there until it is gone; records hang on it by the digest of the source.
+The first line names the document; from the rest any model can encode it again. A document is stored
+while this file exists; records refer to it by the digest of the source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOKEN_IDS_MARK = b"\xff"
 class Source:
     """A text or token ids, and the bytes they are stored as.
 
-    digest: SHA-256; of a text, what sha256sum says of its UTF-8.
+    digest: SHA-256; of a text, the sha256sum of its UTF-8.
     """
 
     value: str | list[int]
@@ -42,7 +42,7 @@ class Source:
 
     @classmethod
     def of(cls, source: str | Sequence[int]) -> Source:
-        """ConfigError for an empty one, and for what is neither text nor token ids."""
+        """ConfigError for an empty source, and for a value that is neither text nor token ids."""
         if not len(source):
             raise ConfigError("a document has no text; give at least one character or token id")
         if isinstance(source, str):
@@ -68,8 +68,8 @@ class Source:
 class SourceFile:
     """The first line of the file.
 
-    tokens, block_size: as the model `model` counted when it stored the document. created: seconds
-    since 1970, UTC.
+    tokens, block_size: as counted by the model `model` when it stored the document. created:
+    seconds since 1970, UTC.
     """
 
     name: str
@@ -82,11 +82,11 @@ class SourceFile:
 
     @property
     def file(self) -> str:
-        """What the file is called."""
+        """The file's name."""
         return file_of(self.name)
 
     def line(self) -> bytes:
-        """As it is written, sealed."""
+        """The sealed line, as written."""
         return canonical(seal(dataclasses.asdict(self))) + b"\n"
 
     @classmethod
@@ -107,7 +107,7 @@ class SourceFile:
     def source(self, data: bytes) -> Source:
         """From the whole file; RecordError "source" if neither a text nor token ids are right.
 
-        The first line of `data` may be damaged, as long as it ends where it did.
+        The first line of `data` may be damaged, as long as its length is unchanged.
         """
         _, _, body = data.partition(b"\n")
         for read in (bytes.decode, json.loads):
@@ -119,7 +119,7 @@ class SourceFile:
 
 
 def file_of(name: str) -> str:
-    """What the file of the document of this name is called."""
+    """The file name of the document of this name."""
     return f"{sha256(name.encode())[:32]}.txt"
 
 

@@ -1,12 +1,12 @@
 """Documents that were encoded once and are kept: add, list, open, verify.
 
-A store is a place with texts and, per text and model, a record of keys, values and statistics. A
+A store holds texts and, per text and model, a record of keys, values and statistics. A
 record belongs to a text by its digest and to a model by the digest of a fingerprint, so records of
-several models lie side by side, and a changed model never meets a record that is not its own.
+several models coexist, and a changed model never reads another model's record.
 
-What was acknowledged stays: every file is written beside its place, brought to the disk and put in
-place as a whole, record before text, so that a process that is killed leaves nothing half-made
-under a name. Several processes may read and add at once.
+Acknowledged writes are durable: every file is written to a temporary name, synced to disk and
+renamed, record before text, so that a killed process leaves no partial document. Several processes
+may read and add at once.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class DocumentStore:
     """The documents at `place`, as one model sees them.
 
     place: a folder, made if it is not there, or any URL that fsspec opens. fingerprint: everything
-    that makes this model's keys and values what they are. limit_bytes: of all texts and records of
-    all models; least recently used records leave, their texts stay; None: no limit. cache_folder:
-    where the index of a place lies that cannot hold it (a URL, or a read-only folder); None: the
-    user's cache folder.
+    that determines this model's keys and values. limit_bytes: of all texts and records of all
+    models; the least recently used records are evicted, their texts stay; None: no limit.
+    cache_folder: where the index is stored if the storage cannot hold it (a URL, or a read-only
+    folder); None: the user's cache folder.
 
     Any operation raises ConfigError if the place or its index cannot be used.
     """
@@ -75,7 +75,7 @@ class DocumentStore:
     def stored(
         self, name: str, source: str | Sequence[int], *, overwrite: bool = False
     ) -> DocumentInfo | None:
-        """What is stored of exactly this by this model; None if it has to be encoded and added.
+        """This model's document of exactly this source; None if it has to be added.
 
         A text or a record that is damaged, as far as that is seen without reading all of it, or a
         record of an older version, has to be added again. Raises ConfigError for a name or source
@@ -97,13 +97,14 @@ class DocumentStore:
     ) -> DocumentInfo:
         """Stores a document; when this returns, it is on the disk.
 
-        The same name and source again change nothing but a pin, unless what is there is damaged.
+        Adding the same name and source again changes only the pin, unless the stored files are
+        damaged.
         overwrite: put `record` in place of whatever is there of this name, records of its old text
-        by all models included. pinned: it never makes room for others.
+        by all models included. pinned: it is never evicted.
 
         Raises ConfigError for a bad name or source, for a name that has another source, and for a
         record whose shapes disagree; NumericalError for NaN; CapacityError if it does not fit.
-        Then all that was stored is as it was.
+        In all these cases the store is unchanged.
         """
         check_name(name)
         origin = Source.of(source)
@@ -131,7 +132,7 @@ class DocumentStore:
                 try:
                     return self._open(source)
                 except RecordError as error:
-                    # Somebody may have put another text under this name just now.
+                    # Another process may have just stored another text under this name.
                     fresh = self._catalogue.current(name)
                     if fresh.digest == tried:
                         raise error.of(name) from error
@@ -159,7 +160,7 @@ class DocumentStore:
             raise
 
     def info(self, name: str) -> DocumentInfo:
-        """What is known of a document; UnknownNameError with the nearest name."""
+        """A document's entry; UnknownNameError with the nearest name."""
         with self._told("read"):
             self._catalogue.source(name)
             found = self._catalogue.index.infos(self.model, name)
@@ -181,7 +182,7 @@ class DocumentStore:
             try:
                 return self._text(self._catalogue.source(name))
             except (FileNotFoundError, RecordError):
-                # Somebody may be replacing or removing it.
+                # Another process may be replacing or removing it.
                 with self._catalogue.locked():
                     found = self._catalogue.current(name)
                     try:
@@ -193,10 +194,10 @@ class DocumentStore:
         return found.source(self._place.read(f"documents/{found.file}")).value
 
     def verify(self, names: Sequence[str] | None = None) -> Problems:
-        """Reads all that is stored of these documents, or of all, and tells what is wrong.
+        """Reads everything stored of these documents, or of all, and returns the problems.
 
         Sources, and this model's records: every digest is compared. A document that has records of
-        other models only is told as "foreign"; a record that made room for others is no problem.
+        other models only is told as "foreign"; an evicted record is no problem.
         """
         with self._told("read"):
             found = [] if names is not None else nameless(self._catalogue)
@@ -211,23 +212,23 @@ class DocumentStore:
     # Changing.
 
     def pin(self, name: str, pinned: bool = True) -> None:
-        """A pinned document never makes room for others."""
+        """A pinned document is never evicted."""
         with self._told("written"):
             self._writer.pin(name, pinned)
 
     def remove(self, name: str) -> None:
-        """Forgets a document, with the records of all models unless another name has its source.
+        """Removes a document, with the records of all models unless another name has its source.
 
-        A record in use is readable until it is closed, and leaves at a later start.
+        A record in use is readable until it is closed, and is deleted at a later start.
         """
         with self._told("written"):
             self._writer.remove(name)
 
-    # What all of them need.
+    # Shared by all operations.
 
     @contextmanager
     def _told(self, how: str) -> Iterator[None]:
-        """Failures of the place and the index, in a user's words."""
+        """Turns failures of the storage and the index into errors for users."""
         try:
             yield
         except OSError as error:

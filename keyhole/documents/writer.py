@@ -1,8 +1,8 @@
-"""Adding, pinning and removing documents: in which order files are put in place.
+"""Adding, pinning and removing documents, and the order in which files are committed.
 
-Everything large is written first, without a lock. Then, alone: the record is put in place, the text
-after it, the index after both, and what nobody needs any more leaves last. A process that is killed
-in between leaves a record without a text at most, which the next start takes away.
+Everything large is written first, without a lock. Then, under the lock: the record is committed,
+then the text, then the index; unreferenced files are deleted last. A process killed in between
+leaves at most a record without a text, which the next start deletes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Writer"]
 
 
 class Writer:
-    """What one model changes in a store; see `DocumentStore` for the arguments."""
+    """One model's changes to a store; see `DocumentStore` for the arguments."""
 
     def __init__(
         self, catalogue: Catalogue, fingerprint: Fingerprint, limit_bytes: int | None
@@ -51,7 +51,7 @@ class Writer:
         )
 
     def is_whole(self, found: SourceFile) -> bool:
-        """Whether the text is right, and a record is there that looks right from its header."""
+        """Whether the text is intact and a record exists with a valid header."""
         return self._is_encoded(found.digest) and self._has_text(found)
 
     def _has_text(self, found: SourceFile) -> bool:
@@ -113,7 +113,7 @@ class Writer:
         self, head: SourceFile, origin: Source, staged: Staged, size: int, overwrite: bool
     ) -> None:
         catalogue, file = self._catalogue, self._file(head.digest)
-        # Again, as another process may have been faster.
+        # Checked again, as another process may have been faster.
         old = catalogue.find(head.name)
         same = self.same(head.name, origin, overwrite=overwrite)
         self._require_room(head, origin, size)
@@ -150,7 +150,7 @@ class Writer:
                 self._write_source(dataclasses.replace(found, pinned=pinned), body)
 
     def remove(self, name: str) -> None:
-        """Takes the document's file away, and records that no other document has."""
+        """Deletes the document's file, and records that no other document has."""
         with self._catalogue.locked():
             found = self._catalogue.source(name)
             self._catalogue.place.remove(f"documents/{found.file}")
@@ -167,7 +167,7 @@ class Writer:
         self._catalogue.index.put_documents([(head, len(line) + len(body), stamp)])
 
     def _drop(self, digest: str) -> None:
-        """Takes away the records of a source unless a document has it."""
+        """Deletes the records of a source unless a document has it."""
         if not self._catalogue.index.shared(digest, ""):
             self._catalogue.collect(self._catalogue.records_of(digest))
 

@@ -1,48 +1,48 @@
-"""The operations on paged keys and values, and the choice of who computes them.
+"""The operations on paged keys and values, dispatched by device.
 
-Every operation is defined by its plain PyTorch twin in `reference`; `dispatch` sends a call to
-whoever computes it on the device at hand, with the same result: C++ on a CPU (`cpu`, `csrc/`),
-Triton and FlashAttention on a GPU (`gpu/`), else the reference. All is loaded at the first use of
-an operation, so that a policy, its settings and `--help` need no torch.
+Every operation is defined by its plain PyTorch twin in `reference`; `dispatch` sends each call to
+the backend of the device at hand, with the same result: C++ on a CPU (`cpu`, `csrc/`), Triton and
+FlashAttention on a GPU (`triton/`), otherwise the reference. Everything is loaded at the first use
+of an operation, so that a policy, its settings and `--help` need no torch.
 
     append           write new keys and values into pages
     attend           one query token per sequence over all, some pages or some tokens
-    attend_per_query_head  the same over pages or tokens that each query head has of its own
-    attend_and_score the same over all, and reduced attention weights beside it
+    attend_per_query_head  the same over pages or tokens selected per query head
+    attend_and_score the same over all, and reduced attention weights too
     attend_and_score_chosen  the same over chosen tokens
     prompt_scores    the largest weight of any head, by the softmax over the prompt alone
     head_scores      attention weights alone, the largest of each group of heads
     head_scores_chosen  the same over chosen tokens
     prefill          the query tokens of one sequence, causal, over its pages
-    sparse_prefill   query tokens at any places, over chosen tokens not after them
+    sparse_prefill   query tokens at any positions, over chosen tokens not after them
     gather_tokens    keys or values of some tokens of a sequence
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
     bound_scores_per_query_head  the same for each query head of a group
-    summary_scores   a query's scores on vectors that stand for pages, or for parts of them
-    spread_scores    to every token the score of what it belongs to
-    add_received     what tokens receive of the attention of queries after them
-    represent_blocks the mean key of the tokens of a block that received most
-    block_scores     a query's score on blocks of pages, by the keys that stand for these
+    summary_scores   a query's scores on the summaries of pages, or of parts of pages
+    spread_scores    the score of a page or cluster, copied to each of its tokens
+    add_received     the attention that tokens receive from later queries
+    represent_blocks the mean key of the tokens of a block that received most attention
+    block_scores     a query's score on blocks of pages, by their representative keys
     between_ends     the first and last pages, and those of selected blocks between them
     block_pages      the pages of selected blocks
     form_clusters    k-means of some keys of a sequence; centroids and clusters into its pages
     cluster_scores   a query's score on the cluster of every token
     cluster_scores_per_query_head  the same for each query head of a group
     chunk_landmarks  the mean key of each chunk of a page, and how well it fits
-    outlier_chunks   the chunks that their means fit worst
+    outlier_chunks   the chunks whose means fit worst
     chunk_scores     a query's weight on the mean of every chunk
-    decompose        the keys of a prompt, before RoPE, in low rank
-    attend_low_rank   one query token per sequence over some tokens, by such keys
-    top_k            deterministic top-k with places that are always taken
-    trim             as much of a choice as a share of the scores asks for
+    decompose        low-rank keys of a prompt, before RoPE
+    attend_low_rank   one query token per sequence over some tokens, with low-rank keys
+    top_k            deterministic top-k with positions that are always selected
+    trim             the fewest selected entries that hold a share of the scores
     recent_indices   the first and the last positions
-    keep, kept       store a choice; give it again, with the tokens since
-    renew_stamps     note that pages were of use in this step
-    drop_oldest      the page that has not been of use for longest
-    with_newer       a choice, and the tokens since
-    shift_rope       turn rotated keys and queries to other positions
-    load_missing     selected tokens or pages into a buffer that keeps those it has
+    keep, kept       store a selection; return it with the tokens since
+    renew_stamps     record which pages received attention in this step
+    drop_oldest      the page that has gone longest without attention
+    with_newer       a selection, and the tokens since
+    shift_rope       shift rotated keys and queries to other positions
+    load_missing     copy the selected tokens or pages that a buffer lacks into it
     apply_rope       apply RoPE to queries and keys of new tokens
     linear           a linear layer for the few tokens of a decode step
 

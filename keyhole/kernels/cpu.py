@@ -1,9 +1,9 @@
 """The operations on a CPU, computed by our C++ extension: same contracts, same results.
 
-One binary holds code for AVX-512 with BF16, for AVX2 and for any processor; the best that this one
-can run is chosen when it is loaded. `KEYHOLE_KERNELS` in the environment chooses another one, or
-`reference`. What the extension does not take (float64, operands of different types) goes to the
-reference.
+One binary holds code for AVX-512 with BF16, for AVX2 and for any processor; the best one that the
+processor supports is chosen at import. `KEYHOLE_KERNELS` in the environment selects another one, or
+`reference`. Operands that the extension does not accept (float64, operands of different dtypes) go
+to the reference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from keyhole.errors import ConfigError
 
-#: The compiled module; None if it is not there.
+#: The compiled module; None if it is not installed.
 extension: Any
 try:
     from keyhole.kernels import _cpu as extension
 except ImportError:  # built without a compiler, or run from a bare copy of the source
     extension = None
 
-#: The types that it takes, and how it numbers them.
+#: The dtypes that it accepts, and their codes.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_PAGE_SIZE = 1024
 _ENVIRONMENT = "KEYHOLE_KERNELS"
@@ -32,12 +32,12 @@ REFERENCE = "reference"
 
 
 def paths() -> tuple[str, ...]:
-    """What can compute here, best first."""
+    """The processor paths available here, best first."""
     return (*([] if extension is None else extension.paths()), REFERENCE)
 
 
 def use(path: str | None = None) -> str:
-    """Computes with `path` from now on, in the whole process; None: the environment's, or the best.
+    """Selects `path` for the whole process; None: the environment's, or the best one.
 
     Returns the path's name. ConfigError if this machine does not have it.
     """
@@ -79,17 +79,17 @@ def takes(*operands: object) -> bool:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where its numbers begin; 0 for none."""
+    """The address of its data; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def as_int32(tensor: Tensor) -> Tensor:
-    """The same numbers, one after the other."""
+    """The same numbers, contiguous."""
     return tensor.to(torch.int32).contiguous()
 
 
 def as_float32(scores: Tensor) -> Tensor:
-    """Scores one after the other, of whatever type that `takes` lets through."""
+    """Contiguous scores of any dtype that `takes` accepts."""
     return scores.to(torch.float32).contiguous()
 
 
@@ -130,7 +130,7 @@ def page_bounds(
     key_pages: Tensor, low: Tensor, high: Tensor, pages: Tensor, filled: Tensor
 ) -> None:
     """As the reference."""
-    assert low.is_contiguous()  # the cache makes them so
+    assert low.is_contiguous()  # the cache allocates them contiguous
     assert high.is_contiguous()
     pages, filled = pages.to(torch.int64).contiguous(), filled.to(torch.int64).contiguous()
     extension.page_bounds(
@@ -169,7 +169,7 @@ def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -
 
 def summary_scores(query: Tensor, summaries: Tensor, page_table: Tensor, valid: Tensor) -> Tensor:
     """As the reference."""
-    assert summaries.is_contiguous()  # the cache makes them so
+    assert summaries.is_contiguous()  # the cache allocates them contiguous
     query, page_table, valid = query.contiguous(), as_rows(page_table), as_int32(valid)
     (num_rows, num_heads, dim), num_pages = query.shape, page_table.shape[1]
     of_page, num_kv_heads = summaries.shape[1:3]
@@ -191,7 +191,7 @@ def spread_scores(
     scores: Tensor, numbers: Tensor, page_table: Tensor, first: int, ends: Tensor
 ) -> Tensor:
     """As the reference."""
-    assert numbers.is_contiguous()  # the cache makes them so
+    assert numbers.is_contiguous()  # the cache allocates them contiguous
     scores, page_table, ends = as_float32(scores), as_rows(page_table), as_int32(ends)
     (num_rows, num_heads, count), page_size = scores.shape, numbers.shape[2]
     num_pages = page_table.shape[1]
@@ -269,7 +269,7 @@ def load_missing(
     unit: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference, the selection in parts."""
-    assert entries.is_contiguous()  # the buffer makes them so
+    assert entries.is_contiguous()  # the buffer allocates them contiguous
     page_table, lengths, indices = as_rows(page_table), as_int32(lengths), as_int32(indices)
     rows = rows.to(torch.int64).contiguous()
     num_slots, (_, num_heads, page_size, dim) = entries.shape[2], keys.shape
@@ -304,7 +304,7 @@ def load_missing(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As the reference."""
-    # Kept in variables: a copy that only its address is known of would be freed at once.
+    # Kept in variables: a copy referenced by its address only would be freed at once.
     rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
     out = x.new_empty(*x.shape[:-1], len(weight))
     extension.linear(

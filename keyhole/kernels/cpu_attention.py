@@ -1,4 +1,4 @@
-"""Attention on a CPU, by our C++ extension: of decode steps and of prompts."""
+"""Attention on a CPU by our C++ extension, for decode steps and prompts."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def attend_low_rank(
     frequencies: Tensor | None,
     last: bool,
 ) -> Tensor:
-    """As the plain one, but keys are float32 up to the end; they are never all there."""
-    assert coefficients.is_contiguous()  # the cache makes them so
-    # Kept in variables: a copy that only its address is known of would be freed at once.
+    """As the reference, but keys stay float32 throughout and are never all materialized."""
+    assert coefficients.is_contiguous()  # the cache allocates them contiguous
+    # Kept in variables: a copy referenced by its address only would be freed at once.
     basis, first, taken = basis.contiguous(), cpu.as_int32(first), cpu.as_int32(taken)
     pairs, angles = 0, None
     if frequencies is not None:
@@ -115,7 +115,7 @@ def attend_and_score(
     out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
     scores, requests, weights = [], [], None
     for reduce, unit in zip(reduces, units, strict=True):
-        if reduce == "group_max":  # what `head_scores` gives, from the same pass
+        if reduce == "group_max":  # the result of `head_scores`, from the same pass
             if weights is None:
                 weights = torch.empty(len(query), key_pages.shape[1], tokens, dtype=torch.float32)
             scores.append(weights)

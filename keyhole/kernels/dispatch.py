@@ -1,7 +1,8 @@
-"""Who computes an operation: torch's dispatcher picks by device, each implementation by operands.
+"""Dispatch of operations: by device through torch, then by operands in each implementation.
 
 Each is registered as `torch.ops.keyhole.<name>`: the reference for any device, our C++ for the CPU
-and Triton kernels and FlashAttention for a GPU; these leave to the reference what they do not take.
+and Triton kernels and FlashAttention for a GPU. These fall back to the reference for operands that
+they do not accept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _library = Library("keyhole", "DEF")
 
 
 def use_triton(wanted: bool) -> None:
-    """Whether Triton computes on a GPU what it can, as it does; a benchmark needs both."""
+    """Turns the Triton kernels on or off (on by default); a benchmark compares both."""
     global _triton
     _triton = wanted
 
@@ -31,7 +32,7 @@ _triton = True
 
 
 def backend(device: torch.device) -> str:
-    """Who computes on a device, for people."""
+    """The backend of a device, as text for people."""
     if device.type == "cuda":
         who = "Triton" if triton.usable() else "reference (PyTorch)"
         dense = paged_flash.version() if triton.usable() else None
@@ -87,7 +88,7 @@ def _top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tupl
 def _trim(
     indices: Tensor, scores: Tensor, valid: Tensor, share: float, least: int, first: int, last: int
 ) -> tuple[Tensor, Tensor]:
-    # The twin knows padding by -1 and asks for no counts.
+    # The twin recognizes padding by -1 and needs no counts.
     whole, places = Selection(indices, indices, 1), {"least": least, "first": first, "last": last}
     left = top_p.trim(whole, scores, valid, share, **places)
     return left.indices, left.counts
@@ -95,7 +96,7 @@ def _trim(
 
 def _load_missing(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     *buffered, indices, unit = operands
-    # The twin knows padding by -1 and asks for no counts.
+    # The twin recognizes padding by -1 and needs no counts.
     found, moved = resident_buffer.load_missing(
         *buffered, selection=Selection(indices, indices, unit)
     )
@@ -109,7 +110,7 @@ def _register(
     on_cpu: Callable[..., Any],
     first: int | None = None,
 ) -> None:
-    """first: so many operands tell whether the CPU's kernel takes them; None: all."""
+    """first: check only this many operands against the CPU kernel's dtypes; None: all."""
 
     def chosen(*operands: Any) -> Any:
         return (on_cpu if cpu.takes(*operands[:first]) else plain)(*operands)

@@ -1,6 +1,6 @@
-"""The operations as everybody calls them; torch's dispatcher picks who computes.
+"""The public operations; torch's dispatcher picks the backend.
 
-Signature, shapes and meaning stand with the twin of the same name in `reference`. Importing this
+The twin of the same name in `reference` documents signature, shapes and meaning. Importing this
 registers them (`dispatch`).
 """
 
@@ -90,7 +90,7 @@ def attend_low_rank(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` over selected tokens, some of their keys rebuilt, [B, Hq, Dv]."""
+    """`attend` over selected tokens, some of their keys reconstructed, [B, Hq, Dv]."""
     heads = key_pages.shape[1]
     paged = (query, key_pages, value_pages, page_table, lengths)
     chosen = (selection.indices.expand(-1, heads, -1), selection.counts.expand(-1, heads))
@@ -143,7 +143,7 @@ def sparse_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of tokens at any places over chosen tokens that are not after them, [T, Hq, Dv]."""
+    """Attention of tokens at any positions over chosen tokens not after them, [T, Hq, Dv]."""
     paged = (query, key_pages, value_pages, pages, positions, tokens)
     out: Tensor = torch.ops.keyhole.sparse_prefill(*paged, scale, window, softcap, sinks)
     return out
@@ -180,14 +180,14 @@ def trim(
     first: int = 0,
     last: int = 0,
 ) -> Selection:
-    """As much of a choice as a share of the scores asks for."""
+    """The fewest selected entries that hold a share of the scores."""
     places = (least, first, last)
     left, counts = torch.ops.keyhole.trim(chosen.indices, scores, valid, share, *places)
     return Selection(left, counts, chosen.unit)
 
 
 def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
-    """Vectors rotated at any positions, turned `by` more; a new tensor."""
+    """Vectors rotated at any positions, shifted by `by` positions; a new tensor."""
     turned: Tensor = torch.ops.keyhole.shift_rope(x, by, frequencies, last)
     return turned
 
@@ -204,7 +204,7 @@ def load_missing(
     *,
     selection: Selection,
 ) -> tuple[Selection, Tensor]:
-    """Brings what is selected into the buffers of sequences; what is there already stays."""
+    """Copies selected entries that are missing into the buffers of sequences."""
     chosen = (selection.indices, selection.unit)
     assert selection.indices.shape[2] < entries.shape[2], "the last slot is the newest entry's"
     used, counts, moved = torch.ops.keyhole.load_missing(

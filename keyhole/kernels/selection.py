@@ -1,4 +1,4 @@
-"""What a decode step reads (`Selection`) and which scores it gives back (`ScoreRequest`)."""
+"""What a decode step reads (`Selection`) and which scores it returns (`ScoreRequest`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Selection:
     """Tokens or pages to attend to, for every sequence of a decode step.
 
     indices: int32 [B, H, n], ascending and unique along n, padded with -1 at the end. H is the
-        number of KV heads, or 1 if all of them share the choice, or the number of query heads if
-        each of these has its own (`attend_per_query_head`).
+    number of KV heads, or 1 if all heads share one selection, or the number of query heads if each
+    has its own (`attend_per_query_head`).
     counts: int32 [B, H], how many entries are real. The newest token is always among them.
     unit: tokens per entry: 1 (token positions) or the page size (page numbers of the sequence).
     """
@@ -30,9 +30,9 @@ class ScoreRequest:
     """Attention weights wanted from a full-attention decode step, reduced over query heads.
 
     reduce: "max" or "sum" over all query heads, for each token; "group_max": the largest of each
-        group, so one score per KV head; "none": each query head's own, which is for measuring and
-        computed by the reference.
-    unit: 1 for a score per token, the page size for their sum over each page.
+    group, one score per KV head; "none": one score per query head, for measurements, computed by
+    the reference.
+    unit: 1 for a score per token, the page size for the sum over each page.
     """
 
     reduce: Literal["max", "sum", "group_max", "none"]
@@ -41,12 +41,12 @@ class ScoreRequest:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LowRank:
-    """What stands for some of the keys of a layer.
+    """Low-rank keys that replace some of the keys of a layer.
 
     coefficients [P, page_size, rank], shared by all heads; basis [B, rank, Hkv, D], both of the
-    keys' dtype. Read as they are: keys of tokens from first, int32 [B], on, and of chunks of
-    `chunk` tokens that are taken, int32 [B, Hkv, k], padded with -1.
-    frequencies and last: how RoPE is re-applied to keys, as in `Rotation`.
+    keys' dtype. Full keys are read for tokens from first, int32 [B], on, and for chunks of `chunk`
+    tokens in taken, int32 [B, Hkv, k], padded with -1. frequencies and last: how RoPE is re-applied
+    to keys, as in `Rotation`.
     """
 
     coefficients: Tensor

@@ -2,9 +2,9 @@
 
 Registered as "keyhole" in transformers' own table, so that no model is forked or patched: a model
 loaded with `attn_implementation="keyhole"` hands each layer's rotated queries, keys and values to
-`attention`, with our `Batch` beside them as the keyword argument `keyhole`. `PassThrough` stands
-where transformers expects a cache: it returns the new keys and values as they are (and keeps MLA's
-latents), because the pages are ours.
+`attention`, with our `Batch` beside them as the keyword argument `keyhole`. `PassThrough` takes the
+role of transformers' cache: it returns the new keys and values unchanged (and keeps MLA's latents),
+because the pages are ours.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer for a packed row: write, then read what the policy selects.
 
-    query [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, Dv] as transformers wants.
-    Arguments stand in the order of transformers' own functions: who wraps them relies on it.
+    query [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, Dv], as transformers
+    expects. The arguments are in the order of transformers' own functions, which wrappers rely on.
     """
     if keyhole is None:
         raise ConfigError(
@@ -109,11 +109,11 @@ def _paged(
 
 
 def _show(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> None:
-    """Shows the queries [T, Hq, D] of a step to its policy."""
+    """Passes the queries [T, Hq, D] of a step to its policy."""
     if batch.step is not None:
         batch.policy.on_queries(layer, query[: batch.num_decode], batch.step, options)
     for chunk in batch.chunks:
-        assert isinstance(chunk, Chunk), "who reads queries has no stored documents"
+        assert isinstance(chunk, Chunk), "a policy that reads queries has no stored documents"
         where = (batch.cache.keys[layer], batch.cache.data[layer], chunk.pages)
         shown = PromptQueries(query[chunk.rows], *where, chunk.start, chunk.first)
         batch.policy.on_prompt_queries(layer, shown, options)
@@ -153,14 +153,14 @@ def decode(
 def _attend_window(
     batch: Batch, layer: int, query: Tensor, window: int, options: dict[str, Any]
 ) -> Tensor:
-    """A layer with a sliding window of its own: the policy is not asked."""
+    """A layer with a sliding window of its own: the policy is not called."""
     step = batch.step
     assert step is not None
     kept = step.kept_tokens
     selection = None if kept is None else kept.selection(layer, window)
     batch.reads.append(selection)
     paged = (query, batch.cache.keys[layer], batch.cache.values[layer])
-    within = window if selection is None else None  # a selection lies within the window already
+    within = window if selection is None else None  # a selection is already within the window
     return kernels.attend(
         *paged, step.page_table, step.lengths, selection=selection, window=within, **options
     )
@@ -174,7 +174,7 @@ def _attend_selected(
     chosen: Selection | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """What the policy chose, as far as the layer has it; None is everything."""
+    """The policy's selection, restricted to the tokens that the layer has; None is everything."""
     step = batch.step
     assert step is not None
     selection = _there(step, layer, chosen)
@@ -185,7 +185,7 @@ def _attend_selected(
     low_rank = batch.policy.low_rank(layer, step) if selection.unit == 1 else None
     if low_rank is not None:
         operation, options = kernels.attend_low_rank, {"low_rank": low_rank, **options}
-    # Where everything is read, it is read where it lies: a buffer has no room for it.
+    # Dense steps read the offloaded pages directly: they do not fit into a buffer.
     elif chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selection)
         resident.append(*newest)
@@ -203,7 +203,7 @@ def _attend_and_score(
     requests: tuple[ScoreRequest, ...],
     options: dict[str, Any],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Attention over all that the layer has, and the scores asked for."""
+    """Attention over all tokens that the layer has, and the requested scores."""
     step = batch.step
     assert step is not None
     selection = _there(step, layer, None)
@@ -218,7 +218,7 @@ def _attend_and_score(
 
 
 def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:
-    """What is there of a selection, where layers dropped tokens of some prompts."""
+    """The kept tokens of a selection, where layers dropped tokens of some prompts."""
     kept = (step.retained or step).kept_tokens
     if kept is None:
         return selection
@@ -226,7 +226,7 @@ def _there(step: Step, layer: int, selection: Selection | None) -> Selection | N
 
 
 class PassThrough:
-    """Stands where transformers expects `past_key_values`: gives back what it gets."""
+    """Passed to transformers as `past_key_values`: returns its input."""
 
     is_compileable = False
 
@@ -236,7 +236,7 @@ class PassThrough:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Returns key and value as they came; for MLA they are the latents, kept for `attention`.
+        """Returns key and value unchanged; for MLA they are the latents, kept for `attention`.
 
         key [1, 1, T, kv_lora_rank] and value [1, 1, T, qk_rope_head_dim] in that case.
         """
@@ -246,11 +246,11 @@ class PassThrough:
         return key, value
 
     def get_seq_length(self, *_: Any) -> int:
-        """No past as far as transformers knows: positions are given with each step."""
+        """Zero: positions are passed with each step."""
         return 0
 
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """Sizes for a mask that is never made, as none is registered under our name."""
+        """Sizes for a mask that is never created, as none is registered under our name."""
         return int(query_length), 0
 
     def get_query_offset(self, *_: Any) -> int:

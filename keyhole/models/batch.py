@@ -19,8 +19,8 @@ from keyhole.policies.base import Policy, Selection, Step
 class Chunk:
     """Prompt tokens `start` .. of one sequence, at rows `rows` of the packed row.
 
-    known: how many of the first ones have all their side data already (0 or 1). first: tokens of
-    the sequence from here on are computed for it; those before were known.
+    known: how many of the first ones already have all their side data (0 or 1). first: tokens from
+    here on are computed for this sequence; earlier ones come from a cached prefix.
     """
 
     rows: slice
@@ -32,18 +32,18 @@ class Chunk:
 
 @dataclass
 class ScatteredChunk:
-    """Tokens of one sequence at any places, over the tokens that each layer has.
+    """Tokens of one sequence at any positions, over the tokens that each layer has.
 
     positions: int64 [T], ascending. seen: per layer int64 [n], the tokens to read, ascending and
     with `positions` among them; later tokens are not seen. written: bool [L, T], where the new keys
-    and values are kept, combined by `update(new, old)` with what was there; elsewhere what was
-    there stays and is read; None: everywhere, as they are.
+    and values are stored, combined with the old ones by `update(new, old)`; elsewhere the old ones
+    stay and are read; None: everywhere, unchanged.
     queries: called by every layer with its number and its rotated queries [T, Hq, D].
-    start, known: as in `Chunk`, of tokens that follow each other, as the runner's do.
+    start, known: as in `Chunk`, for consecutive tokens, as the runner's are.
     deviations: for the layers that are its keys, gets |new - old|^2 of keys and of values, summed
         over heads and numbers, float32 [2, T].
-    unbroken: whether `positions` are start, start + 1, ...; a layer that sees every token before
-        them too is then computed like any prompt.
+    unbroken: whether `positions` are start, start + 1, ...; a layer that also sees every token
+    before them is then computed like any prompt.
     """
 
     rows: slice
@@ -61,7 +61,7 @@ class ScatteredChunk:
 
 
 class LastLayer(Exception):  # noqa: N818 - a signal, like StopIteration
-    """Ends a forward after the attention of the last layer that it is needed for."""
+    """Ends a forward pass after the attention of the last layer that is needed."""
 
 
 #: Called by every layer with its number, its rotated queries [T, Hq, D] and attention's options.
@@ -72,16 +72,16 @@ Observer = Callable[[int, Tensor, dict[str, object]], None]
 class Batch:
     """Everything that attention needs in one step. Travels through `model.forward` as a keyword.
 
-    slots: int64 [T], where each token's key and value go: page * page_size + place.
+    slots: int64 [T], where each token's key and value are written: page * page_size + offset.
     newest: int64 [n], of each page written in this step the row of its newest token.
-    touched, filled: int64 [n], pages written in this step and tokens in them afterwards; None if
-        nothing is kept per page.
-    keeper: the policy whose `on_append` sees them; None: `policy`.
+    touched, filled: int64 [n], pages written in this step and tokens in them afterwards; None
+    without side data per page.
+    keeper: the policy whose `on_append` is called; None: `policy`.
     reads: what each layer read for the decoding sequences, appended as layers run.
     latents: MLA's new latents on their way from the cache hook to the attention function.
     prefetcher: where offloaded layers are read from; None if there are none.
-    rewrite: the one chunk of a step that computes stored tokens again; such a step has no other.
-    observer: is shown the queries of every layer. last_layer: where the forward may end.
+    rewrite: the chunk of a step that recomputes stored tokens; such a step has no other chunk.
+    observer: receives the queries of every layer. last_layer: where the forward pass may end.
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     """
 
@@ -104,7 +104,7 @@ class Batch:
     last_layer: int | None = None
 
     def prefetch(self, after: int) -> None:
-        """Starts to load what was chosen for the layers after `after`, up to the next choice."""
+        """Starts loading the selection for layers after `after`, up to the next selection layer."""
         step = self.step
         assert step is not None
         if self.prefetcher is None or step.shared_selection is None:
@@ -115,7 +115,7 @@ class Batch:
         if step.kept_tokens is None:
             self.prefetcher.start(step.shared_selection, later)
             return
-        for layer in later:  # each has tokens of its own; what one dropped is not loaded for it
+        for layer in later:  # layers kept different tokens; dropped ones are not loaded
             self.prefetcher.start(step.kept_tokens.within(layer, step.shared_selection), [layer])
 
     def _chooses(self, layer: int, step: Step) -> bool:

@@ -1,6 +1,6 @@
-"""The model families that run, and what their configs say about cache and length.
+"""The supported model families, and the cache shape and length in their configs.
 
-A family stands here when the tests have compared its logits with transformers' eager attention.
+A family is listed if the tests compare its logits with transformers' eager attention.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ SUPPORTED = (
 )
 
 #: RoPE whose frequencies change with the longest position in the call: a long request would change
-#: the numbers of the short ones beside it. Such models run up to where they change.
+#: the results of short ones in its batch. Such models run up to the length at which the frequencies
+#: change.
 _CHANGING_ROPE = ("longrope", "dynamic")
 
 
-#: Sizes that a config may name; those of a family are at least 1.
+#: Sizes that a config may contain; each is at least 1.
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -44,7 +45,7 @@ _SIZES = (
 
 
 def check(config: Any, name: str) -> None:
-    """ModelError unless the family is supported, its sizes and kinds of layers make sense."""
+    """ModelError unless the family is supported and its sizes and kinds of layers are valid."""
     if config.model_type not in SUPPORTED:
         raise ModelError(
             f"model {name!r} is of the family {config.model_type!r}, which is not supported; "
@@ -109,7 +110,7 @@ def _windows(config: Any) -> list[int | None]:
 
 
 def max_length(config: Any) -> tuple[int, str]:
-    """Tokens that a sequence may have, and why not more."""
+    """The longest sequence, and the reason for the limit."""
     longest = int(config.max_position_embeddings)
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]

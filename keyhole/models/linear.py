@@ -1,10 +1,10 @@
-"""Linear layers of a model on a CPU, each product by whoever is fastest at it.
+"""Linear layers of a model on a CPU, dispatched to the fastest product for each shape.
 
 A decode step reads every weight once for a handful of tokens. torch's product for such shapes reads
-16-bit weights at half the speed of memory or less; `kernels.linear` at nearly all of it. With more
-tokens (prompts, large batches) torch is the faster one. In float32 it asks MKL, which leaves half
-of the width of other makers' processors unused; there oneDNN, which torch has too and asks in
-16 bits, is about twice as fast (benchmarks/LOG.md).
+16-bit weights at half the memory bandwidth or less; `kernels.linear` at nearly all of it. With more
+tokens (prompts, large batches) torch is faster. In float32 torch uses MKL, which leaves half of the
+vector width of non-Intel processors unused; there oneDNN, which torch also ships and uses for 16
+bits, is about twice as fast (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class FastLinear(nn.Linear):
-    """An `nn.Linear` whose products without gradients are computed by the fastest."""
+    """An `nn.Linear` that computes products without gradients by the fastest kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`."""
@@ -45,14 +45,14 @@ class FastLinear(nn.Linear):
 
 @functools.cache
 def in_float32() -> Product:
-    """The product of many tokens in float32 on this processor: oneDNN's, or torch's own choice."""
+    """The product of many tokens in float32 on this processor: by oneDNN, or torch's default."""
     if not (mkl_is_slow() and torch.backends.mkldnn.is_available()):
         return linear
     try:
-        # What torch's own compiler calls; there is no public name for it.
+        # The function that torch's compiler calls; it has no public name.
         named = torch.ops.mkldnn._linear_pointwise
         named(torch.zeros(_MANY, 1), torch.zeros(1, 1), None, "none", [], "")
-    except (AttributeError, RuntimeError):  # of another release
+    except (AttributeError, RuntimeError):  # another torch release
         return linear
     return functools.partial(_by_onednn, named)
 
@@ -64,7 +64,7 @@ def _by_onednn(
 
 
 def mkl_is_slow() -> bool:
-    """Whether torch asks MKL on a processor that is not Intel's."""
+    """Whether torch uses MKL on a processor that is not Intel's."""
     if not (torch.backends.mkl.is_available() and _CPUINFO.is_file()):
         return False
     makers = [x for x in _CPUINFO.read_text().splitlines() if x.startswith("vendor_id")]
@@ -72,9 +72,9 @@ def mkl_is_slow() -> bool:
 
 
 def speed_up(network: nn.Module, device: torch.device) -> None:
-    """Lets every plain linear layer of a model on a CPU be a fast one; weights stay in place.
+    """Turns every plain linear layer of a CPU model into a `FastLinear`; weights stay in place.
 
-    Layers of other classes (quantised ones, adapters) are left as they are.
+    Layers of other classes (quantised ones, adapters) are unchanged.
     """
     if device.type != "cpu":
         return

@@ -1,4 +1,4 @@
-"""Finds, checks and loads a model: what transformers knows of it, in the form the engine needs."""
+"""Finds, checks and loads a transformers model, in the form the engine needs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from keyhole.models.files.bundled import TINY, is_tiny, named
 from keyhole.models.files.locate import ModelFiles, ignored_adapter, locate, other_format
 from keyhole.reuse.blocks.stability import STABILITY_FILE
 
-#: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.
+#: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
 CALIBRATION_FILE = "keyhole-delta.json"
-#: A folder of `keyhole train-head` with this name there is used by SpeContext.
+#: SpeContext uses a folder of `keyhole train-head` with this name there.
 HEAD_FOLDER = "keyhole-head"
 
 _DTYPES: dict[Any, Any] = {
@@ -50,10 +50,10 @@ _DTYPES: dict[Any, Any] = {
 
 @dataclass
 class Model:
-    """A loaded model, its tokenizer (None if it has none) and what its files say.
+    """A loaded model, its tokenizer (None if it has none) and the facts in its files.
 
-    defaults: the generation_config as a dictionary. max_length: tokens that a sequence may have.
-    length_reason: why it is not more. calibration, head, stability: what lies beside the weights
+    defaults: the generation_config as a dictionary. max_length: the longest sequence.
+    length_reason: the reason for that limit. calibration, head, stability: files beside the weights
     for DELTA, SpeContext and SamKV.
     """
 
@@ -83,13 +83,13 @@ class Model:
             stability=self.stability,
         )
 
-    @functools.cached_property  # asked for at every token of a prompt
+    @functools.cached_property  # read at every token of a prompt
     def vocab_size(self) -> int:
         """Entries of the logits."""
         return int(self.network.config.vocab_size)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Lets every forward leave the hidden states at the input of these layers in its batch."""
+        """Makes every forward pass store the inputs of these layers in its batch."""
         base = self.network.base_model
         blocks = base.layers if hasattr(base, "layers") else base.h
         for layer in set(layers) - self.watched.keys():
@@ -109,8 +109,8 @@ class Model:
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
         """Logits [len(rows), vocabulary] of a packed row.
 
-        token_ids, positions: int64 [T]; rows: int64, the places whose logits are wanted. None of
-        them come out of a batch that ends at `last_layer`.
+        token_ids, positions: int64 [T]; rows: int64, the rows whose logits are returned. A batch
+        that ends at `last_layer` returns none.
         """
         try:
             out = self.network(
@@ -128,9 +128,9 @@ class Model:
 
 
 def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """What a decoder layer gets, kept in the batch that travels with it."""
+    """Stores a decoder layer's input in the batch."""
     batch = named.get("keyhole")
-    if batch is not None:  # the network may also run without us
+    if batch is not None:  # the network may also run without Keyhole
         hidden = given[0] if given else named["hidden_states"]
         batch.hidden[layer] = hidden[0]
 
@@ -143,7 +143,7 @@ def load(
 ) -> Model:
     """Loads a checkpoint: "tiny" (the bundled model), a folder, or a hub id.
 
-    tokenizer: instead of the checkpoint's own, an object or where there is one.
+    tokenizer: an object or its folder or id, instead of the checkpoint's own.
     ModelError for a model that cannot be found, is damaged or is of an unsupported family.
     """
     place, number = _device(device), _dtype(dtype)
@@ -163,7 +163,7 @@ def load(
             ignore_mismatched_sizes=True,  # reported below, with their names
             local_files_only=cached,
         )
-    except Exception as error:  # transformers, safetensors and the file system each have their own
+    except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or other_format(Path(name)) or ""
         raise ModelError(
             f"the weights of {name!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
@@ -199,9 +199,9 @@ def adopt(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
 ) -> Model:
-    """A model of transformers that is loaded already; weights are shared, and it stays as it is.
+    """Wraps a loaded transformers model; weights are shared, and it is not changed.
 
-    tokenizer: an object or where there is one; None: the model takes token ids only.
+    tokenizer: an object or its folder or id; None: the model accepts token ids only.
     ConfigError for a device or dtype that is not its own, ModelError for a model that cannot run.
     """
     name = str(network.name_or_path) or type(network).__name__
@@ -215,7 +215,7 @@ def adopt(
         raise ConfigError(f"device {str(device)!r}: the model is on {str(place)!r}; move it first")
     if dtype != "auto" and _dtype(dtype) != network.dtype:
         raise ConfigError(f"dtype {str(dtype)!r}: the model is in {network.dtype}; cast it first")
-    # Modules are copied, as attention and linear layers become ours; what they hold is not.
+    # Modules are copied, since attention and linear layers are replaced; their weights are not.
     held = [*network.parameters(), *network.buffers()]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held}).eval()
     copied.set_attn_implementation(NAME)
@@ -223,7 +223,7 @@ def adopt(
 
 
 def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Model:
-    """A network with our attention, ready to run, and what its files say."""
+    """A network with our attention, ready to run, with the facts in its files."""
     if isinstance(tokenizer, str | Path):
         tokenizer = _tokenizer(named(tokenizer), False)
     config = network.config
@@ -256,7 +256,7 @@ def _say_it_is_a_demonstration() -> None:
 
 
 def speed_up(network: Any, device: torch.device) -> None:
-    """Lets layers of a network be computed by the fastest there is on a device, in place."""
+    """Replaces layers of a network by the fastest kernels of a device, in place."""
     for part in (linear, norms, rotary):
         part.speed_up(network, device)
 
@@ -266,7 +266,7 @@ def _config(found: ModelFiles) -> Any:
         return AutoConfig.from_pretrained(
             found.name, local_files_only=found.unreachable is not None
         )
-    except Exception as error:  # any library on the way may fail in its own manner
+    except Exception as error:  # any library involved may raise its own error
         raise ModelError(f"the config of {found.name!r} cannot be read: {_line(error)}") from error
 
 
@@ -280,7 +280,7 @@ def _tokenizer(name: str, cached: bool) -> Any:
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
-    """ModelError for what is no tokenizer, and for one whose ids the model does not know."""
+    """ModelError for an invalid tokenizer, and for one whose ids exceed the model's vocabulary."""
     if tokenizer is None:
         return
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

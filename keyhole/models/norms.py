@@ -1,8 +1,8 @@
 """RMS norms of a model on a GPU, by torch's own kernel.
 
-transformers writes a norm down as eight operations, each a launch that moves all numbers; torch has
-one kernel for it (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019). It rounds to 16
-bits once, at the end, where transformers rounds before it multiplies by the weight, too.
+transformers computes a norm in eight operations, each a launch over all numbers; torch has one
+kernel for it (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019). It rounds to 16 bits
+once, at the end; transformers also rounds before multiplying by the weight.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Rounding of float32; a weight that counts from one, as Gemma's does, is off by far more.
+# float32 rounding; a weight stored as an offset from one, as in Gemma, deviates far more.
 _TOLERANCE = 1e-5
 
 
 def speed_up(network: nn.Module, device: torch.device) -> None:
-    """Lets every plain RMS norm of a model on a GPU be torch's; weights stay in place.
+    """Computes every plain RMS norm of a GPU model by torch's kernel; weights stay in place.
 
-    Norms that compute something else are left as they are.
+    Norms that compute something else are unchanged.
     """
     if device.type != "cuda":
         return
@@ -36,9 +36,9 @@ def speed_up(network: nn.Module, device: torch.device) -> None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether it computes x / sqrt(mean(x^2) + eps) * weight over the last dimension, and no more.
+    """Whether a module computes exactly x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    Found out by trying it with other weights.
+    Checked by running it with other weights.
     """
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
@@ -52,7 +52,7 @@ def is_plain(module: nn.Module) -> bool:
     wanted = F.rms_norm(drawn[1], drawn[0].shape, drawn[0], _epsilon(module))
     try:
         return torch.allclose(tried(drawn[1]), wanted, rtol=_TOLERANCE, atol=_TOLERANCE)
-    except (RuntimeError, TypeError):  # it wants more, or something else
+    except (RuntimeError, TypeError):  # other arguments
         return False
 
 

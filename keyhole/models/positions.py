@@ -1,13 +1,13 @@
-"""Moves what a model rotated at one position to another: how a stored document gets its place.
+"""Shifts rotated vectors to other positions, to place stored documents in a prompt.
 
-RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) turns each pair of numbers of
-a key or query at position p by the angle p * frequency. A further turn by m * frequency gives the
-same key at p + m, whatever p was; and as turns are linear, a turned mean is the mean of what was
-turned. A constant factor on all keys (YaRN's, LongRoPE's) stays as it is.
+RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) rotates each pair of numbers
+of a key or query at position p by the angle p * frequency. A further rotation by m * frequency
+yields the same key at p + m, whatever p was. Rotations are linear, so a rotated mean is the mean of
+the rotated vectors. A constant factor on all keys (YaRN's, LongRoPE's) is unaffected.
 
 transformers' families all hold rotated vectors in halves, the pair (i, i + half): MLA's too, though
 its weights may be interleaved. A model with learned positions (gpt_bigcode) adds them to the tokens
-before the first layer, where no turn reaches them.
+before the first layer and cannot be shifted.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ def rotates(model: Model) -> bool:
 class RopeShift:
     """The rotation of every layer of a model.
 
-    frequencies: per layer float64 [pairs], radians per position, slowed or stretched as the model's
-    RoPE wants; layers of a kind share one tensor. Twice `pairs` is less than D where a part of
-    the head only is rotated.
-    rotated_last: per layer whether that part is the last of the D (MLA's [latent | rope]), or the
-    first.
+    frequencies: per layer float64 [pairs], radians per position, slowed or stretched by the model's
+    RoPE; layers of a kind share one tensor. Twice `pairs` is less than D where a part of the head
+    only is rotated.
+    rotated_last: per layer whether that part comes last in D (MLA's [latent | rope]) or first.
     """
 
     frequencies: tuple[Tensor, ...]
@@ -63,10 +62,10 @@ class RopeShift:
         )
 
     def turn(self, layer: int, x: Tensor, by: int | Tensor) -> Tensor:
-        """Keys or queries of a layer, rotated at any positions p, as rotated at p + by.
+        """Shifts keys or queries of a layer, rotated at any positions p, to p + by.
 
-        x: [..., D], any float dtype, as attention sees them (MLA: [latent | rope]; the latent
-        stays). by: tokens, negative ones too; a number, or int64 that broadcasts against
+        x: [..., D], any float dtype, as attention sees them (MLA: [latent | rope]; the latent is
+        copied). by: tokens, possibly negative; a number, or int64 that broadcasts against
         x.shape[:-1]. Returns x's dtype from float32 arithmetic; x itself if `by` is the number 0.
         """
         if isinstance(by, int):
@@ -78,11 +77,11 @@ class RopeShift:
 
 
 def _frequencies(rotary: Any, kind: str) -> Tensor:
-    """What transformers' module rotates layers of this kind by, float64 [pairs].
+    """The frequencies of transformers' module for layers of this kind, float64 [pairs].
 
-    Read from the module, not computed from the config: these are the numbers in use. The original
-    ones, because `inv_freq` may have followed a text beyond the length to which `families` lets
-    RoPE that changes with length run.
+    Read from the module, not computed from the config: these are the values in use. The original
+    ones, because `inv_freq` may have been changed by a sequence beyond the length to which
+    `families` limits length-dependent RoPE.
     """
     shared = getattr(rotary, "original_inv_freq", None)
     found: Tensor = getattr(rotary, f"{kind}_original_inv_freq") if shared is None else shared

@@ -1,4 +1,4 @@
-"""Weights in few bits, as bitsandbytes packs them: what nobody checks while they are loaded."""
+"""Checks of bitsandbytes' packed weights that no library performs while loading."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from keyhole.errors import ModelError
 
-#: Says at every product of 8-bit weights that it casts what is not in float16.
+#: bitsandbytes' logger, which reports each cast to float16 at every 8-bit product.
 _TALKATIVE = "bitsandbytes.autograd._functions"
 
 
 def check(network: Any, name: str) -> None:
-    """ModelError for packed weights and scales that are too many or too few for their layers.
+    """ModelError for packed weights and scales whose sizes do not match their layers.
 
-    transformers compares no shapes of packed weights, and kernels would read what is not theirs.
+    transformers does not check shapes of packed weights, and kernels would read out of bounds.
     """
     for key, layer in network.named_modules():
         weight = getattr(layer, "weight", None)
@@ -26,14 +26,14 @@ def check(network: Any, name: str) -> None:
 
 
 def say_once() -> None:
-    """Lets bitsandbytes say a thing once."""
+    """Makes bitsandbytes log each message once."""
     logger = logging.getLogger(_TALKATIVE)
     if not any(isinstance(one, _Once) for one in logger.filters):
         logger.addFilter(_Once())
 
 
 def _fits(layer: Any, weight: Any) -> bool:
-    """Whether weights and scales are as many as the layer has; others than packed ones do."""
+    """Whether weights and scales match the layer's size; True for unpacked ones."""
     state, scales = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
     if state is not None:  # 4 bits, two in a byte, and a scale for each block
         size = layer.out_features * layer.in_features
@@ -55,7 +55,7 @@ class _Once(logging.Filter):
         self._seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is new."""
+        """Whether the message is new."""
         new = record.getMessage() not in self._seen
         self._seen.add(record.getMessage())
         return new

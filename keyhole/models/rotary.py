@@ -1,8 +1,8 @@
-"""Rotary embeddings of a model on a GPU, in one launch for queries and keys.
+"""Rotary embeddings of a GPU model, in one launch for queries and keys.
 
-transformers turns them by ten operations in every layer. A family's attention is its own, but all
-call one function of their module for this. Here the same code runs with another function of that
-name, in a class of its own: neither transformers nor other models of the process are changed.
+transformers rotates them by ten operations in every layer. Every family's attention calls one
+function of its module for this. Here a subclass runs the same code with our function under that
+name: neither transformers nor other models of the process are changed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NAME = "apply_rotary_pos_emb"
 
 
 def speed_up(network: nn.Module, device: torch.device) -> None:
-    """Lets attention of a model on a GPU turn queries and keys by our kernel.
+    """Makes attention of a GPU model rotate queries and keys by our kernel.
 
-    What turns them in another way (a part of each head, pairs side by side) is left as it is.
+    Attention that rotates in another way (part of each head, interleaved pairs) is unchanged.
     """
     if device.type != "cuda":
         return
@@ -36,7 +36,7 @@ def speed_up(network: nn.Module, device: torch.device) -> None:
 
 @functools.cache
 def faster(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The same class with our kernel; None if it does not turn heads, or in a way of its own."""
+    """The same class with our kernel; None if it does not rotate heads, or in another way."""
     forward = cls.forward
     if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
         return None
@@ -57,7 +57,7 @@ def faster(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def is_plain(theirs: Callable[..., Any]) -> bool:
-    """Whether a function turns heads as `kernels.apply_rope` does; found out by trying it."""
+    """Whether a function rotates heads as `kernels.apply_rope` does; checked by running it."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = torch.randn(2, 1, 3, 4, generator=generator).repeat(1, 1, 1, 2)
@@ -65,5 +65,5 @@ def is_plain(theirs: Callable[..., Any]) -> bool:
     try:
         found = theirs(query, key, cos, sin)
         return all(torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))
-    except (RuntimeError, TypeError, ValueError):  # it wants more, or something else
+    except (RuntimeError, TypeError, ValueError):  # other arguments
         return False

@@ -1,7 +1,7 @@
-"""One layer's attention for tokens at any places of a sequence: what documents are recomputed by.
+"""One layer's attention for recomputed tokens, at any positions of a sequence.
 
-SamKV (arXiv 2508.11661, section 3.3): a token that is computed again in some layers only runs
-through all of them; in the others it uses what is stored, and leaves nothing behind.
+SamKV (arXiv 2508.11661, section 3.3): a token that is recomputed in some layers runs through all of
+them; in the others it uses the stored keys and values and writes nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from keyhole.models.batch import Batch, ScatteredChunk
 def write(
     batch: Batch, chunk: ScatteredChunk, layer: int, new: tuple[Tensor, Tensor | None]
 ) -> None:
-    """Puts new keys and values [T, Hkv, D] where the chunk says, in this layer.
+    """Writes new keys and values [T, Hkv, D] at the chunk's positions, in this layer.
 
-    The pages hold the old ones before.
+    The pages hold the old ones until then.
     """
     if chunk.deviations is not None and layer in chunk.deviations:
         chunk.deviations[layer].append(_deviation(batch, chunk, layer, new))
@@ -44,7 +44,7 @@ def attend(
     window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of the chunk's queries [T, Hq, D] over what the layer has, [T, Hq, Dv]."""
+    """Attention of the chunk's queries [T, Hq, D] over the layer's tokens, [T, Hq, Dv]."""
     if chunk.queries is not None:
         chunk.queries(layer, query)
     paged = query, batch.cache.keys[layer], batch.cache.values[layer]
@@ -63,7 +63,7 @@ def _deviation(
     """|new - stored|^2 of keys and of values, summed over heads and numbers: float32 [2, T]."""
     key, value = new
     pages = batch.cache.keys[layer], batch.cache.values[layer]
-    if value is None:  # MLA: the latent that values are made of is the first part of the key
+    if value is None:  # MLA: values are computed from the latent, the first part of the key
         value = key[..., : pages[1].shape[-1]]
     found = []
     for part, stored in zip((key, value), pages, strict=True):
@@ -79,7 +79,7 @@ def _updated(
     rows: Tensor,
     new: tuple[Tensor, Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
-    """New keys and values of some rows, combined with what is in their places."""
+    """New keys and values of some rows, combined with the stored ones."""
     assert chunk.update is not None
     tokens = chunk.positions[rows]
     pages = batch.cache.keys[layer], batch.cache.values[layer]

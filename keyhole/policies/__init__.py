@@ -1,10 +1,11 @@
 """The table of policies: one line per method. CLI, documents and conformance tests read it.
 
-Controls stand in a table of their own. They are policies that no paper proposes, and that a method
-is compared with: what it would be worth to select at random, or perfectly. The control that selects
-the newest tokens is `streaming_llm` with the dense layers of the method.
+Controls have a table of their own. They are baselines that no paper proposes: selecting at random,
+or perfectly. The control that selects the newest tokens is `streaming_llm` with the dense layers of
+the method.
 
-Others add theirs by an entry point in the group `keyhole.policies`: name = "package.module:Class".
+Other packages add policies by an entry point in the group `keyhole.policies`: name =
+"package.module:Class".
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ _POLICIES = Registry(
 
 
 def available_policies() -> dict[str, type[Policy]]:
-    """Every method by name: ours in the order of the table, then those of entry points."""
+    """Every method by name: the table in its order, then entry points."""
     return {name: cls for name, cls in _POLICIES.classes().items() if name not in _CONTROLS}
 
 
 def available_controls() -> dict[str, type[Policy]]:
-    """The controls by name; `make_policy` makes them, too."""
+    """The controls by name; `make_policy` accepts them too."""
     return {name: cls for name, cls in _POLICIES.classes().items() if name in _CONTROLS}
 
 
 def policy_name(name: str) -> str:
-    """The name in the table for DELTA, Tidal-Decode and the like; what is not there stays."""
+    """The table's name for spellings such as DELTA or Tidal-Decode; unknown names stay."""
     return _POLICIES.canonical(name)
 
 
 def make_policy(
     policy: Policy | str | Path | None, settings: Mapping[str, Any] | None = None
 ) -> Policy:
-    """A policy from itself, from a name such as "delta:token_budget=512" or a settings file.
+    """A policy from a policy, a name such as "delta:token_budget=512" or a settings file.
 
     None is full attention.
     """

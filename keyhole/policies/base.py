@@ -1,8 +1,9 @@
-"""What a policy is: frozen settings and a few pure functions that say what a decode step reads.
+"""The interface of policies: frozen settings and pure functions that select what a step reads.
 
-A policy never remembers a sequence. What it keeps per page (`page_data`) belongs to the cache; what
-one layer leaves for later layers of the same step (`Step.shared_selection`) ends with the step.
-Prefill is exact whatever the policy, and layers with a sliding window of their own never ask it.
+A policy holds no state of a sequence. Its data per page (`page_data`) belongs to the cache; a
+selection that one layer shares with later layers of the same step (`Step.shared_selection`) ends
+with the step. Prefill is exact under every policy, and layers with a sliding window of their own do
+not call it.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ class Step:
 
     lengths: int32 [B], tokens of each sequence, the newest included.
     pages: int32 [B], pages of each sequence.
-    max_length: the largest of `lengths`, known without asking the device.
-    page_table: int32 [B, M]; row b lists the physical pages of sequence b, the rest is 0.
+    max_length: the largest of `lengths`, known without a device sync.
+    page_table: int32 [B, M]; row b lists the physical pages of sequence b, padded with 0.
     page_data: per layer, the side data that the policy declared, [P, ...] each.
-    shared_selection: what `before_step`, or a layer of this step, left for the layers after it.
-    weights: what layers left for `after_step`, scores as they came.
-    host_lengths: int64 [B], `lengths` without asking the device. fresh: bool [B], sequences in
+    shared_selection: the selection that `before_step`, or a layer of this step, sets for later
+    layers.
+    weights: the scores that layers collect for `after_step`.
+    host_lengths: int64 [B], `lengths` on the host. fresh: bool [B], sequences in
         their first decode step since they began to run.
-    prompts: int32 [B], tokens that were there before that step; host_prompts: int64 [B], the same
-        without asking the device.
-    keys: per layer, its pages of keys [P, Hkv, page_size, D], wherever they are.
-    rotation: rotation(layer) turns keys of a layer from any positions to others; in a model without
-        RoPE it leaves them as they are.
-    slots: int64 [B], the rows of the sequences in `state`, what the policy keeps per sequence.
-    kept_tokens: what each layer has of the sequences, where layers dropped tokens of some prompts
-        (stored documents); None: everything. What is not there is taken out of a selection.
-    retained: what full-attention layers still read of the sequences, where the policy evicts;
-        None: everything. What is chosen of it, and its scores, count its pages and tokens.
+    prompts: int32 [B], tokens before that step; host_prompts: int64 [B], the same on the host.
+    keys: per layer, its pages of keys [P, Hkv, page_size, D], resident or offloaded.
+    rotation: rotation(layer) shifts keys of a layer from any positions to others; in a model
+    without RoPE it returns them unchanged.
+    slots: int64 [B], the rows of the sequences in `state`, the policy's data per sequence.
+    kept_tokens: the tokens that each layer has, where layers dropped tokens of some prompts (stored
+    documents); None: all. Dropped tokens are removed from selections.
+    retained: the pages that full-attention layers still read, where the policy evicts; None: all.
+    Selections and scores are then indexed by retained pages and tokens.
     head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N], -1 for tokens
-        that no layer has; computed when it is called. None without a head. head_token_bytes: the
-        head's keys of a token.
+    that no layer has; computed on call. None without a head. head_token_bytes: bytes of the head's
+    keys of a token.
     """
 
     lengths: Tensor
@@ -80,11 +81,12 @@ class Step:
 class PromptQueries:
     """The queries of prompt tokens of one sequence that one layer computes in one step.
 
-    query: [T, Hq, D], rotated as the keys are; of tokens in a row, from `start` on.
-    keys: the layer's pages of keys [P, Hkv, page_size, D], those of these tokens among them.
+    query: [T, Hq, D], rotated as the keys are; consecutive tokens from `start`.
+    keys: the layer's pages of keys [P, Hkv, page_size, D], these tokens included.
     data: the side data that the policy declared, [P, ...] each.
     pages: int64 [M], the pages of the sequence up to the last of these tokens.
-    first: tokens from here on are computed for this sequence, those before it were known.
+    first: tokens from here on are computed for this sequence; earlier ones come from a cached
+    prefix.
     """
 
     query: Tensor
@@ -97,38 +99,39 @@ class PromptQueries:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a decode step attends to. Subclass it, set `name`, write `select`."""
+    """Selects what a decode step attends to. Subclass it, set `name`, define `select`."""
 
     name: ClassVar[str]
-    #: True only if every step reads everything; generated tokens are then as good as a prefill.
+    #: True only if every step reads everything; generated tokens are then as exact as prefilled
+    #: ones.
     dense: ClassVar[bool] = False
-    #: Whether the policy chooses by a retrieval head, which the engine then loads and runs.
+    #: Whether the policy selects by a retrieval head, which the engine then loads and runs.
     wants_head: ClassVar[bool] = False
-    #: False if what is kept of a page depends on more than its tokens and those before them: every
-    #: sequence then has pages of its own, copies where a prefix is known.
+    #: False if a page's data depends on more than its tokens and those before them: sequences then
+    #: share no pages, and a cached prefix is copied.
     shares_pages: ClassVar[bool] = True
-    #: Whether it sees the queries of all tokens (`on_prompt_queries`, `on_queries`). Prompts whose
-    #: keys were computed elsewhere (stored documents) are then refused.
+    #: Whether it needs the queries of all tokens (`on_prompt_queries`, `on_queries`). Prompts of
+    #: stored documents, whose queries are not stored, are then refused.
     reads_queries: ClassVar[bool] = False
-    #: True if a decode step can be recorded and repeated (a CUDA graph), else the reason why not.
-    #: The hooks of a step then wait for nothing, make tensors of shapes that follow from the step's
-    #: tensors and the settings alone, and go by what the host knows only as `capture_key` says.
+    #: True if a decode step can be captured in a CUDA graph, else the reason why not. The hooks of
+    #: a step then never sync with the device, derive all shapes from the step's tensors and the
+    #: settings, and branch on host values only as `capture_key` says.
     capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
-    #: Settings that what is kept of a page (`page_data`) depends on beside its shape. Requests that
-    #: differ in none of them share prefixes; None: it may be any.
+    #: Settings that change the values of `page_data`, not only its shape. Requests with equal
+    #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None
 
-    #: Whether its hooks read keys of pages in every step. That waits for the host where a layer
-    #: is offloaded from a GPU; such steps are not recorded.
+    #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
+    #: waits for the host; such steps are not captured.
     reads_keys: ClassVar[bool] = False
     #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
-    #: that scores attends to everything and is not asked to select.
+    #: that scores attends to everything, and `select` is not called for it.
     selects_by_own_scores: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # else @dataclass makes a longer one
+        if "__repr__" not in vars(cls):  # otherwise @dataclass generates a longer one
             cls.__repr__ = short_repr  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
@@ -136,72 +139,72 @@ class Policy:
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
-        """The policy as its paper or its authors' code has it, at this budget; not resolved.
+        """The policy with its paper's or its authors' settings, at this budget; not resolved.
 
-        What the authors read beside their budget is included: `outside_budget` names it. Layers
-        that a paper gives by number are scaled to the depth. Here: the defaults.
+        Tokens that the authors read outside their budget are included: `outside_budget` names them.
+        Layers that a paper gives by number are scaled to the depth. Here: the defaults.
         """
         has_budget = "token_budget" in cls.__dataclass_fields__
         return cls(**{"token_budget": token_budget} if has_budget else {})
 
     def outside_budget(self) -> str:
-        """What a sparse layer reads beside `token_budget`, in a few words; "" for nothing.
+        """The tokens that a sparse layer reads outside `token_budget`, in a few words; "" for none.
 
-        Layers that read everything are not meant (`dense_layers`), nor what a policy keeps beside
-        keys and values (`overhead_bytes`).
+        Excludes layers that read everything (`dense_layers`) and data besides keys and values
+        (`overhead_bytes`).
         """
         return ""
 
     def resolve(self, geometry: Geometry) -> Self:
-        """This policy with every "auto" value settled for a model; the engine uses the result.
+        """This policy with every "auto" value resolved for a model; the engine uses the result.
 
         Raises ConfigError for settings that this model or page size cannot have.
         """
         return self
 
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """The full-attention layers that read everything in every step, once settings are resolved.
+        """The full-attention layers that read everything in every step, for a resolved policy.
 
-        A control of this policy keeps the same layers dense, so that the two differ in nothing but
-        how the tokens of the other layers are selected.
+        A control of this policy keeps the same layers dense, so that the two differ only in how the
+        tokens of the other layers are selected.
         """
         return geometry.full_attention if self.dense else ()
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """Layers that are read only through selections, so that they may be offloaded."""
+        """Layers that are read only through selections, and so can be offloaded."""
         return () if self.dense else geometry.full_attention
 
     def selection_heads(self, geometry: Geometry) -> int | None:
-        """Lists of a selection, where they may be more than KV heads (MLA); None: they are not."""
+        """Lists of a selection, if there may be more than KV heads (MLA); None: there are not."""
         return None
 
     def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
-        """Most pages that sequences may keep, those of their prompts too; None: all, for good.
+        """The most pages that sequences may keep, prompts included; None: unlimited.
 
-        prompt_pages: int64 [n], at least 1 each; at least one more must be allowed. Whoever bounds
-        them evicts, and says which pages go (`after_step`); prompts never do.
+        prompt_pages: int64 [n], at least 1 each; the limit is at least one more. A policy that
+        returns a limit names the pages to evict in `after_step`; prompt pages are never evicted.
         """
         return None
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """Name and shape, per page, of what this policy keeps beside the keys of a layer."""
+        """Name and shape, per page, of this policy's data beside the keys of a layer."""
         return {}
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """Name and shape of what this policy keeps per sequence from step to step, int32.
+        """Name and shape of this policy's int32 data per sequence, kept from step to step.
 
-        Old numbers stand there when a sequence begins: `Step.fresh` says when to write first. No
-        numbers of `Step.page_table`: pages get new ones when the cache is packed, and what belongs
-        to a page belongs in `page_data`, which moves with it.
+        The data is not cleared when a sequence begins: `Step.fresh` marks its first step. Do not
+        store numbers of `Step.page_table`, which change when the cache is packed; data of a page
+        belongs in `page_data`, which moves with it.
         """
         return {}
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The same for numbers of the keys' dtype; the names are others."""
+        """The same for data of the keys' dtype; names must differ from those of `state`."""
         return {}
 
     def before_step(self, step: Step) -> None:
-        """Called before layer 0 of every decode step; may leave `step.shared_selection`."""
+        """Called before layer 0 of every decode step; may set `step.shared_selection`."""
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
@@ -212,45 +215,45 @@ class Policy:
         """
 
     def reusable(self, known: int, page_size: int) -> int:
-        """How many of the known tokens at the start of a prompt need not be computed again.
+        """How many tokens of a cached prefix need not be computed again.
 
-        Whole pages, like `known`. For policies that do not share pages: of the others all are.
+        Whole pages, like `known`. Only for policies that do not share pages; others reuse all of
+        it.
         """
         return known
 
     def on_prompt_queries(
         self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
     ) -> None:
-        """Sees queries of a prompt, where the policy `reads_queries`; may change side data.
+        """Receives queries of a prompt if the policy `reads_queries`; may change side data.
 
         Called for every layer with full attention, after keys were written and `on_append`.
-        options: scale, softcap and sinks, as `kernels.attend` takes them.
+        options: scale, softcap and sinks, as in `kernels.attend`.
         """
 
     def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
         """The same for the newest tokens of decoding sequences, [B, Hq, D]."""
 
     def capture_key(self, step: Step) -> Hashable:
-        """Which way the hooks of this step go by what the host knows of it, such as `max_length`.
+        """A key for the branches that this step's hooks take on host values such as `max_length`.
 
-        Two steps of the same key and shapes run the same operations: one is recorded, and
-        repeated for the other. None: this step is not recorded, as its work is the host's choice.
-        For policies that are `capturable`.
+        Two steps of the same key and shapes run the same operations: one is captured and replayed
+        for the other. None: this step is not captured. For `capturable` policies.
         """
         return ()
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
-        """Scores that this layer must give; such a layer computes the scores of all its keys."""
+        """Scores that this layer must return; such a layer computes the scores of all its keys."""
         return ()
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Takes the scores asked for, float32 [B, H, n] each; may leave `step.shared_selection`.
+        """Receives the requested scores, float32 [B, H, n] each; may set `step.shared_selection`.
 
         H is the number of KV heads for a request of "group_max", of query heads for "none", else 1.
         """
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """What this layer reads in this step; None is everything.
+        """Selects what this layer reads in this step; None is everything.
 
         query [B, Hq, D], rotated as the keys are.
         """
@@ -259,16 +262,15 @@ class Policy:
     def after_step(self, step: Step) -> Tensor | None:
         """Called after the last layer of every decode step.
 
-        Where sequences are due to give up a page before their next token (`RetainedPages.due`), a
-        policy that evicts returns which one goes, int64 [B], counted after the pinned ones; only
-        those of sequences that are due do.
+        A policy that evicts returns the page to evict per sequence, int64 [B], counted after the
+        pinned ones; only sequences that are due (`RetainedPages.due`) lose theirs.
         """
         return None
 
     def low_rank(self, layer: int, step: Step) -> LowRank | None:
-        """What stands for some of the selected keys; None: all are read as they are.
+        """Low-rank keys that replace some of the selected keys; None: all keys are read in full.
 
-        Asked after `select` if that chose tokens, not pages.
+        Called after `select` if that selected tokens, not pages.
         """
         return None
 

@@ -1,32 +1,32 @@
-"""ClusterKV: keys of one direction form a cluster, wherever they stand; a query reads the clusters
-whose centroids it scores highest.
+"""ClusterKV: keys of similar direction form clusters, whatever their positions; a query reads the
+clusters whose centroids score highest.
 
 Liu et al., ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression, 2024
-(arXiv 2412.03213). Behind the prompt the keys of every KV head, the first tokens apart, are put
-into prompt length / `cluster_size` clusters by k-means of cosine similarity; the generated ones
-follow, `cluster_every` at a time, into clusters of their own, and are read in full until then. A
-centroid is the mean of its keys, a cluster's score the query's product with it. Clusters are taken
-by score until the budget is full; of the last one the earliest tokens.
+(arXiv 2412.03213). After the prompt, the keys of every KV head, except the first tokens, are
+grouped into prompt length / `cluster_size` clusters by k-means with cosine similarity. Generated
+keys form new clusters, `cluster_every` at a time, and are read in full until then. A centroid is
+the mean of its keys; a cluster's score is the query's product with it. Clusters are read in order
+of score until the budget is full; the last one is cut to its earliest tokens.
 
 Cost per step and layer: a centroid per `cluster_size` tokens and the cluster of every token, then
-`token_budget` keys and values; behind the prompt ten rounds of k-means.
+`token_budget` keys and values; after the prompt, ten rounds of k-means.
 
-When to use it: where what matters is scattered over the text: clusters of tokens are selected, not
-pages. Keys are clustered after the prompt, which takes time.
+When to use it: where the relevant tokens are scattered over the context: clusters of tokens are
+selected, not pages. Keys are clustered after the prompt, which takes time.
 
 Differences (theirs | ours | effect measured):
-- every query head reads clusters of its own | the query heads of a KV head share a choice, by the
-  largest score among them; `share_group=False` is theirs | at a budget of 256: shared 4.2 % (1.2 to
-  14.0) with 1,186 KiB read per step, per query head 43.8 % (30.7 to 57.7) with 2,696 KiB
-- generated tokens are read beside the budget until they are in clusters; the evaluation code never
-  puts them there | they count in the budget; `generated` takes "recent_beside" and "all_beside" |
-  at a budget of 256: counted as above, all beside it 64.6 % (50.4 to 76.6) with 1,763 KiB
-- 16 first tokens are read beside the budget | they count in it | not measured: at the budgets here
+- every query head reads clusters of its own | the query heads of a KV head share one selection, by
+  the largest score among them; `share_group=False` is theirs | at a budget of 256: shared 4.2 %
+  (1.2 to 14.0) with 1,186 KiB read per step, per query head 43.8 % (30.7 to 57.7) with 2,696 KiB
+- generated tokens are read outside the budget until they are clustered; the evaluation code never
+  clusters them | they count in the budget; `generated` accepts "recent_beside" and "all_beside" |
+  at a budget of 256: counted as above, all outside it 64.6 % (50.4 to 76.6) with 1,763 KiB
+- 16 first tokens are read outside the budget | they count in it | not measured: at the budgets here
   they are a sixteenth of it
 - a cluster that does not fit into what is left of the budget is cut | the same: its earliest tokens
   are read | none
-- k-means begins with random keys | with evenly spaced ones, so that a text gives the same clusters
-  again | not measured: theirs differ from run to run
+- k-means begins with random keys | with evenly spaced ones, so that clusters are reproducible | not
+  measured: theirs differ from run to run
 - 320 generated tokens make four clusters in the paper, eight in the code | four: one per
   `cluster_size` | not measured: the generated text here is shorter than two such groups
 - the clusters of a prompt are its own | the same, so that a cached prefix is copied, not shared |
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Numbers of centroids are rounded up to multiples of this.
+# The number of centroids is rounded up to multiples of this.
 _ROUNDED = 64
 
-#: What is done with generated tokens, and what of them is read beside the budget.
+#: The handling of generated tokens, and which of them are read outside the budget.
 _GENERATED = {
     "counted": "",
     "recent_beside": "generated tokens that are in no cluster yet",
@@ -75,7 +75,7 @@ class ClusterKV(Policy):
     name: ClassVar[str] = "clusterkv"
     shares_pages: ClassVar[bool] = False
     capturable: ClassVar[bool | str] = True
-    page_settings: ClassVar[tuple[str, ...] | None] = ()  # every sequence makes its clusters
+    page_settings: ClassVar[tuple[str, ...] | None] = ()  # every sequence computes its clusters
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and recent included")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     sink_size: int | None = setting(
@@ -101,7 +101,7 @@ class ClusterKV(Policy):
     )
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles sinks and interval; checks that they fit into the budget."""
+        """Resolves sinks and interval; checks that they fit into the budget."""
         budget = self.token_budget
         require(is_count(budget), "token_budget", budget, "at least 1")
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
@@ -118,7 +118,7 @@ class ClusterKV(Policy):
         require(is_count(every), "cluster_every", every, "at least 1")
         right = "at least 1, or None for the newest alone"
         require(window is None or is_count(window), "window_size", window, right)
-        # What is in no cluster yet and the window are newest tokens, both of them.
+        # Unclustered tokens and the window are both newest tokens.
         waiting = every if self._counts else 1
         newest = "window_size" if (window or 1) > waiting else "cluster_every"
         least = sinks + max(waiting, window or 1)
@@ -131,7 +131,7 @@ class ClusterKV(Policy):
         return tuple(i for i in geometry.full_attention if i in self.full_layers)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything. ConfigError for a choice per query head."""
+        """All layers except the dense ones. ConfigError for a selection per query head."""
         if not self.share_group:
             raise ConfigError(
                 f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
@@ -151,21 +151,21 @@ class ClusterKV(Policy):
         )
 
     def outside_budget(self) -> str:
-        """What is read of the generated tokens, unless they are counted."""
+        """The generated tokens that are read outside the budget."""
         return _GENERATED[self.generated]
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """The cluster of each token, and room for the centroids of the sequence.
+        """The cluster of each token, and space for the centroids of the sequence.
 
-        A sequence has at most one cluster for so many tokens as the smallest holds on average, one
-        more at most; its pages have room for them in order.
+        The number of clusters is at most the tokens over the smallest average cluster, plus one;
+        the sequence's pages store the centroids in order.
         """
         smallest = min(self.cluster_size, self._every) if self.num_clusters is None else 1
         heads, slots = layout.num_kv_heads, -(-page_size // smallest)
         return {"centroid": (slots, heads, layout.key_dim), "cluster": (heads, page_size)}
 
     def before_step(self, step: Step) -> None:
-        """Clusters the prompts of new sequences, and generated tokens when there are enough."""
+        """Clusters the prompts of new sequences, and generated tokens once there are enough."""
         prompts, made = step.host_prompts, self._ends(step.host_prompts, step.host_lengths)
         crossing = self._crossing(step)
         for row in np.flatnonzero(self._due(step)).tolist():
@@ -180,7 +180,7 @@ class ClusterKV(Policy):
                 self._form(step, row, (start, start + self._every), (before, before + each))
 
     def capture_key(self, step: Step) -> Hashable:
-        """How many centroids are read, 0 where all keys are; not where clusters are made."""
+        """The number of centroids read, 0 for dense steps; None in steps that form clusters."""
         if self._due(step).any():
             return None
         if not self._selects(step):
@@ -199,7 +199,7 @@ class ClusterKV(Policy):
             scores = kernels.cluster_scores(*clusters)
         else:
             scores = kernels.cluster_scores_per_query_head(*clusters)
-        # Tokens of one cluster score the same, and the earlier ones of equals are taken first.
+        # Tokens of one cluster have equal scores; ties go to the earlier token.
         among, last = self._among(step.prompts, step.lengths), self.window_size or 0
         if self._counts:
             return kernels.top_k(scores, among, self.token_budget, 1, last=max(1, last))
@@ -224,7 +224,7 @@ class ClusterKV(Policy):
     def _form(
         self, step: Step, row: int, tokens: tuple[int, int], numbers: tuple[int, int]
     ) -> None:
-        """Puts tokens (first, end) of a sequence into clusters (first, end), in sparse layers."""
+        """Assigns tokens (first, end) of a sequence to clusters (first, end), in sparse layers."""
         pages = step.page_table[row].long()
         for layer, keys in enumerate(step.keys):
             data = step.page_data[layer]
@@ -234,14 +234,14 @@ class ClusterKV(Policy):
                 )
 
     def _crossing(self, step: Step) -> np.ndarray:
-        """Sequences that outgrew the budget, or begin beyond it, bool [B]."""
+        """Sequences that just exceeded the budget, bool [B]."""
         prompts, lengths = step.host_prompts, step.host_lengths
         before = self._long(prompts, lengths - 1) & ~step.fresh
         crossing: np.ndarray = self._long(prompts, lengths) & ~before
         return crossing
 
     def _due(self, step: Step) -> np.ndarray:
-        """Sequences of which tokens go into clusters, bool [B]."""
+        """Sequences whose tokens are clustered in this step, bool [B]."""
         known, prompts = step.host_lengths - 1, step.host_prompts
         made = self._ends(prompts, step.host_lengths)
         follows = (made == known) & (known > prompts)
@@ -251,7 +251,7 @@ class ClusterKV(Policy):
     def _most(self, step: Step) -> int:
         """The most clusters of any sequence, rounded up, so that many steps have shapes in common.
 
-        What is too many is read and compared with nothing.
+        Excess centroids are read and ignored.
         """
         most = int(self._count(step.host_prompts, step.host_lengths).max())
         return -(-most // _ROUNDED) * _ROUNDED
@@ -267,19 +267,19 @@ class ClusterKV(Policy):
         return tokens.clip(0, self.num_clusters)
 
     def _pieces(self, prompts: Any, lengths: Any) -> Any:
-        """How often generated tokens went into clusters, the newest not. Arrays or tensors."""
+        """How often generated tokens were clustered, not counting the newest. Arrays or tensors."""
         if self.generated == "all_beside":
             return 0 * prompts
         return (lengths - 1 - prompts) // self._every
 
     def _among(self, prompts: Any, lengths: Any) -> Any:
-        """The tokens that the budget is for: all of them, or those in clusters."""
+        """The tokens that the budget covers: all, or those in clusters."""
         if self._counts:
             return lengths
         return prompts + self._pieces(prompts, lengths) * self._every
 
     def _long(self, prompts: Any, lengths: Any) -> Any:
-        """Whether a sequence has more tokens than the budget is for. Arrays or tensors."""
+        """Whether a sequence has more tokens than the budget. Arrays or tensors."""
         return self._among(prompts, lengths) > self.token_budget
 
     def _selects(self, step: Step) -> bool:
@@ -292,7 +292,7 @@ class ClusterKV(Policy):
         return made * self._long(prompts, lengths)
 
     def _count(self, prompts: Any, lengths: Any) -> Any:
-        """Clusters of sequences of `lengths` tokens, of which the newest is in none."""
+        """Clusters of sequences of `lengths` tokens; the newest token is in none."""
         each = int(self._number(np.asarray(self._every)))
         return self._of_prompt(prompts - self._sinks) + self._pieces(prompts, lengths) * each
 

@@ -1,10 +1,10 @@
-"""DELTA: a few layers read everything and choose the pages that the layers after them read.
+"""DELTA: a few layers read everything and select the pages that the layers after them read.
 
 Zarch et al., DELTA: Dynamic Layer-Aware Token Attention for Efficient Long-Context Reasoning
 (2025), section 4. Layers are of three kinds: `full_layers` (the first ones) read everything;
-`delta_layers` read everything and score it; all others read the pages chosen by the nearest delta
-layer before them. A token's score is the largest attention weight that any query head gives it, a
-page's score the sum over its tokens; the newest pages are always kept. The choice is made anew at
+`delta_layers` read everything and score it; all others read the pages selected by the nearest delta
+layer before them. A token's score is its largest attention weight over all query heads, a page's
+score is the sum over its tokens; the newest pages are always read. The selection is recomputed at
 every token and nothing is evicted.
 
 Cost per step: full and delta layers read the whole cache, the others `token_budget` tokens.
@@ -13,10 +13,10 @@ When to use it: for long derivations, after `keyhole calibrate` on the model; a 
 read the whole cache.
 
 Differences (theirs | ours | effect measured):
-- layers {0, 1} read everything and {2, 14, 22} of 28 choose | scaled to the depth, or measured for
-  the model, if a file of `keyhole calibrate` lies beside it or is given as `layers` | differs by
-  model: `keyhole calibrate` prints mass kept, error of the output, dense layers and keys read of
-  every placement
+- layers {0, 1} read everything and {2, 14, 22} of 28 select | scaled to the depth, or measured for
+  the model, if a file of `keyhole calibrate` is beside the weights or is given as `layers` |
+  differs by model: `keyhole calibrate` prints mass kept, error of the output, dense layers and keys
+  read of every placement
 - layers are placed where attention shifts most | `keyhole calibrate` places them where the layers
   between lose the least, by attention mass or by the error of the output; `--method paper` is
   theirs, and begins with the first layer behind the full ones as their layers do | as above;
@@ -71,12 +71,12 @@ class Delta(Policy):
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
-        """The paper's layers scaled to the depth, not those that were measured for the model."""
+        """The paper's layers scaled to the depth, not those calibrated for the model."""
         layers = default_delta_layers(geometry)
         return cls(token_budget=token_budget, full_layers=(0, 1), delta_layers=layers)
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles recent pages and layers: as given, else calibrated, else scaled to the depth."""
+        """Resolves recent pages and layers: as given, else calibrated, else scaled to the depth."""
         size = geometry.page_size
         require(
             is_count(self.token_budget, size),
@@ -86,7 +86,7 @@ class Delta(Policy):
         )
         pages = self.token_budget // size
         # An eighth of the budget, as in the authors' code (8 of 64 pages); table 1 of the paper
-        # shows that smaller budgets want relatively more.
+        # shows that smaller budgets need relatively more.
         recent = max(1, pages // 8) if self.recent_pages is None else self.recent_pages
         right = f"from 1 to {pages}, the pages in token_budget {self.token_budget}"
         require(is_count(recent) and recent <= pages, "recent_pages", recent, right)
@@ -129,7 +129,7 @@ class Delta(Policy):
         return selection_layers.dense(self.delta_layers, self.full_layers, geometry)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """The sparse layers after the first one that chooses."""
+        """The sparse layers after the first selection layer."""
         return selection_layers.served(self.delta_layers, self.full_layers, geometry)
 
     def capture_key(self, step: Step) -> Hashable:
@@ -143,7 +143,7 @@ class Delta(Policy):
         return (ScoreRequest("max", step.page_size),)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Chooses the pages for the layers that follow."""
+        """Selects the pages for the layers that follow."""
         size, last = step.page_size, self.recent_pages or 1
         first = always_read.entries(self.sink_size, size)
         chosen = kernels.top_k(
@@ -161,7 +161,7 @@ class Delta(Policy):
         return None if layer in (self.full_layers or ()) else step.shared_selection
 
     def _exact_up_to(self, step: Step) -> int:
-        """Tokens of a text that is read whole."""
+        """The length up to which a sequence is read in full."""
         budget = self.token_budget if self.min_budget is None else self.min_budget
         return budget // step.page_size * step.page_size
 

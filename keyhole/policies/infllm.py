@@ -1,38 +1,37 @@
-"""InfLLM: the first tokens, the newest, and the blocks between whose representative tokens the
-query scores highest.
+"""InfLLM: the first tokens, the newest tokens, and the blocks between them whose representative
+tokens score highest.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
 Memory, NeurIPS 2024 (arXiv 2402.04617), section 3. Every block of the past has, for each query
-head, a few representative tokens: those that the queries of the `window_size` tokens from theirs on
-gave the most attention, summed over these queries. A block's score is the product of the query and
-the mean of their keys, summed over all query heads, so that all heads read the same blocks. Every
-layer chooses for itself, at every token. A block has representatives when the window has left it;
-until then it is read.
+head, a few representative tokens: the ones that received the most attention from the queries of the
+next `window_size` tokens. A block's score is the product of the query and the mean of their keys,
+summed over all query heads, so that all heads read the same blocks. Every layer selects for itself,
+at every token. A block gets representatives when the window has passed it; until then it is read.
 
-Cost per step and layer: a key per query head and block, and what the tokens of the window received;
-then `token_budget` keys and values. Over a prompt the attention of all tokens within the window is
-computed a second time, for what they received.
+Cost per step and layer: a key per query head and block, and the received attention of the window's
+tokens; then `token_budget` keys and values. Prefill computes the attention within the window a
+second time, to sum what each token receives.
 
-When to use it: for long prompts whose passages matter as a whole: blocks are selected, and no layer
-reads all.
+When to use it: for long prompts where whole passages matter: blocks are selected, and no layer
+reads everything.
 
-What a token received depends on the queries after it. A sequence so has pages of its own, uses a
-known start of a prompt only up to a window before its end, and cannot stand on stored documents,
-of which no queries are stored.
+The attention that a token receives depends on later queries. A sequence therefore shares no pages,
+reuses a cached prefix only up to one window before its end, and cannot use stored documents, whose
+queries are not stored.
 
 Differences (theirs | ours | effect measured):
-- four representative tokens of a block, by the attention that the queries of the next window give
-  them | the same; `num_representatives` | at a budget of 256: four 0 % (0.0 to 7.4) with 1,226 KiB
-  read per step, one 0 % (0.0 to 7.4), sixteen 0 % (0.0 to 7.4): this task asks for facts far away
-  at every step
-- 128 first tokens, a window of 4,096 and 16 blocks of 128 are beside each other | first tokens,
+- four representative tokens of a block, by the attention that they receive from the queries of the
+  next window | the same; `num_representatives` | at a budget of 256: four 0 % (0.0 to 7.4) with
+  1,226 KiB read per step, one 0 % (0.0 to 7.4), sixteen 0 % (0.0 to 7.4): this task asks for facts
+  far away at every step
+- 128 first tokens, a window of 4,096 and 16 blocks of 128 are counted separately | first tokens,
   window and blocks share the budget; `as_published` has their shares | not measured: their window
-  is longer than the texts here
-- what is far away stands at one distance | at its true positions | not measured: a policy here
-  reads keys as they are
-- blocks are chosen for each chunk of queries of a prompt | a prompt is read in full, and each
-  decoded token chooses | not measured: no policy here thins a prompt
-- blocks wait in host memory | `offload=` does it for any policy | none
+  is longer than the prompts here
+- distant tokens share one relative position | true positions | not measured: a policy here reads
+  keys as they are
+- blocks are selected for each chunk of queries of a prompt | a prompt is read in full, and each
+  decoded token selects | not measured: no policy here makes prefill sparse
+- blocks are kept in host memory | `offload=` does it for any policy | none
 
 The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
 `tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
@@ -82,7 +81,7 @@ class InfLLM(Policy):
     )
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles block and window; checks that these and the sinks fit into the budget."""
+        """Resolves block and window; checks that these and the sinks fit into the budget."""
         page, budget = geometry.page_size, self.token_budget
         right = f"at least one page of {page} tokens"
         require(is_count(budget, page), "token_budget", budget, right)
@@ -135,18 +134,18 @@ class InfLLM(Policy):
         return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """What each token received, and of a block's first page the representative key."""
+        """The attention each token received, and the representative in a block's first page."""
         heads = layout.num_query_heads
         return {"received": (2, heads, page_size), "representative": (heads, layout.key_dim)}
 
     def reusable(self, known: int, page_size: int) -> int:
-        """What later queries give to the tokens of the last window is another sequence's."""
+        """All but the last window, whose attention depends on another sequence's queries."""
         return max(0, known - self._window) // page_size * page_size
 
     def on_prompt_queries(
         self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
     ) -> None:
-        """Adds what tokens received, and represents the blocks that the window has left."""
+        """Adds received attention, and represents the blocks that the window has passed."""
         if layer in self.full_layers:
             return
         size, start = queries.keys.shape[2], queries.start
@@ -163,7 +162,7 @@ class InfLLM(Policy):
             init=self._ends(size)[0] * size,
             **options,
         )
-        # The last one before was not complete; of a known start none is.
+        # The last block before was not complete; in a cached prefix none is.
         done = self._blocks(-(-start // size), size) if start > queries.first else 0
         end = self._blocks(pages.shape[1], size)
         if end > max(0, done - 1):
@@ -173,7 +172,7 @@ class InfLLM(Policy):
             self._represent(queries.keys, data, blocks, blocks[:, 0] >= 0)
 
     def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
-        """The same for the newest tokens; the last block that the window has left."""
+        """The same for the newest tokens, for the last block that the window has passed."""
         if layer in self.full_layers:
             return
         size, keys, data = step.page_size, step.keys[layer], step.page_data[layer]
@@ -193,7 +192,7 @@ class InfLLM(Policy):
         number = self._blocks(step.pages, size)
         block = (number.long() - 1)[:, None] * per_block + first
         entries = block + table.new_ones(per_block).cumsum(0) - 1
-        # Of a sequence without a block its own first page: nothing else may be touched.
+        # A sequence without a block names its own first page: no other page may be written.
         entries = entries.masked_fill((number == 0)[:, None], 0)
         self._represent(keys, data, table.gather(1, entries), number > 0)
 
@@ -210,7 +209,7 @@ class InfLLM(Policy):
         keys, table = step.page_data[layer]["representative"], step.page_table[:, first::per_block]
         number = self._blocks(step.pages, size)
         scores = kernels.block_scores(query, keys, table.contiguous(), number)
-        # Pages between the last whole block and the window wait for a block of their own.
+        # Pages between the last whole block and the window are read until their block is complete.
         count = ((step.pages - first - last).clamp(min=0) + per_block - 1) // per_block
         waiting = table.new_ones(table.shape[1]).cumsum(0) > number[:, None]
         scores = scores.masked_fill(waiting[:, None], float("inf"))
@@ -219,7 +218,7 @@ class InfLLM(Policy):
         return kernels.between_ends(chosen, step.pages, size, (first, last))
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """The representatives of all blocks, and what the window received, in sparse layers."""
+        """The representatives of all blocks and the attention in the window, in sparse layers."""
         if self._covers(step):
             return None
         layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
@@ -238,12 +237,12 @@ class InfLLM(Policy):
         kernels.represent_blocks(keys, *stored, pages, real, self.num_representatives)
 
     def _blocks(self, pages: Any, page_size: int) -> Any:
-        """Blocks that the window has left, of sequences with so many pages. Ints or tensors."""
+        """Blocks that the window has passed, of sequences with this many pages. Ints or tensors."""
         left = pages - sum(self._ends(page_size))
         return left * (left > 0) // (self._block // page_size)
 
     def _ends(self, page_size: int) -> tuple[int, int]:
-        """Pages of the sinks, and of the window with what the budget has left beside blocks."""
+        """Pages of the sinks, and of the window with the budget that blocks leave over."""
         first, per_block = -(-self.sink_size // page_size), self._block // page_size
         left = self.token_budget // page_size - first
         most = (left - -(-self._window // page_size)) // per_block

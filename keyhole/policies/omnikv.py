@@ -1,35 +1,35 @@
-"""OmniKV: a few filter layers read everything and choose the tokens that all heads of the layers
+"""OmniKV: a few filter layers read everything and select the tokens that all heads of the layers
 after them read.
 
 Hao et al., OmniKV: Dynamic Context Selection for Efficient Long-Context LLMs, ICLR 2025
 (openreview.net/forum?id=ulCAPXYXfa), section 4 and algorithm 1: within a step, neighbouring layers
-look for much the same tokens. A token's score is the largest attention weight that any query head
-of the newest token gives it. Layers before the first filter read everything; keys and values of the
-layers that a filter serves may be offloaded (RAM or disk); only the choice is loaded then. The
-authors' code: github.com/antgroup/OmniKV.
+attend to similar tokens. A token's score is its largest attention weight over all query heads of
+the newest token. Layers before the first filter read everything; keys and values of the layers that
+a filter serves may be offloaded (RAM or disk); only the selection is then loaded. The authors'
+code: github.com/antgroup/OmniKV.
 
 Cost per step: full and filter layers read the whole cache, the others `token_budget` tokens.
 
-When to use it: where most layers are to be offloaded: the tokens that they need are known layers
+When to use it: where most layers are offloaded: the tokens that they need are known several layers
 ahead.
 
 Differences (theirs | ours | effect measured):
-- a filter chooses among the prompt's tokens, by a softmax over these; all generated tokens are read
-  beside the budget | generated tokens are chosen among and count in the budget, which bounds what a
-  step reads; `keep_generated=True` is theirs | with layer 1 as filter, at a budget of 128: ours 0 %
-  (0 to 7.4) with 904 KiB read per step, theirs 81.2 % (68.1 to 89.8) with 1,444 KiB; at 256: 0 % (0
-  to 7.4) with 1,155 KiB and 100 % (92.6 to 100) with 1,650 KiB, of 1,728 KiB for everything. Of
-  1,024 tokens 295 are the prompt's here: theirs reads nearly everything
+- a filter selects among the prompt's tokens, by a softmax over these; all generated tokens are read
+  outside the budget | generated tokens compete and count in the budget, which bounds what a step
+  reads; `keep_generated=True` is theirs | with layer 1 as filter, at a budget of 128: ours 0 % (0
+  to 7.4) with 904 KiB read per step, theirs 81.2 % (68.1 to 89.8) with 1,444 KiB; at 256: 0 % (0 to
+  7.4) with 1,155 KiB and 100 % (92.6 to 100) with 1,650 KiB, of 1,728 KiB for everything. Of 1,024
+  tokens 295 are the prompt's here: theirs reads nearly everything
 - the layer after each filter reads everything too, while copies arrive (one in their example, two
-  if not given) | `dense_after`, one by default, none in models where no sparse layer would be
-  left | not measured: the bundled model looks things up in layers 0 to 2, and whatever keeps these
-  dense answers everything
+  if not given) | `dense_after`, one by default, zero in models where no sparse layer would be left
+  | not measured: the bundled model looks things up in layers 0 to 2, and whatever keeps these dense
+  answers everything
 - the budget is a share of the prompt (0.067 in their example) or a number (4,096 if not given) | a
   number of tokens | none at the same number
 - a token's score is its largest product before the softmax in their example ("last"), its largest
-  weight if not given ("softmax_before_last"), or a sum over the last 16 queries ("uniform",
-  "exp"), which always reads the prompt's tokens among these 16 | its largest weight by the newest
-  token; `window_size` for newest tokens | not measured
+  weight if not given ("softmax_before_last"), or a sum over the last 16 queries ("uniform", "exp"),
+  which always reads the prompt's tokens among these 16 | its largest weight by the newest token;
+  `window_size` for newest tokens | not measured
 - layers 2, 8 and 18 of 32 are filters | scaled to the depth, among layers with full attention;
   `filter_layers` | not measured: as for `dense_after`
 - no sinks | the same by default; `sink_size`, within the budget | none by default
@@ -87,11 +87,11 @@ class OmniKV(Policy):
         return cls(token_budget=token_budget, keep_generated=True)
 
     def outside_budget(self) -> str:
-        """Generated tokens, if they are kept."""
+        """Generated tokens, if `keep_generated`."""
         return "all generated tokens" if self.keep_generated else ""
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the filter layers, as given or scaled to the depth, and those after them."""
+        """Resolves the filter layers, as given or scaled to the depth, and those after them."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         always_read.settled(self.sink_size, self.window_size, self.token_budget)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
@@ -126,7 +126,7 @@ class OmniKV(Policy):
         return selection_layers.served(self.filter_layers, self.full_layers, geometry)
 
     def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read; not where the number of generated tokens sets the shapes."""
+        """Whether everything is read; None where the number of generated tokens sets the shapes."""
         reads_all = step.max_length <= self.token_budget
         return None if self.keep_generated and not reads_all else reads_all
 
@@ -137,7 +137,7 @@ class OmniKV(Policy):
         return (ScoreRequest("none" if self.keep_generated else "max", 1),)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Chooses the tokens for the layers that follow."""
+        """Selects the tokens for the layers that follow."""
         budget, sinks = self.token_budget, self.sink_size
         if not self.keep_generated:
             last = self.window_size or 1
@@ -158,7 +158,7 @@ class OmniKV(Policy):
 def default_filter_layers(geometry: Geometry) -> tuple[int, ...]:
     """The authors' {2, 8, 18} of 32 layers scaled to this depth, among full-attention layers."""
     depth = geometry.num_layers
-    # Two layers are dense and at least one must read what a filter chose; shallow models have
+    # Two layers are dense and at least one must read a filter's selection; shallow models have
     # fewer filters.
     first = min(2, depth - 1)
     second = max(first + 2, round(depth / 4))

@@ -1,5 +1,5 @@
-"""Quest: every page keeps the elementwise bounds of its keys; a query reads the pages whose upper
-bound on its score is largest.
+"""Quest: every page stores the elementwise bounds of its keys; a query reads the pages with the
+largest upper bound on its score.
 
 Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, ICML 2024
 (arXiv 2406.10774), section 3.3 and algorithm 1. The authors publish two forms of it
@@ -7,27 +7,25 @@ Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inferenc
 
 Cost per step and layer: two summary keys per page, then `token_budget` keys and values.
 
-When to use it: for long prompts of which every step may need another part. Nothing is evicted,
+When to use it: for long prompts where each step may need a different part. Nothing is evicted,
 trained or calibrated.
 
 Differences (theirs | ours | effect measured):
-- every query head reads pages of its own | the query heads of a KV head share a choice, by the
+- every query head reads pages of its own | the query heads of a KV head share one selection, by the
   largest bound among them, so that a key is read once for all of them and layers can be offloaded;
   `share_group=False` is theirs | at a budget of 128: shared 6.2 % (2.1 to 16.8) with 958 KiB read
   per step, per query head 93.8 % (83.2 to 97.9) with 1,613 KiB; at 256: 56.2 % (42.3 to 69.3) with
   1,178 KiB and 95.8 % (86.0 to 98.8) with 2,637 KiB. Per query head at a budget of 64, which reads
   about as many bytes as shared at 256: 56.2 % (42.3 to 69.3) with 1,103 KiB. A key that two heads
   of a group select counts twice
-- bounds are brought up to date with every key that is appended, in prefill and in decoding | the
-  same | none
+- bounds are updated with every appended key, in prefill and decoding | the same | none
 - the newest page competes with the others in the accuracy code and is always read by the kernels |
   it is always read; `window_size` reads more of the newest | not measured: every policy here reads
   the newest token
 - at least 3 pages are read, whatever the budget | the budget holds, from one page on | none from 3
   pages on
 - layers 0 and 1 read everything; no sinks, no window | the same by default; `full_layers`,
-  `sink_size` and `window_size` for comparisons on equal terms, within the budget | none by
-  default
+  `sink_size` and `window_size` for comparisons on equal terms, within the budget | none by default
 
 The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
 `tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
@@ -72,7 +70,7 @@ class Quest(Policy):
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
-        """The authors' settings: a choice per query head."""
+        """The authors' settings: a selection per query head."""
         return cls(token_budget=token_budget, share_group=False)
 
     def resolve(self, geometry: Geometry) -> Self:
@@ -90,7 +88,7 @@ class Quest(Policy):
         return tuple(i for i in geometry.full_attention if i in self.full_layers)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything. ConfigError for a choice per query head."""
+        """All layers except the dense ones. ConfigError for a selection per query head."""
         if not self.share_group:
             raise ConfigError(
                 f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
@@ -123,7 +121,7 @@ class Quest(Policy):
             scores = kernels.bound_scores(*bounds)
         else:
             scores = kernels.bound_scores_per_query_head(*bounds)
-        if step.kept_tokens is not None:  # pages of documents that this layer has nothing of
+        if step.kept_tokens is not None:  # pages of documents whose tokens this layer dropped
             there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
             scores = scores.masked_fill(~there[:, None], float("-inf"))
         size = step.page_size

@@ -1,34 +1,34 @@
-"""RaaS: pages that no head looks at for long are evicted; the prompt stays.
+"""RaaS: evicts pages that no head has attended to for long; keeps the prompt.
 
 Hu et al., RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning (2025,
 arXiv 2502.11147), section 3: in a long derivation a step matters until its conclusion is drawn, and
-then never again. Every page carries a stamp, renewed to the current step when any head gives it
-more attention than `alpha`; where a new page would exceed `token_budget`, the page with the oldest
-stamp leaves the cache for good (of equals the earlier one). The prompt stays, beside the budget or,
-with `prompt_in_budget`, in it; there a prompt that fills the budget leaves one page for what is
-generated. Attention is over all pages that are left, in every layer.
+not afterwards. Every page has a stamp, set to the current step when any head's attention to it
+exceeds `alpha`; where a new page would exceed `token_budget`, the page with the oldest stamp is
+evicted for good (ties: the earlier page). The prompt is kept, outside the budget or, with
+`prompt_in_budget`, inside it; a prompt that fills the budget then leaves one page for generated
+tokens. Every layer attends to all remaining pages.
 
 Cost per step and layer: the prompt, and `token_budget` keys and values. Memory is bounded in the
 same way.
 
-When to use it: for long derivations from short prompts where memory must stay bounded; what is
-evicted is gone.
+When to use it: for long derivations from short prompts where memory must stay bounded; evicted
+tokens are lost.
 
 Differences (theirs | ours | effect measured):
-- the prompt stays, beside the budget | the same; `prompt_in_budget` counts it | at a budget of 256:
-  beside it 6.2 % (2.1 to 16.8) with 1,484 KiB read per step, counted 0 % (0.0 to 7.4) with 937 KiB,
-  as one page is left for what is generated
+- the prompt stays, outside the budget | the same; `prompt_in_budget` counts it | at a budget of
+  256: outside it 6.2 % (2.1 to 16.8) with 1,484 KiB read per step, counted 0 % (0.0 to 7.4) with
+  937 KiB, as one page is left for generated tokens
 - `alpha` of 1e-4 | the same | 0.01 gives the same answers, 6.2 % (2.1 to 16.8) with 1,484 KiB; 0.1
   gives others, 8.3 % (3.3 to 19.6) with 1,484 KiB, and so does 0.5, 4.2 % (1.2 to 14.0) with 1,483
-  KiB: which is better cannot be told
+  KiB: the intervals overlap
 - a page's attention is estimated from a representative key | it is the largest weight of any of its
-  tokens, as the layer computed it, so that no key is kept beside the cache | not measured: theirs
+  tokens, as the layer computed it, so that no representative key is stored | not measured: theirs
   is not published as code
 - each layer evicts pages of its own | one stamp serves all layers, renewed by any of them, and a
   page leaves all layers at once, as it is one piece of memory: no layer can be kept dense | not
   measured: as above
-- every layer has full attention | layers with a sliding window of their own are left alone: what
-  they still see is freed when they no longer do | not measured: their models have none
+- every layer has full attention | layers with a sliding window of their own are unchanged: pages in
+  their window are freed once they leave it | not measured: their models have none
 - open: a page that is being written; a sequence that is pre-empted | it is stamped; it is replayed
   step by step and evicts again what it had evicted | none
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RaaS(Policy):
-    """The prompt, and the generated pages that some head looked at last; others are evicted."""
+    """The prompt, and the generated pages that a head attended to last; others are evicted."""
 
     name: ClassVar[str] = "raas"
     capturable: ClassVar[bool | str] = True
@@ -75,11 +75,11 @@ class RaaS(Policy):
         return self
 
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """None: a page that is evicted leaves all layers at once, so that no layer stays dense."""
+        """None: eviction removes a page from all layers at once, so that no layer stays dense."""
         return ()
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """None: every layer reads all that is left."""
+        """None: every layer reads all retained pages."""
         return ()
 
     def outside_budget(self) -> str:
@@ -87,25 +87,25 @@ class RaaS(Policy):
         return "" if self.prompt_in_budget else "the prompt"
 
     def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray:
-        """The prompt and the budget; of a prompt that is counted and fills it, one page more."""
+        """The prompt and the budget; one page more where a counted prompt fills the budget."""
         most: np.ndarray = prompt_pages + self.token_budget // page_size
         if self.prompt_in_budget:
             most = np.maximum(prompt_pages + 1, self.token_budget // page_size)
         return most
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """Stamps of the generated pages that are left: the length at which each was renewed."""
+        """Stamps of the retained generated pages: the length at which each was renewed."""
         return {"stamp": (max(2, self.token_budget // geometry.page_size),)}
 
     def capture_key(self, step: Step) -> Hashable:
-        """Whether there is a page to score, and whether any sequence gives one up."""
+        """Whether there is a page to score, and whether any sequence evicts one."""
         assert step.retained is not None
         return step.retained.most_generated < 2, bool(step.retained.due.any())
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """The largest weight of every token, in all layers.
 
-        A page that is written to is stamped already: where there is no other, no score is needed.
+        The page being written is always stamped: if it is the only one, no score is needed.
         """
         assert step.retained is not None
         if step.retained.most_generated < 2:
@@ -113,15 +113,15 @@ class RaaS(Policy):
         return (ScoreRequest("max", 1),)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Gathers the largest weights of all layers."""
+        """Collects the largest weights of all layers."""
         step.weights = scores[0] if step.weights is None else step.weights.maximum(scores[0])
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """All that is left."""
+        """All retained pages."""
         return None
 
     def after_step(self, step: Step) -> Tensor | None:
-        """Renews stamps, of the newest page too; the page of the oldest one goes."""
+        """Renews stamps, including the newest page's; evicts the page of the oldest stamp."""
         left, weights = step.retained, step.weights
         assert left is not None
         if weights is not None:

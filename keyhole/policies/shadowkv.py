@@ -1,33 +1,32 @@
-"""ShadowKV: chunks of tokens are chosen by the mean of their keys; the keys of the chosen ones are
-rebuilt from a form of low rank.
+"""ShadowKV: selects chunks of tokens by the mean of their keys and reconstructs the keys of the
+selected chunks from low-rank keys.
 
 Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference, 2024
-(arXiv 2410.21465), section 4 and algorithms 1 and 2. Behind the prompt its keys, before RoPE and
-with all KV heads side by side, are decomposed: `rank` numbers per token and a basis per sequence.
-The landmark of a chunk is the mean of its keys after RoPE. Chunks whose keys differ most from their
-landmark (least cosine) are outliers: always read, with their own keys, as the first and the newest
-chunks are.
-The others are chosen by the softmax of the query's products with their landmarks, at every token by
-every layer; prompt keys among them are rebuilt, and RoPE is re-applied.
+(arXiv 2410.21465), section 4 and algorithms 1 and 2. After prefill, the prompt's keys, before RoPE
+and with all KV heads concatenated, are decomposed: `rank` numbers per token and a basis per
+sequence. The landmark of a chunk is the mean of its keys after RoPE. Chunks whose keys differ most
+from their landmark (least cosine) are outliers: always read, with full keys, like the first and the
+newest chunks. The others are selected by the softmax of the query's products with their landmarks,
+at every token by every layer; their prompt keys are reconstructed, and RoPE is re-applied.
 
-Cost per step and layer: one landmark per chunk, then `token_budget` keys and values, and for the
-rebuilt ones `rank` numbers per token and head and the basis; behind the prompt one decomposition.
-Bases stand beside the KV cache, for as many requests as may run at once (10 MiB each for 32 layers
-of 1024 numbers), and are not part of `memory`.
+Cost per step and layer: one landmark per chunk, then `token_budget` keys and values, and for
+reconstructed keys `rank` numbers per token and head and the basis; after the prompt one
+decomposition. Bases are allocated beside the KV cache, one per concurrent request (10 MiB each
+for 32 layers of 1024 numbers), and are not part of `memory`.
 
 When to use it: where the keys of long prompts take too much memory.
 
 Differences (theirs | ours | effect measured):
-- keys that can be rebuilt are dropped, and values wait in host memory | **nothing is saved**: all
-  keys and values stay in the pages, so that rebuilt keys show what the approximation costs in
-  accuracy; what has not outgrown the budget is read exactly | none in answers
-- keys are rebuilt from `rank` 160 | the same, or half of a smaller key; `rank=0` reads their own,
-  and only so may layers be offloaded | at a budget of 256: rebuilt 100 % (92.6 to 100) with 1,441
-  KiB read per step, their own 100 % (92.6 to 100) with 1,153 KiB
-- first, outlier and newest chunks are read beside the budget | they count in it;
-  `always_beside` is theirs | beside it 100 % (92.6 to 100) with 1,740 KiB
-- all generated tokens are read | landmarks cover them, and they have their own keys;
-  `keep_generated` is theirs, beside the budget | all read 100 % (92.6 to 100) with 1,988 KiB
+- keys that can be reconstructed are dropped, and values are kept in host memory | **nothing is
+  saved**: all keys and values stay in the pages, so that reconstructed keys show what the
+  approximation costs in accuracy; sequences within the budget are read exactly | none in answers
+- keys are reconstructed from `rank` 160 | the same, or half of a smaller key; `rank=0` reads full
+  keys, which offloading requires | at a budget of 256: reconstructed 100 % (92.6 to 100) with 1,441
+  KiB read per step, full keys 100 % (92.6 to 100) with 1,153 KiB
+- first, outlier and newest chunks are read outside the budget | they count in it; `always_beside`
+  is theirs | outside it 100 % (92.6 to 100) with 1,740 KiB
+- all generated tokens are read | landmarks cover them, and their full keys are read;
+  `keep_generated` is theirs, outside the budget | all read 100 % (92.6 to 100) with 1,988 KiB
 - the basis comes from a decomposition of K | from the eigenvectors of K^T K, which are the same up
   to rounding | none
 
@@ -58,9 +57,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Policy):
-    """Outlier chunks, newest chunks and those of best landmarks, keys rebuilt from low rank.
+    """Outlier chunks, newest chunks and those of best landmarks, with low-rank keys.
 
-    For accuracy beside other methods: the keys stay stored too, so nothing is saved.
+    For comparing accuracy: full keys stay stored too, so no memory is saved.
     """
 
     name: ClassVar[str] = "shadowkv"
@@ -89,7 +88,7 @@ class ShadowKV(Policy):
     )
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles sizes; checks that what is always read and one more chunk fit into the budget."""
+        """Resolves sizes; checks that the always-read chunks and one more fit into the budget."""
         page, chunk, rank = geometry.page_size, self.chunk_size, self.rank
         chunk = min(8, page) if chunk is None else chunk
         good = is_count(chunk) and page % chunk == 0
@@ -141,9 +140,9 @@ class ShadowKV(Policy):
         return tuple(i for i in geometry.full_attention if i in self.full_layers)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything, if keys are read as they are.
+        """All layers except the dense ones, if full keys are read.
 
-        ConfigError if they are rebuilt.
+        ConfigError if keys are reconstructed.
         """
         if self.rank != 0:
             raise ConfigError(
@@ -153,7 +152,7 @@ class ShadowKV(Policy):
         return self._sparse(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """Landmarks, the least cosine of each chunk, and each token's numbers of low rank."""
+        """Landmarks, the least cosine of each chunk, and each token's low-rank coefficients."""
         count, heads = page_size // self._chunk, layout.num_kv_heads
         return {
             "landmark": (count, heads, layout.key_dim),
@@ -183,7 +182,7 @@ class ShadowKV(Policy):
         kernels.chunk_landmarks(key_pages, data["landmark"], data["cosine"], pages, filled)
 
     def before_step(self, step: Step) -> None:
-        """Decomposes the prompts, and finds the outliers, of sequences that outgrew the budget."""
+        """Decomposes prompts and finds outliers of sequences that just exceeded the budget."""
         for row in np.flatnonzero(self._due(step)).tolist():
             prompt, slot = int(step.host_prompts[row]), step.slots[row]
             pages = step.page_table[row].long()
@@ -201,7 +200,7 @@ class ShadowKV(Policy):
                     ).to(coefficients.dtype)
 
     def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read; not where a prompt is decomposed, or texts set the shapes."""
+        """Whether everything is read; None if a prompt is decomposed or lengths set the shapes."""
         reads_all = step.max_length <= self._covered
         if self._due(step).any() or (self.keep_generated and not reads_all):
             return None
@@ -223,10 +222,10 @@ class ShadowKV(Policy):
         return kernels.with_newer(tokens, ends, step.lengths, most)
 
     def low_rank(self, layer: int, step: Step) -> LowRank | None:
-        """Keys of the prompt, but for first, outlier and newest chunks, and short texts."""
+        """Low-rank keys of the prompt, except always-read chunks and short sequences."""
         if self.rank == 0:
             return None
-        # From here on keys are the tokens' own: generated ones, newest chunks, and short texts.
+        # From here on full keys are read: generated tokens, newest chunks, and short sequences.
         newest = (self._ends(step)[1] - self._local) * self._chunk
         rotation = step.rotation(layer)
         return LowRank(
@@ -240,7 +239,7 @@ class ShadowKV(Policy):
         )
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """Landmarks of all chunks, numbers of low rank of what is read, and bases."""
+        """Landmarks of all chunks, low-rank coefficients of the tokens read, and bases."""
         if step.max_length <= self._covered:
             return None
         layouts = [geometry.layers[i] for i in self._sparse(geometry)]
@@ -252,18 +251,18 @@ class ShadowKV(Policy):
         return numbers * geometry.itemsize
 
     def _due(self, step: Step) -> np.ndarray:
-        """Sequences that outgrew the budget, or begin beyond it, bool [B]."""
+        """Sequences that just exceeded the budget, bool [B]."""
         lengths = step.host_lengths
         due: np.ndarray = (step.fresh & (lengths > self._covered)) | (lengths == self._covered + 1)
         return due
 
     def _taken(self, layer: int, step: Step) -> Tensor:
-        """First and outlier chunks, int32 [B, Hkv, n]; -1 in texts within the budget."""
+        """First and outlier chunks, int32 [B, Hkv, n]; -1 in sequences within the budget."""
         short = (step.lengths <= self._covered)[:, None, None]
         return step.state[f"taken {layer}"][step.slots].masked_fill(short, -1)
 
     def _ends(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Tokens that are chosen among, and chunks of them, int32 [B] each."""
+        """Candidate tokens, and their chunks, int32 [B] each."""
         ends = self._end(step.prompts) if self.keep_generated else step.lengths
         return ends, (ends + self._chunk - 1) // self._chunk
 
@@ -274,13 +273,13 @@ class ShadowKV(Policy):
     def _rank(self, layout: LayerLayout) -> int:
         """Numbers per key of all KV heads: the authors' 160 of 1024, and never more than half.
 
-        Small models have less to spare: of the bundled one's 64, 10 are too few.
+        Small models need a larger share: 10 of the bundled model's 64 are too few.
         """
         return min(160, _width(layout) // 2) if self.rank is None else self.rank
 
     @property
     def _covered(self) -> int:
-        """Up to this length everything is read."""
+        """The length up to which everything is read."""
         return self._count * self._chunk
 
     @property
@@ -290,7 +289,7 @@ class ShadowKV(Policy):
 
     @property
     def _count(self) -> int:
-        """Chunks that a step reads, generated tokens beside the budget apart."""
+        """Chunks that a step reads, without generated tokens outside the budget."""
         return self.token_budget // self._chunk + (self._always if self.always_beside else 0)
 
     @property

@@ -1,25 +1,25 @@
-"""SpeContext: a small head, pruned from the draft model, chooses tokens before the step begins.
+"""SpeContext: a small head, pruned from the draft model, selects tokens before the step begins.
 
 SpeContext: Enabling Efficient Long-context Reasoning with Speculative Context Sparsity in LLMs
-(2025), section 4. The head keeps one layer of keys of its own. Before layer 0 its query of the
-newest token is compared with all of them; each KV head takes the tokens of highest weight, the
-largest among the head's query heads of its group, and every layer reads the same choice.
+(2025), section 4. The head has one layer of keys of its own. Before layer 0 it scores all of them
+with its query of the newest token; each KV head takes the tokens of highest weight over the query
+heads of its group, and every layer reads the same selection.
 
 Cost per step: the head's keys once, then `token_budget` keys and values per layer.
 
 When to use it: with a retrieval head beside the weights (`keyhole train-head`), above all with
 offloaded layers: the selection is known before the step begins.
 
-`per_head=False` is the coarser choice that section 4.2 compares with (figure 5a): one list by the
-largest weight of any head.
+`per_head=False` is the coarser selection of section 4.2 (figure 5a): one list by the largest weight
+over all heads.
 
-Differences from the paper: first tokens and a recent window are part of the budget; a choice may be
-kept for several steps (`refresh_every`), with the tokens generated meanwhile added to it; a choice
-may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive`). Over stored
-documents (SamKV and its like) the weights are over the tokens that some layer has, and a layer
-reads those of the choice that it has. A token's key is made from the features of the token before
-it: from this prompt's where it computed that token (a prefix, a separator, what is computed again),
-else from those of its document's own encoding.
+Differences from the paper: first tokens and a recent window are part of the budget; a selection may
+be reused for several steps (`refresh_every`), with the tokens generated since added to it; a
+selection may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive_budget`).
+Over stored documents (as in SamKV) the weights cover the tokens that at least one layer has, and a
+layer reads the selected tokens that it has. A token's key is computed from the features of the
+token before it: from this prompt if it computed that token (a prefix, a separator, a recomputed
+token), else from its document's own encoding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SpeContext(Policy):
     head: str | None = setting(None, "folder of the retrieval head; None: beside the weights")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Checks that sinks, window and the tokens of a kept choice fit into the budget."""
+        """Checks that sinks, window and the tokens between refreshes fit into the budget."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
@@ -92,26 +92,27 @@ class SpeContext(Policy):
         return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
     def selection_heads(self, geometry: Geometry) -> int | None:
-        """A choice per query head over latents that all of them share."""
+        """A selection per query head over latents that all of them share."""
         latent = any(layout.shared_values for layout in geometry.layers)
         return choice_lists(geometry) if latent and self.per_head else None
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The kept choice, how many tokens it has, and the length it was made at."""
+        """The stored selection, its number of tokens, and the length at which it was made."""
         if self.refresh_every == 1:
             return {}
         heads = choice_lists(geometry) if self.per_head else 1
         return {"chosen": (heads, self._at_refresh), "counts": (heads,), "length": ()}
 
     def before_step(self, step: Step) -> None:
-        """Chooses for all layers, by the head's weights of the newest token."""
+        """Selects for all layers, by the head's weights of the newest token."""
         if step.max_length <= self._exact_up_to:
             return
         if self.refresh_every == 1:
             step.shared_selection = self._choose(step, step.lengths)
             return
         if self._due(step.host_lengths, step.host_prompts).any():
-            # A text within the budget is read whole: its beginning is kept, the rest is "since".
+            # A sequence within the budget is read in full: its beginning is the stored selection,
+            # the rest is "since".
             lengths = step.lengths
             made_at = lengths.where(
                 lengths > self._exact_up_to, lengths.clamp(max=self._at_refresh)
@@ -123,17 +124,17 @@ class SpeContext(Policy):
         )
 
     def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read, and whether any sequence chooses."""
+        """Whether everything is read, and whether any sequence selects."""
         if step.max_length <= self._exact_up_to:
             return "all"
         return bool(self._due(step.host_lengths, step.host_prompts).any())
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """The head's choice."""
+        """The head's selection."""
         return None if layer in self.full_layers else step.shared_selection
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """The head's keys, in steps that choose; a mean where a choice is kept."""
+        """The head's keys in steps that select; the mean per step where a selection is reused."""
         if step.max_length <= self._exact_up_to:
             return None
         there = (
@@ -143,18 +144,18 @@ class SpeContext(Policy):
 
     @property
     def _exact_up_to(self) -> int:
-        """Tokens of a text that is read whole."""
+        """The length up to which a sequence is read in full."""
         return self.token_budget if self.min_budget is None else self.min_budget
 
     @property
     def _at_refresh(self) -> int:
-        """Tokens that are chosen at once; the rest of the budget is for those to come."""
+        """Tokens selected at once; the rest of the budget is for tokens until the refresh."""
         return self.token_budget - (self.refresh_every - 1)
 
     def _due(self, lengths: Any, prompts: Any) -> Any:
-        """Which sequences choose in this step, bool [B]. Arrays of the host or tensors."""
+        """Which sequences select in this step, bool [B]. Host arrays or tensors."""
         first = lengths == prompts + 1
-        # So far everything was read, and nothing may have been chosen yet.
+        # So far everything was read, and no selection may exist yet.
         first = first | (lengths <= self._exact_up_to + 1)
         return first | (lengths % self.refresh_every == 0)
 
@@ -173,7 +174,7 @@ class SpeContext(Policy):
 
 
 def choice_lists(geometry: Geometry) -> int:
-    """Lists that a choice has: one per KV head; with MLA, whose latents all heads share, per head.
+    """Lists of a selection: one per KV head, or per query head with MLA's shared latents.
 
     ConfigError if layers differ in this.
     """

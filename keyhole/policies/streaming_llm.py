@@ -5,12 +5,12 @@ Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024
 
 Cost per step and layer: `token_budget` keys and values.
 
-When to use it: for endless text whose far past does not matter, and as the control that says what a
-selection is worth.
+When to use it: for unbounded streams whose distant past does not matter, and as the control that
+any selection must beat.
 
 Differences from the paper: tokens keep their true positions, the paper renumbers them inside the
-cache; what leaves the window is skipped, not deleted. With `full_layers` it is the *recent* control
-of other methods: their dense layers, and no selection elsewhere.
+cache; tokens outside the window are skipped, not deleted. With `full_layers` it is the *recent*
+control of other methods: their dense layers, and no selection elsewhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StreamingLLM(Policy):
     full_layers: tuple[int, ...] = setting((), "layers that read everything")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Checks that a window is left beside the sinks."""
+        """Checks that the sinks leave space for a window."""
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
         least = self.sink_size + 1

@@ -1,11 +1,11 @@
-"""TidalDecode: a selection layer reads everything and chooses tokens, the layers after it read
-these; one layer in the middle chooses again.
+"""TidalDecode: a selection layer reads everything and selects tokens for the layers after it; one
+layer in the middle selects again.
 
 Yang et al., TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention,
 ICLR 2025 (arXiv 2410.05076), section 3, figure 2 and algorithm 1: tokens that score high in one
 layer score high in the next ones too. Each head takes the `token_budget` tokens of largest
-attention weight; all layers before the first selection layer read everything. The choice is made
-anew at every token and nothing is evicted. The authors publish two forms of it
+attention weight; all layers before the first selection layer read everything. The selection is
+recomputed at every token and nothing is evicted. The authors publish two forms of it
 (github.com/DerrickYLJ/TidalDecode): code for accuracy, and kernels for models without grouped
 heads.
 
@@ -15,18 +15,18 @@ When to use it: where a few layers may read the whole cache, and tokens rather t
 selected.
 
 Differences (theirs | ours | effect measured):
-- every query head takes tokens of its own, by its products | the query heads of a KV head share a
-  choice, by the largest weight among them, so that a key is read once for all of them and layers
+- every query head takes tokens of its own, by its products | the query heads of a KV head share one
+  selection, by the largest weight among them, so that a key is read once for all of them and layers
   can be offloaded; `share_group=False` is theirs. Heads that share latents (MLA) are one group |
-  with layer 1 choosing, at a budget of 128: 0 % (0 to 7.4) either way; at 256: shared 2.1 % (0.4 to
-  10.9) with 1,159 KiB read per step, per query head 18.8 % (10.2 to 31.9) with 2,633 KiB
+  with layer 1 as selection layer, at a budget of 128: 0 % (0 to 7.4) either way; at 256: shared 2.1
+  % (0.4 to 10.9) with 1,159 KiB read per step, per query head 18.8 % (10.2 to 31.9) with 2,633 KiB
 - the newest token competes with the others in the accuracy code and is always read by the kernels |
   it is always read; `window_size` reads more of the newest | not measured: every policy here reads
   the newest token
-- layers 2 and 13 of 32 choose in the accuracy code, 2 and 12 in the model of the kernels | 2 and 13
+- layers 2 and 13 of 32 select in the accuracy code, 2 and 12 in the model of the kernels | 2 and 13
   scaled to the depth, among layers with full attention; `selection_layers` | not measured: the
   bundled model looks things up in layers 0 to 2, and whatever keeps these dense answers everything
-- the layer after one that chooses is sparse; no sinks, no window | the same by default;
+- the layer after a selection layer is sparse; no sinks, no window | the same by default;
   `full_layers`, `sink_size` and `window_size` for comparisons on equal terms, within the budget |
   none by default
 - the paper corrects the cache by a prefill of generated tokens from time to time; the authors' code
@@ -80,11 +80,11 @@ class TidalDecode(Policy):
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
-        """The authors' settings, layers scaled to the depth: a choice per query head."""
+        """The authors' settings, layers scaled to the depth: a selection per query head."""
         return cls(token_budget=token_budget, share_group=False)
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the selection layers: as given, or scaled to the depth."""
+        """Resolves the selection layers: as given, or scaled to the depth."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         always_read.settled(self.sink_size, self.window_size, self.token_budget)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
@@ -98,9 +98,9 @@ class TidalDecode(Policy):
         return dense(self.selection_layers, self.full_layers, geometry)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """The sparse layers after the first one that chooses.
+        """The sparse layers after the first selection layer.
 
-        ConfigError for a choice per query head.
+        ConfigError for a selection per query head.
         """
         if not self.share_group:
             raise ConfigError(
@@ -120,7 +120,7 @@ class TidalDecode(Policy):
         return (ScoreRequest("group_max" if self.share_group else "none", 1),)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Chooses the tokens of each KV head, or query head, for the layers that follow."""
+        """Selects the tokens of each KV head, or query head, for the layers that follow."""
         first, last = self.sink_size, self.window_size or 1
         step.shared_selection = kernels.top_k(
             scores[0], step.lengths, self.token_budget, 1, first=first, last=last
@@ -134,7 +134,8 @@ class TidalDecode(Policy):
 def default_selection_layers(geometry: Geometry) -> tuple[int, ...]:
     """The authors' {2, 13} of 32 layers scaled to this depth, among full-attention layers."""
     depth = geometry.num_layers
-    # At least one layer must read the first choice; in shallow models there may be no second one.
+    # At least one layer must read the first selection; in shallow models there may be no second
+    # one.
     second = max(4, round(13 / 32 * depth))
     wanted = {min(2, depth - 1), second} if second < depth else {min(2, depth - 1)}
     return nearest(wanted, geometry)

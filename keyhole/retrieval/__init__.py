@@ -1,1 +1,1 @@
-"""Choosing before the step: a small head, pruned from a draft model (SpeContext, section 4.1)."""
+"""Retrieval heads, pruned from a draft model: selection before a step (SpeContext, 4.1)."""

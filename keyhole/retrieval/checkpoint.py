@@ -21,7 +21,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 
 @dataclass(frozen=True)
 class HeadCheckpoint:
-    """A folder with a config and tensors, of which only those asked for are read."""
+    """A folder with a config and tensors, which are read one by one on demand."""
 
     name: str
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class HeadCheckpoint:
             parts = [_safetensors(file) for file in files] or [_pickled(folder, name)]
         except ModelError:
             raise
-        except Exception as error:  # torch, safetensors and the file system each have their own
+        except Exception as error:  # torch, safetensors, the file system
             raise _unreadable(name, error) from error
         shapes = {key: shape for part in parts for key, (shape, _) in part.items()}
         read = {key: reader for part in parts for key, (_, reader) in part.items()}
@@ -75,7 +75,7 @@ def _folder(name: str) -> Path:
         return Path(name)
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS))
-    except Exception as error:  # any library on the way may fail in its own manner
+    except Exception as error:  # any library involved may raise its own error
         raise ModelError(
             f"unknown head or draft {name!r}: it is no folder and nothing of that name could be "
             "loaded from the hub or its local cache"

@@ -1,4 +1,4 @@
-"""The settings of a retrieval head: its shape, what it reads and how far it was trained."""
+"""The settings of a retrieval head: its shape, its inputs and its training length."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import Any
 from keyhole.config import is_count, is_number, require, require_layers
 from keyhole.errors import UnknownNameError
 
-#: What a head computes queries and keys from.
+#: The inputs that a head computes queries and keys from.
 INPUTS = ("tokens", "tokens+features")
-#: How a head was made: cut from a draft model, trained on the target's attention or on what its
-#: choice changes, or not trained.
+#: The origin of a head: pruned from a draft model, trained on the target's attention or on the
+#: effect of its selection, or not trained.
 OBJECTIVES = ("eagle", "attention", "selection", "random")
 #: RoPE of transformers and what `rope_scaling` must say of it. Only types whose frequencies do not
-#: change with the length of the text: those would make the keys of earlier tokens wrong.
+#: depend on the sequence length, which would invalidate the keys of earlier tokens.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-#: RoPE that YaRN can stretch (https://arxiv.org/abs/2309.00071); of the others nobody wrote it.
+#: RoPE that YaRN can stretch (https://arxiv.org/abs/2309.00071); it is not defined for others.
 STRETCHABLE = ("default", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The shape of a retrieval head; ConfigError names a value that cannot be.
+    """The shape of a retrieval head; ConfigError names an invalid value.
 
     hidden_size: width of the embedding that it uses. feature_size, feature_layers: width of the
     target's hidden states and which of them it reads (0: the embeddings, i: the input of layer i);
     0 and () without features. trained_length: tokens, or the distance between two, that it was
-    trained at. rope_factor: how far YaRN stretches it beyond that; 1 leaves RoPE as it is.
+    trained at. rope_factor: how far YaRN stretches it beyond that; 1 leaves RoPE unchanged.
 
-    What only some drafts have: rope_scaling is a RoPE other than the plain one, in transformers'
-    words (`rope_type`, `factor`, ...); bias of both projections; qk_norm on each head's query and
+    Features of some drafts only: rope_scaling is a RoPE other than the plain one, in transformers'
+    terms (`rope_type`, `factor`, ...); bias of both projections; qk_norm on each head's query and
     key; input_norm over all features, feature_norms over each of them, both before `fc`;
-    own_embedding where it does not share the target's.
+    own_embedding if it does not share the target's.
     """
 
     vocab_size: int
@@ -99,12 +99,12 @@ class HeadConfig:
 
     @property
     def uses_features(self) -> bool:
-        """Whether queries and keys are made from the target's features too."""
+        """Whether queries and keys are computed from the target's features too."""
         return self.inputs == "tokens+features"
 
     @property
     def input_size(self) -> int:
-        """Width of what the projections of queries and keys take."""
+        """Input width of the query and key projections."""
         return self.hidden_size * (2 if self.uses_features else 1)
 
     def _check_features(self) -> None:

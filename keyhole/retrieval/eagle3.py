@@ -1,8 +1,8 @@
-"""Reads an EAGLE-3 draft model: what of it a retrieval head keeps, and under which names.
+"""Reads an EAGLE-3 draft model: the tensors that a retrieval head keeps, and their names.
 
 EAGLE-3 (Li et al., 2025, section 3.1) drafts with one Transformer layer over the pairs (embedding
-of a token, fused hidden states of the target at the position before). A head keeps what makes
-queries and keys there. Tensors are called `midlayer.*` in the authors' layout and `layers.0.*` in
+of a token, fused hidden states of the target at the position before). A head keeps the weights of
+its queries and keys. Tensors are called `midlayer.*` in the authors' layout and `layers.0.*` in
 that of the speculators library, whose config holds the layer's in `transformer_layer_config`.
 
 `d2t` and `t2d` (the draft's smaller output vocabulary), `norm_before_residual` and `norm_output`
@@ -32,11 +32,11 @@ _EMBEDDING = "embed_tokens.weight"
 def head_config(
     draft: HeadCheckpoint, target: Target, inputs: str, max_length: int | None
 ) -> HeadConfig:
-    """The config of the head that `draft` holds; ModelError says what is missing or does not fit.
+    """The config of the head that `draft` holds; ModelError names a missing or mismatched field.
 
-    A draft does not say how long its training texts were: `max_position_embeddings` of its config
-    stands for it, or its sliding window where it has one. Layers are numbered as vLLM and
-    speculators do: i is the input of layer i.
+    A draft does not state its training length: `max_position_embeddings` of its config is used, or
+    its sliding window where it has one. Layers are numbered as vLLM and speculators do: i is the
+    input of layer i.
     """
     fields = _flat(draft.config)
     hidden, heads = (
@@ -81,7 +81,7 @@ def head_config(
 
 
 def weights(draft: HeadCheckpoint, config: HeadConfig) -> dict[str, Tensor]:
-    """The tensors of the head under its own parameter names; ModelError names what is not there."""
+    """The tensors of the head under its own parameter names; ModelError names a missing one."""
     H, D, layer = config.hidden_size, config.head_dim, _layer(draft)
     kept = {"embed_norm.weight": draft.tensor(layer + "input_layernorm.weight", H)}
     for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
@@ -112,7 +112,7 @@ def weights(draft: HeadCheckpoint, config: HeadConfig) -> dict[str, Tensor]:
 def dropped_share(shapes: Mapping[str, tuple[int, ...]], head: nn.Module) -> float:
     """The share of a draft's parameters that the head does not hold.
 
-    Counted are the tensors of the checkpoint but for the maps between vocabularies: an embedding
+    Counts the tensors of the checkpoint, except the maps between vocabularies: an embedding
     only where the checkpoint has one, and then as dropped if the target's serves instead.
     """
     total = sum(math.prod(shape) for name, shape in shapes.items() if name not in _MAPS)

@@ -1,6 +1,6 @@
-"""The retrieval head: what is left of a draft model when it only has to say where it would look.
+"""The retrieval head: the part of a draft model that computes its attention weights.
 
-A draft model imitates its target, so its attention tells which tokens the target will need, one
+A draft model imitates its target, so its attention predicts which tokens the target will need, one
 step before the target runs. Of the draft are kept the embedding (shared with the target), the norms
 of its inputs, its projections of queries and keys with RoPE, and with features the layer that fuses
 them; no values, no output projection, no MLP, no logits.
@@ -8,15 +8,16 @@ them; no values, no output projection, no MLP, no logits.
 Source: SpeContext (section 4.1, "Implementation Details"), on EAGLE-3's draft (Li et al., 2025).
 Cost per step: one token through two projections, and one layer of keys to score.
 
-Positions. At its step i the draft reads token i + 1 beside the target's features of position i,
-and rotates by i. The head's token j is therefore the draft's step j - 1: key and query of token j
-come from its embedding and from the features of position j - 1, known before the target runs token
-j. The head rotates by the token's own position j: every pair is as far apart as in the draft, and
-with RoPE only that counts. Token 0, which the draft never reads, has no features before it: zeros.
+Positions. At its step i the draft reads token i + 1 together with the target's features of position
+i, and rotates by i. The head's token j is therefore the draft's step j - 1: key and query of token
+j come from its embedding and from the features of position j - 1, known before the target runs
+token j. The head rotates by the token's own position j: every pair has the same distance as in the
+draft, and RoPE depends only on distances. Token 0, which the draft never reads, has no features
+before it: zeros.
 
-Differences from the paper: it does not say what stands where the draft has the target's features.
-Here either the features themselves do ("tokens+features"), or only the embedding's half of the
-projections is kept ("tokens").
+Differences from the paper: it does not say what replaces the target's features. Here either the
+features are used ("tokens+features"), or only the embedding's half of the projections is kept
+("tokens").
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ __all__ = ["INPUTS", "HeadConfig", "RetrievalHead"]
 
 
 class RetrievalHead(nn.Module):
-    """Queries and keys of tokens, to be scored against each other as attention would.
+    """Queries and keys of tokens, scored against each other as in attention.
 
-    embedding: [vocab_size or more, hidden_size]. It is used where it lies, without gradients and
-    outside of the head's parameters, unless the config says that it is the head's own; the head
-    computes on its device and, until it is cast, in its dtype.
+    embedding: [vocab_size or more, hidden_size]. It is shared, without gradients and outside of the
+    head's parameters, unless the config says that it is the head's own; the head computes on its
+    device and, until it is cast, in its dtype.
 
     dropped_share: the share of the draft's parameters that the head left out; None if there was
     no draft.
@@ -85,7 +86,7 @@ class RetrievalHead(nn.Module):
 
     @property
     def scale(self) -> float:
-        """What the product of a query and a key is multiplied by: with YaRN's part, if any."""
+        """The factor of query-key products, including YaRN's, if any."""
         return float(self.config.head_dim**-0.5 * self._attention_factor**2)
 
     def fuse(self, hidden_states: Sequence[Tensor]) -> Tensor:
@@ -114,7 +115,7 @@ class RetrievalHead(nn.Module):
         return self.turned(query, positions), self.turned(key, positions)
 
     def project(self, token_ids: Tensor, fused: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `forward` gives, not rotated yet: the same wherever the tokens stand."""
+        """The result of `forward` before rotation, independent of positions."""
         assert (fused is not None) == self.config.uses_features
         dtype, D = self.q.weight.dtype, self.config.head_dim
         x = self.embed_norm(F.embedding(token_ids, self.embedding).to(dtype))
@@ -154,12 +155,12 @@ class RetrievalHead(nn.Module):
         inputs: str = "tokens+features",
         max_length: int | None = None,
     ) -> RetrievalHead:
-        """Cuts a head out of an EAGLE-3 draft, a folder or hub id, for the network `target`.
+        """Prunes an EAGLE-3 draft, a folder or hub id, to a head for the network `target`.
 
-        It lies on the device of the target's embedding, in its dtype. max_length: tokens that it
-        shall choose among; beyond the trained length YaRN stretches its RoPE, with a warning.
-        ModelError for a draft that cannot be read or was made for another target, ConfigError for
-        a setting that cannot be.
+        It is on the device of the target's embedding, in its dtype. max_length: the longest
+        sequence that it selects from; beyond the trained length YaRN stretches its RoPE, with a
+        warning. ModelError for a draft that cannot be read or was made for another target,
+        ConfigError for a setting that cannot be.
         """
         require(max_length is None or is_count(max_length), "max_length", max_length, "at least 1")
         require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
@@ -178,11 +179,11 @@ class RetrievalHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, target: nn.Module) -> RetrievalHead:
-        """Reads what `save_pretrained` wrote, for the network `target`, as `from_eagle3` does."""
+        """Loads a folder of `save_pretrained` for the network `target`, as `from_eagle3` does."""
         checkpoint, shape = HeadCheckpoint.open(path), Target.of(target)
         config, dropped_share = head_file.read_config(checkpoint)
         shape.check_fits(config, checkpoint.name)
-        # A head that has shapes and no numbers says what must be there.
+        # A head on the meta device lists the required tensors.
         table = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         outline = cls(config, table).named_parameters()
         kept = {name: checkpoint.tensor(name, *x.shape) for name, x in outline}
@@ -191,7 +192,7 @@ class RetrievalHead(nn.Module):
         return head
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Writes the folder `path`, config.json and model.safetensors, without what is shared.
+        """Writes the folder `path`, config.json and model.safetensors, without shared tensors.
 
         Replaces a head that is there. ConfigError if it cannot be written.
         """
@@ -203,7 +204,8 @@ class RetrievalHead(nn.Module):
     ) -> RetrievalHead:
         """Random weights in the shape of `target`: the baseline of the tables.
 
-        Queries and keys of unit variance, so that its choices are spread; the same on each device.
+        Queries and keys of unit variance, so that its selections are spread out; the same on each
+        device.
         """
         require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
         shape = Target.of(target)

@@ -1,4 +1,4 @@
-"""The folder of a retrieval head: its config and its tensors, without what it shares."""
+"""The folder of a retrieval head: its config and its tensors, without shared ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keyhole.retrieval.config import HeadConfig
 
 #: `model_type` in the config.json of a head.
 KIND = "keyhole_retrieval_head"
-#: What stands there beside the fields of HeadConfig.
+#: The entries of config.json besides the fields of HeadConfig.
 _BESIDE = {"model_type", "dropped_share"}
 
 
@@ -46,7 +46,7 @@ def write(
 
 
 def read_config(stored: HeadCheckpoint) -> tuple[HeadConfig, float | None]:
-    """The config of a head and its dropped_share; ModelError if it is none."""
+    """The config of a head and its dropped_share; ModelError if the folder is not a head's."""
     names = _BESIDE | {field.name for field in fields(HeadConfig)}
     if stored.config.get("model_type") != KIND:
         raise ModelError(

@@ -44,7 +44,7 @@ def frequencies(config: HeadConfig) -> tuple[Tensor, float]:
 
 
 def rotate(x: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
-    """Every head of x [..., heads, D] turned to its position, int64 [...]; in x's dtype.
+    """Every head of x [..., heads, D] rotated to its position, int64 [...]; in x's dtype.
 
     turns: as `frequencies` gives them. Halves are paired, (0, D / 2), (1, D / 2 + 1), ..., as in
     Llama.

@@ -1,4 +1,4 @@
-"""What a retrieval head's query says of every cached token, for the KV heads of its target."""
+"""A retrieval head's scores of every cached token, for the KV heads of its target."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def group_weights(
     query [B, heads, D], key_pages [P, Hkv, page_size, D] of the head; page_table int32 [B, M],
     lengths int32 [B]; N = M * page_size. The head's query heads meet `groups` lists of the target
     by ratio (SpeContext, section 4.2): the largest weight where several meet one, a copy where one
-    serves several. there: the tokens that there are, where some are not (stored documents); the
-    weights are over these alone, and the others' are -1.
+    serves several. there: the existing tokens, where some were dropped (stored documents); the
+    softmax covers these alone, and the others score -1.
     """
     batch, heads, dim = query.shape
     kv_heads = key_pages.shape[1]

@@ -1,4 +1,4 @@
-"""What a retrieval head must know of the model that it chooses for, and whether the two fit."""
+"""The target model's shape as a retrieval head needs it, and whether the two match."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def feature_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def distinct_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """The same, spread out where they would coincide: for heads that do not come from a draft."""
+    """The same, spread out where they would coincide: for heads not pruned from a draft."""
     layers = feature_layers(num_layers)
     if num_layers < 7:
         layers = (min(1, num_layers - 1), num_layers // 2, num_layers - 1)

@@ -1,6 +1,7 @@
 """The table of reuse methods: one line per method. CLI, documents and conformance tests read it.
 
-Others add theirs by an entry point in the group `keyhole.reuses`: name = "package.module:Class".
+Other packages add methods by an entry point in the group `keyhole.reuses`: name =
+"package.module:Class".
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def available_reuse_methods() -> dict[str, type[Reuse]]:
 
 
 def reuse_name(name: str) -> str:
-    """The name in the table for SamKV, Multi-InfLLM and the like; what is not there stays."""
+    """The table's name for spellings such as SamKV or Multi-InfLLM; unknown names stay."""
     return _REUSES.canonical(name)
 
 
 def make_reuse(
     reuse: Reuse | str | Path | None, settings: Mapping[str, Any] | None = None
 ) -> Reuse:
-    """A reuse method from itself, from a name such as "sam_kv:share=0.2" or a settings file.
+    """A reuse method from a method, a name such as "sam_kv:share=0.2" or a settings file.
 
     None is SamKV.
     """

@@ -1,9 +1,9 @@
-"""What a reuse method is: frozen settings and a few pure functions over stored documents.
+"""The interface of reuse methods: frozen settings and pure functions over stored documents.
 
-A prompt is a prefix, documents that were encoded alone and stored, and a question. A method says
-which stored tokens of which layer the prompt keeps, and which of those are computed again at their
-places. It sees small facts of every document (block means, queries, statistics), never the keys and
-values themselves: the engine reads those, and only what is kept.
+A prompt is a prefix, documents that were encoded alone and stored, and a question. A method decides
+which stored tokens each layer keeps, and which of those are recomputed at their positions. It reads
+small statistics of every document (block means, queries), never all keys and values: the engine
+reads those, for kept tokens only.
 
 Token space: all tokens of all documents in a row, T of them; document i owns
 `starts[i] : starts[i] + length`. Layers are the model's, L of them.
@@ -26,15 +26,16 @@ __all__ = ["LayerFacts", "PlacedDocument", "RecomputePlan", "Reuse", "starts"]
 
 @dataclass(frozen=True, eq=False)
 class LayerFacts:
-    """What one layer knows of a document's blocks; keys and queries stand at the prompt's places.
+    """One layer's statistics of a document's blocks; keys and queries are at prompt positions.
 
-    Everything that a method is given of documents lies on the CPU, and so does what it gives back.
+    A method's inputs and results are on the CPU.
 
     block_keys: float32 [N, Hkv, D], mean key of each block.
     block_queries: float32 [N, Hq, D], mean query of each block.
-    representatives: int64 [N], the token (from 0 in the document) that stands for the block.
+    representatives: int64 [N], the representative token of each block, counted from 0 in the
+    document.
     representative_keys: float32 [N, Hkv, D], its key.
-    alpha: float32 [N], how fast the attention that it receives decays; less is more important.
+    alpha: float32 [N], how fast the attention that it receives decays; smaller is more important.
     received: float32 [N], the mean attention that it receives.
     """
 
@@ -48,12 +49,12 @@ class LayerFacts:
 
 @dataclass(frozen=True, eq=False)
 class PlacedDocument:
-    """A stored document at its place in a prompt.
+    """A stored document at its position in a prompt.
 
     length: tokens. offset: position of its first token in the prompt. block_size: tokens per block;
     the last block may be shorter. extremes: per layer float32 [N, k, Hkv, D], of each block and
-    head the keys that lie farthest from their mean; turned anew whenever they are asked for, which
-    only methods do that say so (`Reuse.extremes`).
+    head the keys farthest from their mean; rotated at every call, by methods with `Reuse.extremes`
+    only.
     """
 
     name: str
@@ -71,11 +72,11 @@ class PlacedDocument:
 
 @dataclass(frozen=True, eq=False)
 class RecomputePlan:
-    """What a prompt keeps of its documents, and what of that is computed again.
+    """The tokens that a prompt keeps of its documents, and the ones recomputed.
 
-    kept: bool [L, T]. written: bool [L, T], within `kept`: tokens whose keys and values of that
-    layer are computed again. Every token written anywhere runs through all layers; where it is not
-    written it uses what is stored, and where it is not kept it leaves no trace.
+    kept: bool [L, T]. written: bool [L, T], within `kept`: tokens whose keys and values are
+    recomputed in that layer. A token written in any layer runs through all layers; where it is not
+    written it uses the stored keys and values, and where it is not kept it writes nothing.
     shares: per document the share of middle blocks that the method wanted (SamKV's P); None where
     a method has no such number.
     """
@@ -87,10 +88,10 @@ class RecomputePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Reuse:
-    """What a prompt keeps and computes again of stored documents. Subclass it, set `name`."""
+    """Decides which stored tokens a prompt keeps and recomputes. Subclass it, set `name`."""
 
     name: ClassVar[str]
-    #: True if the prompt is computed like any other, without what is stored.
+    #: True if the prompt is computed like any other, without stored keys and values.
     exact: ClassVar[bool] = False
     #: True if every layer has all tokens of all documents afterwards.
     keeps_all: ClassVar[bool] = False
@@ -99,7 +100,7 @@ class Reuse:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # else @dataclass makes a longer one
+        if "__repr__" not in vars(cls):  # otherwise @dataclass generates a longer one
             cls.__repr__ = short_repr  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
@@ -112,59 +113,60 @@ class Reuse:
 
     @property
     def check_layer(self) -> int | None:
-        """Layer up to which everything is computed before `revise` chooses; None: no such layer."""
+        """Layer up to which all is recomputed before `revise` selects; None: no such layer."""
         return None
 
     @property
     def extremes(self) -> bool:
         """Whether `plan` compares documents' extremes with the query of each token of the question.
 
-        Then documents must be stored with them, and it is given these queries, not their mean.
+        Documents must then be stored with extremes, and `plan` receives these queries, not their
+        mean.
         """
         return False
 
     def resolve(self, geometry: Geometry) -> Self:
-        """This method with every "auto" value settled for a model.
+        """This method with every "auto" value resolved for a model.
 
         Raises ConfigError for settings that this model cannot have.
         """
         return self
 
     def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
-        """Tokens, bool [T], over which the question is read first to get its query; None: no."""
+        """Tokens, bool [T], over which the question is first read to get its query; None: none."""
         return None
 
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """What to keep and what to compute again.
+        """The tokens to keep and to recompute.
 
         query: per layer float32 [Hq, D], mean over the question's tokens of its rotated queries
         when it was read over `glance`, or with `extremes` [t, Hq, D], of each of its tokens; None
-        if there was no glance.
+        without a first pass.
         """
         raise AssertionError(f"{type(self).__name__} must define plan")
 
     def revise(
         self, documents: Sequence[PlacedDocument], plan: RecomputePlan, deviation: Tensor
     ) -> RecomputePlan:
-        """What is still to be computed once `check_layer` is; called only if there is one.
+        """The tokens still to be recomputed after `check_layer`; called only if there is one.
 
         deviation: float32 [2, T], |new - stored|^2 in that layer of keys and of values, summed over
-        heads and numbers. What was computed up to that layer stays there, whatever the new
-        `written` says of those layers; it names the tokens that go on.
+        heads and numbers. Keys and values computed up to that layer stay, whatever the new
+        `written` is there; it names the tokens that continue.
         """
         return plan
 
     @property
     def fuses(self) -> bool:
-        """Whether `blend` needs what is stored; if not, that is not read from the store."""
+        """Whether `blend` needs the stored keys and values; if not, they are not read."""
         return False
 
     def blend(self, new: Tensor, old: Tensor) -> Tensor:
-        """What stands in the end for tokens computed again; new, old [n, Hkv, D] (or Dv).
+        """The final keys or values of recomputed tokens; new, old [n, Hkv, D] (or Dv).
 
-        Keys and values are blended apart. Gives new's shape and dtype.
+        Keys and values are blended separately. Returns new's shape and dtype.
         """
         return new
 

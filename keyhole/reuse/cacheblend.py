@@ -12,10 +12,10 @@ When to use it: where everything is kept and a share of all tokens may be comput
 
 Differences (theirs | ours | effect measured):
 - the paper compares keys and values, the authors' code values alone | values; `deviation` also
-  takes keys, or both | at layer 1: values 2.1 % (0.4 to 10.9), keys 10.4 % (4.5 to 22.2), both
-  4.2 % (1.2 to 14.0); at layer 2 all of them 100 % (92.6 to 100)
-- the layer that is compared is 1 in the code | `check_layer`, 1 by default, or the first behind
-  one that sees everything | at layer 2 it is 100 % (92.6 to 100) where it is 2.1 % at layer 1: this
+  takes keys, or both | at layer 1: values 2.1 % (0.4 to 10.9), keys 10.4 % (4.5 to 22.2), both 4.2
+  % (1.2 to 14.0); at layer 2 all of them 100 % (92.6 to 100)
+- the layer that is compared is 1 in the code | `check_layer`, 1 by default, or the first behind one
+  that sees everything | at layer 2 it is 100 % (92.6 to 100) where it is 2.1 % at layer 1: this
   model's look-up shows in values from layer 2 on
 - the paper's set shrinks from layer to layer, the code's is chosen once | chosen once | at layer 1:
   chosen once 2.1 % (0.4 to 10.9), shrinking 4.2 % (1.2 to 14.0); at layer 2 none
@@ -27,9 +27,9 @@ Differences (theirs | ours | effect measured):
   against .038 at layer 1
 - in the checked layer every token attends to new keys in the code | the same | with stored keys for
   those that are not chosen: none in right answers; median error .033 against .038 at layer 1
-- documents are read behind the token that begins a text | behind nothing, as they stand in the
-  middle of a prompt | with it 10.4 % (4.5 to 22.2) at layer 1; median error .019 against .038 at
-  layer 1, .009 against .036 at layer 2
+- documents are encoded after the BOS token | without it, as they are in the middle of a prompt |
+  with it 10.4 % (4.5 to 22.2) at layer 1; median error .019 against .038 at layer 1, .009 against
+  .036 at layer 2
 
 The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
 right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson
@@ -75,10 +75,10 @@ class CacheBlend(Reuse):
     deviation: str = setting("value", "what must differ from the stored: value, key or both")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the layer; checks that there is such a one."""
+        """Resolves the layer; checks that it exists."""
         last, layer = geometry.num_layers - 1, self.check_layer
         if layer is None:
-            # Before it, what lies further back than a window deviates by rounding alone.
+            # In earlier layers, tokens beyond the window deviate by rounding alone.
             layer = min(last, min(geometry.full_attention, default=0) + 1)
         require(
             is_count(layer, 0) and layer <= last, "check_layer", layer, f"a layer from 0 to {last}"
@@ -92,7 +92,7 @@ class CacheBlend(Reuse):
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """Everything is kept; up to `check_layer` everything is computed again."""
+        """Everything is kept; up to `check_layer` everything is recomputed."""
         assert self.check_layer is not None, "resolve comes first"
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
@@ -103,7 +103,7 @@ class CacheBlend(Reuse):
     def revise(
         self, documents: Sequence[PlacedDocument], plan: RecomputePlan, deviation: Tensor
     ) -> RecomputePlan:
-        """The tokens of largest deviation go on; of equals the earlier."""
+        """The tokens of largest deviation continue; ties go to the earlier token."""
         total = deviation[DEVIATIONS[self.deviation]].sum(0)
         number = math.ceil(self.recompute_ratio * len(total))
         chosen = total.argsort(descending=True, stable=True)[:number]

@@ -1,23 +1,23 @@
-"""EPIC: the first tokens of every document are computed again, the rest is used as stored.
+"""EPIC: the first tokens of every document are recomputed, the rest is used as stored.
 
 Hu et al., EPIC: Efficient Position-Independent Context Caching for Serving Large Language Models,
-ICML 2025 (arXiv 2410.15332), section 4. A document encoded alone takes its own first tokens for the
-attention sink that only the prompt's first tokens are; computing them again removes that.
+ICML 2025 (arXiv 2410.15332), section 4. A document encoded alone uses its own first tokens as
+attention sinks, which only the prompt's first tokens should be; recomputing them removes that.
 
 Cost per prompt: one forward of `num_initial + num_local` tokens per document over all that is kept,
 which is everything.
 
-When to use it: where everything is kept and the cost must not depend on what the documents say.
+When to use it: where everything is kept and the cost must not depend on the documents' content.
 
 Differences (theirs | ours | effect measured):
-- the first document is not computed again, as it stands at the beginning | its first tokens are
-  computed again too, as a prefix may stand before it | not measured: every prompt here has a prefix
+- the first document is not recomputed, as it is at the beginning | its first tokens are recomputed
+  too, as a prefix may precede it | not measured: every prompt here has a prefix
 - up to 32 first tokens of a document | `num_initial`, 32 by default | 32: 37.5 % (25.2 to 51.6);
   16: 27.1 % (16.6 to 41.0); 8: 4.2 % (1.2 to 14.0); 2: 2.1 % (0.4 to 10.9)
-- nothing but first tokens; SamKV compares with a form that also computes the last ones again |
-  `num_local`, 0 by default | 32 first and 32 last: 66.7 % (52.5 to 78.3)
-- a document keeps the token that begins a text | documents have none, as they stand in the middle
-  of a prompt | with it 37.5 % (25.2 to 51.6), the same; median error .028 against .034
+- first tokens only; SamKV compares with a form that also recomputes the last ones | `num_local`, 0
+  by default | 32 first and 32 last: 66.7 % (52.5 to 78.3)
+- a document keeps the BOS token | documents have none, as they are in the middle of a prompt | with
+  it 37.5 % (25.2 to 51.6), the same; median error .028 against .034
 
 The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
 right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Epic(Reuse):
-    """The ends of every document are computed again."""
+    """The ends of every document are recomputed."""
 
     name: ClassVar[str] = "epic"
     keeps_all: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class Epic(Reuse):
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """Everything is kept; the ends are computed again in all layers."""
+        """Everything is kept; the ends are recomputed in all layers."""
         edges = starts(documents)
         again = torch.zeros(edges[-1], dtype=torch.bool)
         for start, end in pairwise(edges):

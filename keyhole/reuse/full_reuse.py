@@ -1,12 +1,12 @@
-"""Reuse: stored documents side by side, nothing computed again.
+"""Full reuse: stored documents are concatenated and nothing is recomputed.
 
-What the papers compare with. They leave keys at the positions where the documents were encoded,
-which alone spoils the answers (SamKV, table 3); here RoPE is re-applied to keys unless
-`rotate=False` asks for the naive form.
+The papers' baseline. They leave keys at the positions where the documents were encoded, which alone
+ruins the answers (SamKV, table 3); here RoPE is re-applied to keys unless `rotate=False` selects
+the naive form.
 
-Cost per prompt: nothing but reading what is stored.
+Cost per prompt: reading the stored keys and values.
 
-When to use it: where documents do not depend on each other, and to see what an answer loses by it.
+When to use it: where documents do not depend on each other, and to measure what answers lose by it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainReuse(Reuse):
-    """All that is stored, as it is."""
+    """All stored keys and values, unchanged."""
 
     name: ClassVar[str] = "reuse"
     keeps_all: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class PlainReuse(Reuse):
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """Everything is kept, nothing is computed again."""
+        """Everything is kept, nothing is recomputed."""
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
         return RecomputePlan(every, ~every)

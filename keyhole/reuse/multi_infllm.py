@@ -1,23 +1,23 @@
-"""Multi-InfLLM: all documents are one context, of which each layer keeps the first blocks, the last
-blocks, and those between that the question looks for. Nothing is computed again.
+"""Multi-InfLLM: all documents form one context, of which each layer keeps the first, the last and
+the highest-scoring blocks between them. Nothing is recomputed.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
-Memory, NeurIPS 2024 (arXiv 2402.04617), section 3, over concatenated documents as SamKV (arXiv
-2508.11661, section 4.1) compares with it.
+Memory, NeurIPS 2024 (arXiv 2402.04617), section 3, over concatenated documents the baseline of
+SamKV (arXiv 2508.11661, section 4.1).
 
 Cost per prompt: the question once more over the first and last blocks, and a product per block and
 layer.
 
-When to use it: as the baseline of SamKV that selects blocks and computes nothing again.
+When to use it: as the baseline of SamKV that selects blocks and recomputes nothing.
 
 Differences (theirs | ours | effect measured):
-- InfLLM asks anew with every chunk and decoded token | once, with the mean over the question's
+- InfLLM selects again at every chunk and decoded token | once, with the mean over the question's
   tokens when it is read over the first and last blocks: SamKV's generic query | not measured: a
-  prompt over stored documents is put together once
+  prompt over stored documents is assembled once
 - four representative tokens in a block | one, the token that receives most attention | one: 33.3 %
   (21.7 to 47.5); four: 29.2 % (18.2 to 43.2)
-- keys that are far away stand at one distance | at their true positions | four representatives at
-  one distance: 37.5 % (25.2 to 51.6)
+- distant keys share one relative position | true positions | four representatives at one distance:
+  37.5 % (25.2 to 51.6)
 - blocks run through the whole context | they end with their document | not measured: all documents
   here have whole blocks
 - SamKV's paper gives it a budget of its own | `num_blocks` per document; the tables at equal
@@ -75,7 +75,7 @@ class MultiInfLLM(Reuse):
         return self
 
     def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
-        """The first and last blocks; None if nothing is to be chosen between them."""
+        """The first and last blocks; None if no block is selected between them."""
         blocks = Blocks.of(documents)
         ends = self._ends(blocks)
         return None if self._takes_all(blocks, ends) else blocks.tokens(ends)
@@ -83,7 +83,7 @@ class MultiInfLLM(Reuse):
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """First and last blocks, and the best between; of equal scores the earlier."""
+        """First and last blocks, and the best between; ties go to the earlier."""
         blocks = Blocks.of(documents)
         ends = self._ends(blocks)
         keys = gather(documents, lambda facts: facts.representative_keys)

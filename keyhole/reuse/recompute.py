@@ -1,4 +1,4 @@
-"""Recompute: the prompt is computed like any other, whatever is stored. The measure of the rest.
+"""Recompute: the whole prompt is computed, ignoring stored documents. The exact reference.
 
 Cost per prompt: a prefill of all documents.
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Reuse):
-    """Everything again, exactly."""
+    """Recomputes everything, exactly."""
 
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
@@ -30,7 +30,7 @@ class Recompute(Reuse):
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """Everything is kept and computed again."""
+        """Everything is kept and recomputed."""
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
         return RecomputePlan(every, every.clone())

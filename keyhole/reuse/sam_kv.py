@@ -1,30 +1,31 @@
-"""SamKV: documents are thinned in view of the question and of each other, then partly recomputed.
+"""SamKV: documents are pruned by the question and by each other, then partly recomputed.
 
 Cao, Si, Zhang, Liu, Sparse Attention across Multiple-context KV Cache (arXiv 2508.11661), section 3
-and appendix A. A document keeps its first and last blocks, and of its middle the blocks that best
-answer the question as the other documents would put it; a few tokens of what is kept are computed
-again, now that they can see the other documents.
+and appendix A. A document keeps its first and last blocks, and the middle blocks that score highest
+for the question, biased by the other documents; a few of the kept tokens are recomputed, with
+attention to the other documents.
 
 Cost per prompt: the question once more over the first and last blocks; a product per block, layer
-and document; one forward of the tokens computed again, over what is kept.
+and document; one forward pass of the recomputed tokens over the kept ones.
 
 When to use it: for many documents of which a question needs few passages.
 
 Steps (equations of the paper in brackets):
 
 1. `glance`: the question is read over the initial and local blocks of all documents.
-2. Each document's query is the question's and a little of what the others look for (1).
-3. It wants the share P of its middle blocks that beats its ends, mean over `stable_layers` (2, 3).
+2. Each document's query is the question's plus a bias from the other documents (1).
+3. It offers the share P of its middle blocks that score above its ends, mean over `stable_layers`
+(2, 3).
 4. In each layer its best blocks by <query, mean key>,
 5. of which the best of all documents are kept.
-6. Computed again: tokens of initial and local blocks, and of the kept middle blocks those that
-   stand for an outlier of alpha.
+6. Recomputed: tokens of initial and local blocks, and of the kept middle blocks those that
+represent an outlier of alpha.
 7. `blend`: new keys and values replace the stored ones, or are fused with them (4).
 
 Differences (theirs | ours | effect measured):
 - "total block count divided by the number of contexts" | of the blocks that the documents offer
-  (`pooled`): only so do the paper's 15 % come out | offered 37.5 % (25.2 to 51.6); all 45.8 % (32.6
-  to 59.7), keeping more
+  (`pooled`): only this yields the paper's 15 % | offered 37.5 % (25.2 to 51.6); all 45.8 % (32.6 to
+  59.7), keeping more
 - scores are standardised over the blocks that are chosen | over all middle blocks of a document and
   layer | over all 37.5 % (25.2 to 51.6); over the chosen 39.6 % (27.0 to 53.7)
 - open: the query of a document's local blocks, and its anchor | the means of their block means |
@@ -40,10 +41,10 @@ right answers to 48 questions over two documents of the bundled model's world, w
 intervals, and the median relative error of the first answer token's logits against a prompt that
 is computed whole. They say what a difference does on this model, not which method is better.
 
-Beyond the paper, where a mean hides what is looked for: with score="extremes" step 4 compares the
+Beyond the paper, where a mean hides the relevant key: with score="extremes" step 4 compares the
 queries of all of the question's tokens with single keys of a block
 (`keyhole.reuse.blocks.extremes`), and `share` replaces P in step 3. With score="random" step 4
-draws as many blocks without looking at them: a control that tells whether choosing finds anything.
+draws as many blocks at random: a control for the value of the selection.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class SamKV(Reuse):
     pooled: bool = setting(True, "keep offered blocks / documents; False: all blocks / documents")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the stable layers: as given, else measured for this model, else the last 4."""
+        """Resolves the stable layers: as given, else calibrated for this model, else the last 4."""
         if self.update not in UPDATES:
             raise UnknownNameError("update", str(self.update), UPDATES)
         if self.score not in SCORES:
@@ -156,11 +157,11 @@ class SamKV(Reuse):
 
     @property
     def extremes(self) -> bool:
-        """With that score, where anything is chosen."""
+        """With score="extremes", if middle blocks are selected."""
         return self.select and self.score == "extremes"
 
     def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
-        """The initial and local blocks; None if there is no middle to choose from."""
+        """The initial and local blocks; None if no document has middle blocks."""
         blocks = self._blocks(documents)
         ends = self._ends(blocks)
         return None if not self.select or bool(ends.all()) else blocks.tokens(ends)
@@ -168,7 +169,7 @@ class SamKV(Reuse):
     def plan(
         self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
     ) -> RecomputePlan:
-        """Initial and local blocks, and the middle blocks chosen; see the module for the steps."""
+        """Initial and local blocks, and selected middle blocks; the module lists the steps."""
         blocks = self._blocks(documents)
         ends = self._ends(blocks)
         alpha = torch.stack(gather(documents, lambda facts: facts.alpha))
@@ -191,7 +192,7 @@ class SamKV(Reuse):
         return RecomputePlan(tokens, self._written(documents, blocks, kept, alpha), shares)
 
     def blend(self, new: Tensor, old: Tensor) -> Tensor:
-        """The new ones, or fused with the old."""
+        """The new keys or values, or their fusion with the old."""
         return fused(new, old) if self.fuses else new
 
     def _blocks(self, documents: Sequence[PlacedDocument]) -> Blocks:
@@ -228,7 +229,7 @@ class SamKV(Reuse):
         scores: Tensor,
         alpha: Tensor,
     ) -> tuple[float, ...]:
-        """Step 3: what each document wants of its middle, 0 if it has none; by mean keys."""
+        """Step 3: the share of its middle that each document offers, or 0; by mean keys."""
         ends = self._ends(blocks)
         if self.share is not None:
             return tuple(0.0 if ends[own].all() else self.share for own in blocks.slices)
@@ -258,7 +259,7 @@ class SamKV(Reuse):
         kept: Tensor,
         alpha: Tensor,
     ) -> Tensor:
-        """Step 6: tokens to compute again, bool [L, T]; kept bool [L, M]."""
+        """Step 6: tokens to recompute, bool [L, T]; kept bool [L, M]."""
         ends = self._ends(blocks)
         written = blocks.tokens(ends).expand(len(kept), -1).clone()
         parts = [outliers(alpha[:, own], self.outlier_sigmas) for own in blocks.slices]
@@ -276,5 +277,5 @@ def _by_mean(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:
 
 
 def _by_extremes(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:
-    """How well single keys of each block answer any token's query, float32 [N]."""
+    """The best score of a block's single keys for any token's query, float32 [N]."""
     return extreme_scores(query, document.extremes[layer])

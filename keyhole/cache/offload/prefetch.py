@@ -1,15 +1,14 @@
 """Elastic loading ahead of time: copies for later layers run while earlier ones compute.
 
-SpeContext, section 5: a selection that is known before layer 0 lets all offloaded layers be
-loaded in their order, beside the computation. What is not started ahead, since a policy chooses in
-the layer, or is started with another selection, is loaded when it is waited for: starting is never
-needed for a right result.
+SpeContext, section 5: with a selection known before layer 0, all offloaded layers load in order,
+overlapped with the computation. A load that was not started ahead, because the policy selects in
+the layer, or was started with another selection, runs in `wait`: prefetching never affects results.
 
-One thread starts the copies. On a CPU it makes them, too; on a GPU they run on a stream of their
-own, between two events: they begin when all that was launched before `start` is done, so the last
-step's attention no longer reads the buffer, and attention begins when they are done. In a step that
-is recorded there is no thread, as what it launches would not be recorded; stream and events are
-the same, and so are the copies beside the computation when the step is repeated.
+A worker thread starts the copies. On a CPU it also performs them; on a GPU they run on their own
+stream between two events: they begin after everything launched before `start`, so that the last
+step's attention no longer reads the buffer, and attention waits for their end. A step under CUDA
+graph capture uses no thread, whose launches would not be captured; stream and events are the same,
+so that copies overlap with the computation on replay too.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from keyhole.planner import buffer_tokens
 
 @dataclass(frozen=True)
 class Traffic:
-    """What elastic loading did. Tokens count once per layer and KV head.
+    """Counters of elastic loading. Tokens count once per layer and KV head.
 
-    hits: selected tokens that were there already. misses: those that were copied, moved_bytes in
-    all. stall_ms: how long attention waited for them.
+    hits: selected tokens found in the buffer. misses: tokens copied, moved_bytes in total.
+    stall_ms: how long attention waited for copies.
     """
 
     hits: int = 0
@@ -55,16 +54,16 @@ class Traffic:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the selected tokens that were there already; None if nothing was selected."""
+        """Share of the selected tokens found in the buffer; None if nothing was selected."""
         selected = self.hits + self.misses
         return self.hits / selected if selected else None
 
 
 class Loads(NamedTuple):
-    """What a step loaded, as the device has it.
+    """The counters of a step, still on the device.
 
     counters: int64 [B, 3], hits, misses and moved bytes of each sequence. stall_ms: as in
-    `Traffic`; 0 for a step that was repeated from a recording, in which the device alone waits.
+    `Traffic`; 0 for a replayed graph, where only the device waits.
     """
 
     counters: Tensor
@@ -73,7 +72,7 @@ class Loads(NamedTuple):
 
 @dataclass(frozen=True)
 class _Load:
-    """A copy under way, and what keeps its tensors alive. loaded: its end on a GPU."""
+    """A copy in progress, and references to its tensors. loaded: its end event on a GPU."""
 
     selection: Selection
     result: Future[Resident]
@@ -86,8 +85,8 @@ class Prefetcher:
     A step is `begin`, any number of `start`, a `wait` for each layer that attends to a selection,
     `end`. Called by one thread.
 
-    num_rows: sequences that can run at once. token_budget: most tokens of a selection. num_heads:
-    see `ResidentBuffer`. total: the traffic of all steps that were counted.
+    num_rows: sequences that can run at once. token_budget: the most tokens of a selection.
+    num_heads: see `ResidentBuffer`. total: the traffic of all counted steps.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Prefetcher:
         self._num_tokens = buffer_tokens(token_budget, cache.page_size)
         self._num_heads = num_heads
         self._buffers: dict[int, ResidentBuffer] = {}
-        self._cuts = 0  # of buffers that are gone
+        self._cuts = 0  # of freed buffers
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keyhole-prefetch")
         self._stream: torch.cuda.Stream | None = None
         self._step: tuple[Tensor, Tensor, Tensor] | None = None
@@ -124,13 +123,13 @@ class Prefetcher:
 
     @property
     def moves(self) -> int:
-        """How often a buffer was cut anew; what was recorded before then writes to old places."""
+        """How often a buffer was laid out anew; graphs captured before then write to old slots."""
         return self._cuts + sum(buffer.cuts for buffer in self._buffers.values())
 
     def offload(self, layer: int, tier: Tier) -> None:
-        """Offloads a layer of the cache, and gives it buffers where it was.
+        """Offloads a layer of the cache, and allocates resident buffers for it.
 
-        Between steps. CapacityError if it does not fit there; nothing has changed then.
+        Call between steps. CapacityError, with nothing changed, if the tier has no space.
         """
         device = self._cache.empty.device
         if device.type == "cuda" and self._stream is None:
@@ -140,13 +139,13 @@ class Prefetcher:
         self._buffers[layer] = buffer
 
     def restore(self, layer: int) -> None:
-        """Moves an offloaded layer of the cache back, in the place of its buffers.
+        """Makes an offloaded layer resident again, and frees its buffers.
 
-        Between steps. CapacityError if there is no memory for it; it stays below then.
+        Call between steps. CapacityError if there is no memory for it; it then stays offloaded.
         """
         self._drain()
-        self._done.clear()  # of a step that came to no end
-        self._cuts += self._buffers.pop(layer).cuts  # its memory is needed, its content is not
+        self._done.clear()  # of a step that did not finish
+        self._cuts += self._buffers.pop(layer).cuts  # frees its memory; its contents are copies
         try:
             self._cache.move_up(layer)
         except CapacityError:
@@ -154,7 +153,7 @@ class Prefetcher:
             raise
 
     def reset(self, row: int) -> None:
-        """Forgets a sequence: another one has its row, or it has other tokens."""
+        """Drops a row's entries: another sequence has the row, or the sequence has other tokens."""
         self._drain()
         for buffer in self._buffers.values():
             buffer.reset(row)
@@ -164,7 +163,7 @@ class Prefetcher:
     ) -> None:
         """A step of sequences in `rows` (int64 [B]); the rest is as in `policy.Step`.
 
-        recorded: whether what is launched is recorded, to be repeated.
+        recorded: whether the step is captured in a CUDA graph.
         """
         self._drain()
         self._step, self._recorded = (rows, page_table, lengths), recorded
@@ -173,7 +172,7 @@ class Prefetcher:
         self._stall = 0.0
 
     def start(self, selection: Selection, layers: Iterable[int]) -> None:
-        """Begins to load what is selected for these layers, in this order; others are ignored."""
+        """Starts loading the selection of these layers, in this order; skips resident layers."""
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
@@ -187,7 +186,7 @@ class Prefetcher:
                 self._loads[layer] = _Load(selection, result, loaded)
 
     def wait(self, layer: int, selection: Selection) -> Resident:
-        """The buffers of a layer with what is selected, but for the newest tokens."""
+        """The buffers of a layer with its selected tokens, except the newest ones."""
         begin = time.perf_counter()
         load = self._loads.get(layer)
         resident = self._finish(layer)
@@ -199,9 +198,9 @@ class Prefetcher:
         return resident
 
     def end(self) -> Loads:
-        """What the step's sequences cost, for `count`; nobody waits for the device."""
+        """The step's counters, for `count`; without a device sync."""
         if self._recorded:
-            for layer in list(self._loads):  # what was begun in a recording ends in it
+            for layer in list(self._loads):  # a load begun during capture must end in it
                 self._finish(layer)
         self._drain()
         assert self._step is not None, "begin comes first"
@@ -217,7 +216,7 @@ class Prefetcher:
             # One column per layer and head.
             moved = torch.cat([r.moved for r in done], 1).long()
             counts = torch.cat([r.selection.counts for r in done], 1).long()
-            # The newest token was neither here nor copied.
+            # The newest token is neither a hit nor a copy.
             read = (counts - 1) * unit + ((lengths - 1) % unit)[:, None]
             misses = moved.sum(1)
             counters += torch.stack([(read - moved).sum(1), misses, misses * token_bytes], 1)
@@ -226,7 +225,7 @@ class Prefetcher:
         return Loads(counters, 0.0 if self._recorded else 1e3 * self._stall)
 
     def count(self, loads: Loads) -> list[Traffic]:
-        """A step's sequences, each of which waited for all of them; waits for the device."""
+        """Adds a step's counters per sequence, each with the whole stall; syncs with the device."""
         found = [
             Traffic(hits, misses, moved, loads.stall_ms)
             for hits, misses, moved in loads.counters.tolist()
@@ -288,7 +287,7 @@ class Prefetcher:
         ready: torch.cuda.Event | None,
         loaded: torch.cuda.Event | None,
     ) -> Resident:
-        """The other thread's work, if there is one."""
+        """The worker thread's job, if there is a thread."""
         if ready is None or loaded is None:
             return self._exchange(layer, selection, frame)
         with torch.cuda.stream(self._stream):
@@ -298,7 +297,7 @@ class Prefetcher:
         return resident
 
     def _finish(self, layer: int) -> Resident | None:
-        """The result of a load, which the computation may use from here on; None if none began."""
+        """The result of a load, which the computation may use from now on; None: none started."""
         load = self._loads.pop(layer, None)
         if load is None:
             return None
@@ -311,9 +310,9 @@ class Prefetcher:
         return resident
 
     def _drain(self) -> None:
-        """Waits for what nobody has asked for; nobody wants to know if it failed, either."""
+        """Waits for loads that no layer waited for, and ignores their errors."""
         for layer, load in list(self._loads.items()):
-            # A recording that came to no end left nothing to wait for.
+            # An aborted capture leaves nothing to wait for.
             if not self._recorded and load.result.exception() is None:
                 self._finish(layer)
         self._loads.clear()

@@ -1,12 +1,12 @@
-"""What stays above of a layer that went below: a buffer per sequence, loaded by difference.
+"""The resident part of an offloaded layer: a buffer per sequence, loaded by difference.
 
-SpeContext, section 5.4: neighbouring steps select much the same (over 80%, figure 6b), so only
-S_now - S_last is copied, into the places of S_last - S_now. The buffers of a layer are a small
-paged cache of their own, in the same layout, so what can attend to the cache can attend to them.
+SpeContext, section 5.4: consecutive steps select similar tokens (over 80%, figure 6b), so only
+S_now - S_last is copied, into the slots of S_last - S_now. The buffers of a layer form a small
+paged cache in the same layout, so the same attention kernels read them.
 
-Differences from the paper: a place holds a token or a page, as the policy selects, since a page is
-one copy instead of sixteen; there is one page more than the budget, whose places hold the newest
-token or page and what was selected a little before.
+Differences from the paper: a slot holds a token or a page, as the policy selects, since a page is
+one copy instead of sixteen; there is one page more than the budget, whose slots hold the newest
+token or page and recently selected ones.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from keyhole.kernels import Selection
 
 @dataclass(frozen=True)
 class Frame:
-    """The decoding sequences of a step, and where they lie in the buffers of every layer.
+    """The decoding sequences of a step, and their rows in the buffers of every layer.
 
-    rows: int64 [B], the buffer of each sequence. page_table int32 [B, M], lengths int32 [B]: as the
-    step has them. own_table int32 [B, m], own_lengths int32 [B]: the same of the buffers. newest:
-    int64 [B], the place of the newest token, as `kernels.append` takes it.
+    rows: int64 [B], the buffer of each sequence. page_table int32 [B, M], lengths int32 [B]: those
+    of the step. own_table int32 [B, m], own_lengths int32 [B]: those of the buffers. newest: int64
+    [B], the slot of the newest token, as in `kernels.append`.
     """
 
     rows: Tensor
@@ -50,7 +50,7 @@ class Frame:
         page_size: int,
         unit: int,
     ) -> Frame:
-        """For buffers of `num_tokens` tokens in places of `unit` tokens."""
+        """For buffers of `num_tokens` tokens in slots of `unit` tokens."""
         pages = num_tokens // page_size
         own_table = rows[:, None] * pages + torch.arange(pages, device=rows.device)
         place = num_tokens - unit + (lengths.long() - 1) % unit
@@ -61,7 +61,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Resident:
-    """What a layer attends to in a step, in its buffers instead of the cache.
+    """A layer's selection in a step, in its buffers instead of the cache.
 
     moved: int32 [B, H], tokens that were copied for it.
     """
@@ -74,7 +74,7 @@ class Resident:
 
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values, page table and lengths, as `kernels.attend` takes them."""
+        """Keys, values, page table and lengths, as in `kernels.attend`."""
         return self.keys, self.values, self.frame.own_table, self.frame.own_lengths
 
     def append(self, key: Tensor, value: Tensor | None) -> None:
@@ -94,10 +94,10 @@ class ResidentBuffer:
     """The buffers of one layer, for `num_rows` sequences.
 
     keys, values: [num_rows * m, H, page_size, D or Dv]; sequence r has m pages from r * m on.
-    entries: int32 [num_rows, H, places], the token or page in each place, -1 for none.
-    cuts: how often it was made anew while it was in use, for places of another unit.
-    num_heads: H, where lists are longer than KV heads (MLA: a choice per query head over latents
-    that all share); None: the layer's KV heads.
+    entries: int32 [num_rows, H, places], the token or page in each slot, -1 for none.
+    cuts: how often it was laid out anew while in use, for slots of another unit.
+    num_heads: H, where there are more lists than KV heads (MLA: a selection per query head over
+    shared latents); None: the layer's KV heads.
     """
 
     def __init__(
@@ -126,16 +126,16 @@ class ResidentBuffer:
 
     @property
     def unit(self) -> int:
-        """Tokens in a place."""
+        """Tokens per slot."""
         return self.num_tokens // self.entries.shape[2]
 
     def load_missing(
         self, selection: Selection, frame: Frame, key_pages: Tensor, value_pages: Tensor
     ) -> Resident:
-        """Loads what is selected and not here yet from the offloaded pages [P, Hkv, ...].
+        """Loads the selected entries that are missing from the offloaded pages [P, Hkv, ...].
 
-        The newest token is expected in neither; `Resident.append` writes it here. selection: at
-        most num_tokens - page_size tokens, of one unit as long as anything is to be kept.
+        The newest token is in neither; `Resident.append` writes it here. selection: at most
+        num_tokens - page_size tokens; a change of unit empties the buffer.
         """
         if selection.unit != self.unit:
             self.entries = self._no_entries(selection.unit)
@@ -156,7 +156,7 @@ class ResidentBuffer:
         return Resident(self.keys, self.values, frame, used, moved)
 
     def reset(self, row: int) -> None:
-        """Forgets a sequence."""
+        """Drops a sequence's entries."""
         self.entries[row] = -1
 
     def _no_entries(self, unit: int) -> Tensor:

@@ -1,14 +1,14 @@
-"""Where offloaded pages go: to RAM, or to files on disk.
+"""Tiers of offloaded pages: RAM, or files on disk.
 
-Two pairs, one interface: below a GPU's memory lies pinned memory of the host, below a CPU's memory
-a file, mapped into memory, in a folder of the user's choice. A layer moves as a whole, down and up
-again. What lies in a mapped file can be read and written by every kernel as it is; the operating
-system fetches it, and drops it again under pressure. When a layer has come up, its file is closed,
-which frees the disk; pinned memory goes back to torch, which keeps it for the next layer down.
+Two pairs, one interface: a GPU offloads to pinned host memory, a CPU to a memory-mapped file in a
+folder of the user's choice. A layer moves as a whole, in both directions. Every kernel reads and
+writes a mapped file directly; the operating system loads its pages, and evicts them under memory
+pressure. When a layer becomes resident, its file is closed, which frees the disk; pinned memory
+returns to torch, which keeps it for the next offloaded layer.
 
-A file has no name from its first moment on (O_TMPFILE, or unlinked at once), so it ends with the
-process, however that ends: nothing is left to be cleaned up at the next start, and processes that
-share a folder cannot meet. `lsof +L1` shows such files.
+A file never has a name (O_TMPFILE, or unlinked at once), so it disappears with the process, however
+that ends: no clean-up is needed at the next start, and processes that share a folder cannot
+conflict. `lsof +L1` shows such files.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import Tensor
 
 from keyhole.errors import CapacityError, ConfigError
 
-#: Bytes that are copied at once when a layer moves, and given back above before the next.
+#: Bytes copied at once when a layer moves; each block is freed before the next is copied.
 BLOCK_BYTES = 64 << 20
-# Where space cannot be set aside, the file grows as it is written.
+# File systems without preallocation: the file grows as it is written.
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -40,25 +40,25 @@ class Store(Protocol):
     """One layer's offloaded pages."""
 
     def resized(self, count: int) -> Tensor:
-        """All pages as one tensor [count, ...]; those there before are as they were.
+        """All pages as one tensor [count, ...]; existing pages keep their contents.
 
-        A smaller `count` than before gives what there is. CapacityError if there is no room, and
-        nothing has changed.
+        A smaller `count` than before returns the existing pages. CapacityError, with nothing
+        changed, without space.
         """
 
 
 class Tier(Protocol):
-    """A place for offloaded pages."""
+    """A destination for offloaded pages."""
 
     def store(self, like: Tensor) -> Store:
-        """An empty store for pages with the dtype and shape, but for the first number, of `like`.
+        """An empty store for pages of the dtype and shape of `like`, except its first dimension.
 
-        Raises ConfigError if the place cannot be used.
+        Raises ConfigError if the tier cannot be used.
         """
 
 
 class FileTier:
-    """Files in `directory`; ConfigError if there cannot be any."""
+    """Files in `directory`; ConfigError if none can be created."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -80,19 +80,19 @@ class FileStore:
         self._tensor = torch.empty(0, *shape, dtype=dtype)
 
     def resized(self, count: int) -> Tensor:
-        """See `Store`. Tensors of before go on to show the same pages."""
+        """See `Store`. Earlier tensors remain views of the same pages."""
         if count <= len(self._tensor):
             return self._tensor
         dtype = self._tensor.dtype
         size = count * dtype.itemsize * torch.Size(self._shape).numel()
         self._reserve(size)
-        # The mapping lives as long as a tensor that shows it.
+        # The mapping lives as long as a tensor that views it.
         mapping = mmap.mmap(self._file.fileno(), size)
         self._tensor = torch.frombuffer(mapping, dtype=dtype).view(count, *self._shape)
         return self._tensor
 
     def _reserve(self, size: int) -> None:
-        """Makes the file this long. A mapping without space behind it would kill the process."""
+        """Extends the file. Writing to a mapping without disk space kills the process (SIGBUS)."""
         number, before = self._file.fileno(), self._tensor.nbytes
         space = os.fstatvfs(number)
         free = space.f_bavail * space.f_frsize
@@ -118,7 +118,7 @@ class FileStore:
 
 
 class PinnedTier:
-    """Memory of the host that a GPU can copy from while it computes."""
+    """Pinned host memory, which a GPU can copy from while it computes."""
 
     def store(self, like: Tensor) -> PinnedStore:
         """See `Tier`."""
@@ -144,10 +144,10 @@ class PinnedStore:
 
 
 def move(upper: Tensor, lower: Tensor) -> None:
-    """Copies pages [count, ...] of a resident layer to `lower`; what `upper` holds is lost.
+    """Copies pages [count, ...] of a resident layer to `lower`; the contents of `upper` are lost.
 
-    Memory of a CPU is given back block by block, so that nothing is held twice at any time, at a
-    moment when there is none to spare.
+    CPU memory is freed block by block, so that at most one block is held twice at a moment when
+    memory is short.
     """
     step = max(1, BLOCK_BYTES // max(1, upper[:1].nbytes))
     for start in range(0, len(upper), step):
@@ -156,7 +156,7 @@ def move(upper: Tensor, lower: Tensor) -> None:
 
 
 def discard(tensor: Tensor) -> None:
-    """Gives the memory of a contiguous tensor back; what it holds then is undefined."""
+    """Returns the memory of a contiguous tensor to the system; its contents become undefined."""
     if tensor.device.type != "cpu" or sys.platform != "linux":
         return
     unit = mmap.PAGESIZE

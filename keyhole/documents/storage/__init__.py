@@ -1,7 +1,7 @@
-"""Where stored documents lie: a folder of this machine, or any URL that fsspec understands.
+"""Storage of documents: a local folder, or any URL that fsspec supports.
 
-A place holds two folders of files that never change once they are there, but for being replaced as
-a whole: `documents`, the sources, and `records`, what models made of them.
+A backend holds two folders of immutable files, which are only replaced as a whole: `documents`, the
+sources, and `records`, the models' encodings.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ class Entry(NamedTuple):
 
 
 class StorageReader(Protocol):
-    """An open file. bytes_read: what was asked of the place so far."""
+    """An open file. bytes_read: bytes requested from the backend so far."""
 
     size: int
     bytes_read: int
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Bytes from start to stop, uint8 [stop - start] each; OSError if they cannot be had."""
+        """Bytes from start to stop, uint8 [stop - start] each; OSError if they cannot be read."""
 
     def close(self) -> None:
-        """Tensors that were read stay as they are."""
+        """Tensors that were read stay valid."""
 
 
 class Staged(Protocol):
-    """A file that is written, and not there yet."""
+    """A file that is written but not yet committed."""
 
     def commit(self) -> str:
-        """Puts it in its place, whole; gives its stamp, "" if that is not known."""
+        """Commits the file atomically; returns its stamp, "" if that is not known."""
 
     def discard(self) -> None:
-        """Takes it away; nothing happens after `commit`."""
+        """Discards the file; no effect after `commit`."""
 
 
 class StorageBackend(Protocol):
-    """Files by a relative path such as "records/x". Whatever fails raises OSError.
+    """Files by a relative path such as "records/x". Every failure raises OSError.
 
     url: for messages. folder: this machine's folder if it is one that can be written to.
-    grace_s: how old a file that belongs to nothing must be to be taken away: other machines may be
-    about to say what it belongs to; 0 where all writers use one lock.
+    grace_s: the age at which an unreferenced file is deleted: another machine may be about to
+    commit its reference; 0 where all writers share one lock.
     """
 
     url: str
@@ -64,7 +64,7 @@ class StorageBackend(Protocol):
     grace_s: float
 
     def files(self, folder: str) -> dict[str, Entry]:
-        """What is in "documents" or "records", by name."""
+        """The files in "documents" or "records", by name."""
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
         """The beginning of each file, b"" where it cannot be read."""
@@ -76,13 +76,13 @@ class StorageBackend(Protocol):
         """The file, open; FileNotFoundError if there is none."""
 
     def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> Staged:
-        """Writes a file without putting it in its place; a failure leaves nothing behind."""
+        """Writes a file without committing it; a failure leaves nothing behind."""
 
     def remove(self, path: str) -> None:
-        """Nothing happens if it is not there."""
+        """Deletes a file; no effect if it does not exist."""
 
     def lease_path(self, path: str) -> Path | None:
         """A file of this machine to lock while the file is read; None if there is none."""
 
     def clean(self) -> None:
-        """Takes away what writers left that ended while they wrote."""
+        """Deletes partial files of crashed writers."""

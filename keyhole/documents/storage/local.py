@@ -1,7 +1,7 @@
 """Documents in a folder of this machine: files are mapped into memory, and renamed into place.
 
-A file is written under `parts`, locked by its writer, brought to the disk (fsync), and renamed. A
-process that dies leaves a part without a lock, which the next start takes away.
+A file is written under `parts`, locked by its writer, synced to disk (fsync), and renamed. A
+process that dies leaves an unlocked part, which the next start deletes.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class LocalPlace:
 
 
 class LocalReader:
-    """A file, mapped into memory. What is read are views: nothing is copied.
+    """A memory-mapped file. Reads return views: nothing is copied.
 
-    Writing into a view changes what this reader shows, never the file.
+    Writing to a view changes this reader's memory, never the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,11 +159,11 @@ def _new_part(folder: Path) -> tuple[int, Path]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor, part
-        os.close(descriptor)  # another process that cleans up met it before its lock
+        os.close(descriptor)  # another process deleted it before it was locked
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power failure."""
+    """Makes a rename durable across a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Locks between processes, held by an open file: they end with the process, however it ends.
+"""File locks between processes: they are released when the process ends, however it ends.
 
-One lock per store orders what changes it. A lease is a shared lock on one record: while there is
-one, the record is in use and is not taken away.
+One lock per store serialises changes. A lease is a shared lock on one record: a leased record is in
+use and is not deleted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Lease", "is_free", "locked"]
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Waits until nobody else is inside."""
+    """Waits until no other process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -27,7 +27,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class Lease:
-    """Says that the file at `path` is in use, until `close`.
+    """Marks the file at `path` as in use, until `close`.
 
     create: make the file if there is none; otherwise FileNotFoundError.
     """
@@ -43,10 +43,10 @@ class Lease:
             except BaseException:
                 os.close(self._descriptor)
                 raise
-            os.close(self._descriptor)  # it was taken away while we waited
+            os.close(self._descriptor)  # it was deleted while we waited
 
     def close(self) -> None:
-        """Gives the file free; once is enough."""
+        """Releases the file; may be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -54,9 +54,9 @@ class Lease:
 
 @contextmanager
 def is_free(path: Path) -> Iterator[bool]:
-    """Whether no lease is on `path`; as long as one is inside, none begins.
+    """Whether there is no lease on `path`; inside the block no lease can begin.
 
-    A file that is not there is free; one that cannot be opened is not ours to take.
+    A missing file is free; one that cannot be opened is not.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

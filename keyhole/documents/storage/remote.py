@@ -1,9 +1,9 @@
-"""Documents at an fsspec URL: byte ranges are read, and a file is there whole or not at all.
+"""Documents at an fsspec URL: reads byte ranges, and commits files atomically.
 
-Object stores (S3 and its like) show an object when its upload is complete, so it is put under its
-name at once. Everywhere else it is put under another name and moved. Machines that share such a
-place share no lock: the last writer of a name wins, and files that belong to nothing are taken away
-only when they are a day old.
+Object stores (such as S3) show an object when its upload is complete, so it is uploaded under its
+final name. Elsewhere it is uploaded under another name and moved. Machines that share a URL share
+no lock: the last writer of a name wins, and unreferenced files are deleted only when they are a day
+old.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RemotePlace", "RemoteReader", "RemoteStaged", "open_place"]
 
-# Places whose uploads are atomic. "memory" is fsspec's own, within one process.
+# Protocols whose uploads are atomic. "memory" is fsspec's own, within one process.
 _OBJECT_STORES = set("s3 s3a gs gcs abfs abfss az adl oss oci hf memory".split())
 _PARTS = "parts"
 _DAY_S = 86_400.0
@@ -40,7 +40,7 @@ _HEAD_BYTES = 128 << 10
 
 
 def open_place(place: str | Path) -> StorageBackend:
-    """A folder for a path or a file URL, otherwise what fsspec has for the URL.
+    """A local folder for a path or a file URL, otherwise fsspec's file system for the URL.
 
     Raises ConfigError for a place that cannot be opened, with the package that it needs.
     """
@@ -55,7 +55,7 @@ def open_place(place: str | Path) -> StorageBackend:
         return RemotePlace(system, path, text)
     except ImportError as error:
         raise ConfigError(f"documents at {text!r} need a package: {error}") from error
-    except Exception as error:  # any library on the way may fail in its own manner
+    except Exception as error:  # any library involved may raise its own error
         protocol = text.partition("://")[0]
         if protocol not in fsspec.available_protocols() and "::" not in text and "://" in text:
             known = fsspec.available_protocols()
@@ -179,7 +179,7 @@ class RemoteReader:
 class RemoteStaged:
     """See `Staged`. Without a part, the file is there as soon as it is written, and stays.
 
-    A record that is there before its document harms nobody: it may even be another's, of the same
+    A record without its document is harmless: it may even belong to another document of the same
     text.
     """
 
@@ -204,7 +204,7 @@ class RemoteStaged:
     def discard(self) -> None:
         """See `Staged`."""
         if not self._done and self._part is not None:
-            with suppress(Exception):  # the failure that led here is the one to tell
+            with suppress(Exception):  # report the original failure
                 self._system.rm_file(self._part)
         self._done = True
 
@@ -215,12 +215,12 @@ def _as_os_error() -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:  # every remote library has its own
+    except Exception as error:  # every remote library raises its own errors
         raise OSError(_line(error)) from error
 
 
 def _tensor(data: bytes) -> Tensor:
-    # From numpy: torch wants at least one byte, and memory that may be written to.
+    # From numpy: torch requires at least one byte, and writable memory.
     return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
 
 

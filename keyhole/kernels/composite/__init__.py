@@ -1,1 +1,1 @@
-"""Operations that PyTorch composes of others, on every device."""
+"""Operations composed of PyTorch operations, on every device."""

@@ -1,7 +1,8 @@
-"""Blocks of pages, chosen by the tokens that queries after them look at most (InfLLM).
+"""Blocks of pages, scored by the tokens that later queries attend to most (InfLLM).
 
-Plain PyTorch on every device, but for the scores of blocks. What a token received is a sum over
-many queries, kept in two numbers of the keys' dtype: the second has what the first cannot hold.
+Plain PyTorch on every device, except for the scores of blocks. The attention that a token received
+is a sum over many queries, stored as two numbers of the keys' dtype: the second holds the rounding
+error of the first.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 from keyhole.kernels.composite.summaries import summary_scores
 from keyhole.kernels.selection import Selection
 
-# Queries of a prompt that are looked at together: each sees a window of keys, all of them a window
-# and so many more.
+# Queries of a prompt that are processed together: each sees a window of keys; together they see one
+# window plus this many keys.
 _QUERIES = 128
 
-# Blocks whose keys are looked at together: 64 MiB of float32 for 64 tokens of 8 heads of 128.
+# Blocks whose keys are processed together: 64 MiB of float32 for 64 tokens of 8 heads of 128.
 _BLOCKS = 256
 
 
@@ -37,20 +38,20 @@ def add_received(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Adds what tokens receive of the attention of later queries, per query head, in place.
+    """Adds the attention that tokens receive from later queries, per query head, in place.
 
-    The query of token i gives its weights to the tokens of its window, i - window < j <= i: the
+    The weights of token i's query are added to the tokens of its window, i - window < j <= i: the
     softmax over these and the first `init` tokens, and the model's own sinks.
-    query [B, T, Hq, D], of T tokens in a row from starts, int64 [B], on; key_pages
-    [P, Hkv, page_size, D]; received [P, 2, Hq, page_size]; page_table int64 [B, M]. Tokens from
-    starts on received nothing yet, whatever stands in their places; what tokens before first,
-    int64 [B], received is complete. scale, softcap, sinks: as in `attend`.
+    query [B, T, Hq, D], of T consecutive tokens from starts, int64 [B]; key_pages
+    [P, Hkv, page_size, D]; received [P, 2, Hq, page_size]; page_table int64 [B, M]. The stored
+    values of tokens from starts on are ignored: they have received nothing yet. Tokens before
+    first, int64 [B], are complete and do not change. scale, softcap, sinks: as in `attend`.
     """
     for begin in range(0, query.shape[1], _QUERIES):
         some = query[:, begin : begin + _QUERIES]
         count, new = some.shape[1], starts + begin
         # The window of the first query and what follows it; where a sequence begins later than the
-        # window, what would follow the newest token stands for that one again.
+        # window, indices past the newest token repeat that token.
         base = (new - (window - 1)).clamp(min=0)
         entry = torch.arange(window - 1 + count, device=query.device)
         token = entry.expand(len(base), -1).minimum((new + count - 1 - base)[:, None])
@@ -81,12 +82,12 @@ def represent_blocks(
     real: Tensor,
     count: int,
 ) -> None:
-    """Writes the mean of the `count` keys of a block that received most, per query head, in place.
+    """Writes each block's mean over the `count` keys that received most, per query head, in place.
 
-    The earlier one of equals. key_pages [P, Hkv, page_size, D] and received [P, 2, Hq, page_size]
-    as `add_received` left them; representatives [P, Hq, D], written at the first page of a block;
-    pages int64 [n, b]: those of each block, full ones. Where bool [n] real says no, nothing
-    changes.
+    Ties go to the earlier token. key_pages [P, Hkv, page_size, D] and received [P, 2, Hq,
+    page_size] as `add_received` left them; representatives [P, Hq, D], written at the first page of
+    a block; pages int64 [n, b]: the full pages of each block. Blocks where real, bool [n], is False
+    do not change.
     """
     heads = key_pages.shape[1]
     for some, there in zip(pages.split(_BLOCKS), real.split(_BLOCKS), strict=True):
@@ -106,7 +107,7 @@ def block_scores(query: Tensor, representatives: Tensor, table: Tensor, valid: T
     """The sum over query heads of q . k for the representative k of a block, float32 [B, 1, n].
 
     query [B, Hq, D]; representatives [P, Hq, D]; table int32 [B, n]: the first page of each block;
-    valid int32 [B]: blocks from there on are meaningless.
+    valid int32 [B]: scores of later blocks are undefined.
     """
     return summary_scores(query, representatives[:, None], table, valid).sum(1, keepdim=True)
 
@@ -114,10 +115,10 @@ def block_scores(query: Tensor, representatives: Tensor, table: Tensor, valid: T
 def between_ends(
     blocks: Selection, pages: Tensor, page_size: int, ends: tuple[int, int]
 ) -> Selection:
-    """The first and the last pages of sequences, and those of blocks between them, as pages.
+    """The first and last pages of sequences, and the pages of selected blocks between them.
 
-    blocks: [B, 1, n], unit is the tokens of a block; the first block follows the ends[0] first
-    pages, the last one may reach into the ends[1] last ones. pages int32 [B].
+    blocks: [B, 1, n], whose unit is the tokens of a block; the first block follows the ends[0]
+    first pages, the last one may reach into the ends[1] last ones. pages int32 [B].
     """
     size = blocks.unit // page_size
     device, count = pages.device, pages[:, None]
@@ -147,7 +148,7 @@ def block_pages(blocks: Selection, pages: Tensor, page_size: int) -> Selection:
 
 
 def _where(page_table: Tensor, position: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Physical pages and places in them of tokens, int64 [B, n]; beyond the table the last page."""
+    """Physical page and offset of each token, int64 [B, n]; the last page beyond the table."""
     entry = (position // size).clamp(max=page_table.shape[1] - 1)
     return page_table.gather(1, entry), position % size
 
@@ -168,7 +169,7 @@ def _logits(query: Tensor, keys: Tensor, scale: float, softcap: float | None) ->
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax over the last dimension [B, Hq, T, n]; sinks [Hq]: what more it goes over."""
+    """The softmax over the last dimension [B, Hq, T, n]; sinks [Hq]: one more logit per head."""
     if sinks is None:
         return logits.softmax(-1)
     more = sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
@@ -176,6 +177,6 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _in_two(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Numbers as the sum of two of a shorter dtype."""
+    """Splits each number into the sum of two numbers of a shorter dtype."""
     first = numbers.to(dtype)
     return first, (numbers - first.float()).to(dtype)

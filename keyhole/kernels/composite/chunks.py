@@ -1,6 +1,6 @@
 """Chunks of keys: their landmarks, which of them are outliers, and scores (ShadowKV).
 
-Plain PyTorch on every device, but for the products with landmarks.
+Plain PyTorch on every device, except for the products with landmarks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from keyhole.kernels import reference
 from keyhole.kernels.composite.summaries import summary_scores
 
-# Pages whose keys are looked at together: 128 MiB of float32 for 8 heads of 128 numbers.
+# Pages whose keys are processed together: 128 MiB of float32 for 8 heads of 128 numbers.
 _PAGES = 2048
 
 
@@ -43,10 +43,10 @@ def chunk_landmarks(
 
 
 def outlier_chunks(cosines: Tensor, pages: Tensor, chunks: tuple[int, int], count: int) -> Tensor:
-    """The chunks before chunks[0], and of those up to chunks[1] the ones that means fit worst.
+    """The chunks before chunks[0], and the ones up to chunks[1] whose means fit worst.
 
     cosines as in `chunk_landmarks`; pages int64 [M], the sequence's pages. Returns int32
-    [Hkv, chunks[0] + count], padded with -1; the earlier one of equals.
+    [Hkv, chunks[0] + count], padded with -1. Ties go to the earlier chunk.
     """
     found = cosines[pages].flatten(0, 1)[slice(*chunks)].float().T  # [Hkv, chunks]
     worst = found.sort(dim=-1, stable=True).indices[:, :count] + chunks[0]
@@ -60,11 +60,11 @@ def chunk_scores(
 ) -> Tensor:
     """A query's weight on the landmark of every chunk, float32 [B, Hkv, C]; infinite for `taken`.
 
-    The softmax of each head goes over the chunks that are neither in `taken` nor the last `local`
-    ones; of a group of query heads the largest counts. query [B, Hq, D]; landmarks as in
-    `chunk_landmarks`; page_table int32 [B, M]; taken int32 [B, Hkv, n], padded with -1; chunks
-    int32 [B], those that each sequence has; C = M * chunks of a page. Entries from chunks - local
-    on mean nothing.
+    Each head's softmax covers the chunks that are neither in `taken` nor among the last `local`
+    ones; the result is the largest weight of each group of query heads. query [B, Hq, D]; landmarks
+    as in `chunk_landmarks`; page_table int32 [B, M]; taken int32 [B, Hkv, n], padded with -1;
+    chunks int32 [B], the number of chunks of each sequence; C = M * chunks of a page. Entries from
+    chunks - local on are undefined.
     """
     heads = landmarks.shape[2]
     products = summary_scores(query, landmarks, page_table, chunks).unflatten(1, (heads, -1))
@@ -72,6 +72,6 @@ def chunk_scores(
     place = torch.arange(products.shape[3], device=query.device)
     out = listed | (place >= (chunks - local)[:, None, None])
     products = products.div_(math.sqrt(query.shape[-1])).masked_fill_(out[:, :, None], -math.inf)
-    # Where every chunk is out there is nothing to weigh.
+    # Where every chunk is excluded the softmax has no entries.
     weights: Tensor = products.softmax(-1).amax(2).nan_to_num_(0.0)
     return weights.masked_fill_(listed, math.inf)

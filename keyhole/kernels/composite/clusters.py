@@ -1,8 +1,7 @@
-"""Keys in clusters, and what a query makes of their centroids (ClusterKV).
+"""Clusters of keys, and a query's scores on their centroids (ClusterKV).
 
-Plain PyTorch on every device, but for the scores. Sums over the keys of a cluster are matrix
-products, so that the same keys give the same clusters on a GPU too, where scattered additions come
-in any order.
+Plain PyTorch on every device, except for the scores. Sums over the keys of a cluster are matrix
+products, which makes the clusters deterministic on a GPU too, where scattered additions are not.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from torch import Tensor
 from keyhole.kernels.composite.gathered_attention import gather_tokens
 from keyhole.kernels.composite.summaries import spread_scores, summary_scores
 
-#: Rounds of k-means. The authors' limit is 20; what a query finds hardly changes after a few.
+#: Rounds of k-means. The authors' limit is 20; recall hardly changes after a few.
 ITERATIONS = 10
 
-# Numbers of similarity at once (64 MiB in float32).
+# Similarities computed at once (64 MiB in float32).
 _NUMBERS = 1 << 24
 
-# A cluster's number stands beside the keys in an integer of their width.
+# Cluster numbers are stored beside the keys, as integers of the same width.
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -28,8 +27,8 @@ def cluster_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Keys [n, Hkv, D] in `count` clusters per head, 1 <= count <= n, by cosine similarity.
 
     k-means from evenly spaced keys (key i n // count is the first centroid i): ITERATIONS times
-    every key joins the centroid that it has the largest cosine with (the earlier one of equals),
-    and every centroid becomes the mean of its keys; one without keys stays. Returns the means,
+    every key joins the centroid of largest cosine (ties go to the earlier one), and every centroid
+    becomes the mean of its keys; a centroid without keys does not change. Returns the means,
     float32 [Hkv, count, D], and int64 [Hkv, n], the cluster of each key.
     """
     keys = keys.transpose(0, 1)
@@ -39,7 +38,8 @@ def cluster_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     clusters = place.new_zeros(heads, n)
     rows = max(1, _NUMBERS // (heads * count))
     for _ in range(ITERATIONS if count > 1 else 1):  # one cluster has all keys from the start
-        # The length of a key scales its products with all centroids alike.
+        # The norm of a key scales its products with all centroids equally, so it is not divided
+        # out.
         directions = F.normalize(means, dim=-1).transpose(1, 2)
         sums, sizes = torch.zeros_like(means), means.new_zeros(heads, count, 1)
         for start in range(0, n, rows):
@@ -62,11 +62,11 @@ def form_clusters(
     tokens: tuple[int, int],
     numbers: tuple[int, int],
 ) -> None:
-    """Puts tokens (first, end) of a sequence into clusters (first, end) of it, in place.
+    """Assigns tokens (first, end) of a sequence to its clusters (first, end), in place.
 
-    key_pages [P, Hkv, page_size, D]; centroids [P, m, Hkv, D]: cluster i stands at i % m of page
-    i // m of the sequence; clusters [P, Hkv, page_size], each token's cluster, as integers in the
-    bits of numbers; pages int64 [M], the sequence's pages in order.
+    key_pages [P, Hkv, page_size, D]; centroids [P, m, Hkv, D]: cluster i is stored at
+    i % m of page i // m of the sequence; clusters [P, Hkv, page_size], each token's cluster, as
+    integers in the bits of floats; pages int64 [M], the sequence's pages in order.
     """
     size, slots = clusters.shape[2], centroids.shape[1]
     token = torch.arange(*tokens, device=pages.device)
@@ -90,7 +90,7 @@ def cluster_scores(
 
     The largest over each group of query heads. query [B, Hq, D]; centroids and clusters as in
     `form_clusters`; page_table int32 [B, M]; ends int32 [B]: tokens before `first` and from `ends`
-    on are in none; count: at least the clusters of any sequence. N = M * page_size.
+    on are in no cluster; count: an upper bound of the clusters of any sequence. N = M * page_size.
     """
     _, slots, heads, _ = centroids.shape
     used = page_table[:, : -(-count // slots)]

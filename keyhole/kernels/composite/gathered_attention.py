@@ -1,8 +1,8 @@
-"""Attention over tokens at any places of a sequence: what stored documents need.
+"""Attention over tokens at any positions of a sequence, as stored documents need it.
 
-Prompts made of stored documents have holes, and their tokens are computed in any places between
-others. These operations gather what is named and are PyTorch on every device; a decode step over
-such a prompt is `attend` with a selection.
+Prompts made of stored documents have gaps, and their tokens are computed at any positions between
+others. These operations gather the tokens that they read and are PyTorch on every device; a decode
+step over such a prompt is `attend` with a selection.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def sparse_prefill(
     grouped = query.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
     if softcap is None and sinks is None:
         mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
-        # With a batch dimension: without one torch leaves its fused kernels for float32 products.
+        # Without a batch dimension torch does not use its fused kernels for float32 products.
         parts = [
             F.scaled_dot_product_attention(
                 part[None], key[None], value[None], attn_mask=mask, scale=scale
@@ -87,7 +87,7 @@ def attend_and_score_chosen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`attend_and_score` over selected tokens; what is not selected scores 0.
+    """`attend_and_score` over selected tokens; other tokens score 0.
 
     selection: tokens, one list for all heads.
     """
@@ -125,10 +125,10 @@ def head_scores_chosen(
     selection: Selection,
     scale: float,
 ) -> Tensor:
-    """`head_scores` over selected tokens, float32 [B, Hkv, N]; what is not selected scores -1.
+    """`head_scores` over selected tokens, float32 [B, Hkv, N]; other tokens score -1.
 
-    selection: tokens, one list for all heads. -1 is below every weight, also those that are 0 by
-    rounding.
+    selection: tokens, one list for all heads. -1 is below every weight, including weights rounded
+    to 0.
     """
     assert selection.unit == 1, selection.unit
     weights = reference.head_scores(
@@ -137,6 +137,6 @@ def head_scores_chosen(
     places = selection.indices.long().expand_as(weights)
     length = page_table.shape[1] * key_pages.shape[2]
     scores = weights.new_full((*weights.shape[:2], length), -1.0)
-    # Padding goes to token 0 as -1, which takes nothing from it.
+    # Padding writes -1 to token 0 by maximum, which does not change it.
     weights = weights.masked_fill(places < 0, -1.0)
     return scores.scatter_reduce_(2, places.clamp(min=0), weights, "amax")

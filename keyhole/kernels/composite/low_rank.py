@@ -1,6 +1,6 @@
-"""Keys of low rank (ShadowKV): how they are found, and attention that rebuilds them as it reads.
+"""Low-rank keys (ShadowKV): their decomposition, and attention that reconstructs them.
 
-Plain PyTorch; on a CPU our C++ extension attends.
+Plain PyTorch; on a CPU our C++ extension computes the attention.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ def low_rank(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The best approximation of keys [n, d] by `rank` numbers each: K ~ coefficients @ basis.
 
     Coefficients float32 [n, rank] and basis [rank, d], rank <= d: U S and V^T of the truncated
-    singular value decomposition. V is found from the d x d matrix K^T K, as n is far larger.
+    singular value decomposition. V is computed from the d x d matrix K^T K, since n is much larger
+    than d.
     """
     keys = keys.float()
-    # float64, as squaring halves the digits; ascending, so that the last columns are the largest.
+    # float64, as squaring halves the precision; eigenvalues ascend: the last columns are the
+    # largest.
     squares = sum(part.T.double() @ part.double() for part in keys.split(_ROWS))
     basis = torch.linalg.eigh(squares).eigenvectors[:, -rank:].flip(1).T.float()
     return keys @ basis.T, basis
@@ -38,7 +40,7 @@ def decompose(
     length: int,
     rotation: Rotation,
 ) -> Tensor:
-    """Puts the first `length` keys of a sequence, before RoPE, into low rank.
+    """Decomposes the first `length` keys of a sequence, before RoPE, into low-rank keys.
 
     key_pages [P, Hkv, page_size, D], coefficients [P, page_size, rank], written in place; pages
     int64 [M], the sequence's pages in order. Returns the basis, float32 [rank, Hkv, D].
@@ -69,9 +71,10 @@ def attend_low_rank(
     frequencies: Tensor | None,
     last: bool,
 ) -> Tensor:
-    """One query token per sequence over some tokens, by keys of low rank, [B, Hq, Dv].
+    """One query token per sequence over some tokens, with low-rank keys, [B, Hq, Dv].
 
-    As `attend`, the selection of tokens per KV head in parts; of `LowRank`, what it has.
+    As `attend`, with the fields of the selection (tokens per KV head) and of `LowRank` as
+    arguments.
     """
     heads = key_pages.shape[1]
     tokens = indices.clamp(min=0)
@@ -83,7 +86,7 @@ def attend_low_rank(
     own = listed.gather(2, tokens.long() // chunk) | (tokens >= first[:, None, None])
     keys = _gathered(key_pages, page_table, tokens).where(own[..., None], keys)
     values = _gathered(value_pages, page_table, tokens)
-    # What was gathered, in the order of the selection, as pages, one per sequence.
+    # The gathered tokens, in the order of the selection, as one page per sequence.
     place = torch.arange(indices.shape[2], dtype=torch.int32, device=indices.device)
     places = place.expand_as(indices).masked_fill(indices < 0, -1).contiguous()
     table = torch.arange(len(query), dtype=torch.int32, device=indices.device)[:, None]
@@ -96,12 +99,12 @@ def attend_low_rank(
 def _gathered(pages_of: Tensor, page_table: Tensor, tokens: Tensor) -> Tensor:
     """Keys or values of tokens [B, Hkv, n], a copy [B, Hkv, n, D].
 
-    pages_of [P, Hkv, page_size, D]; page_table int32 [B, M]. To take lines of one dimension is
-    several times as fast as to index three.
+    pages_of [P, Hkv, page_size, D]; page_table int32 [B, M]. Indexing one flattened dimension is
+    several times as fast as indexing three.
     """
     _, heads, size, dim = pages_of.shape
     *steps, inner = pages_of.stride()
-    # Lines may overlap: a page's values follow its keys, and MLA's values are a part of the keys.
+    # Rows may overlap: a page's values follow its keys, and MLA's values are a part of the keys.
     step = max(1, math.gcd(*steps))
     page_step, head_step, token_step = (one // step for one in steps)
     count = (len(pages_of) - 1) * page_step + (heads - 1) * head_step + (size - 1) * token_step + 1

@@ -1,6 +1,6 @@
-"""Stamps of pages: when each was last of use, and which one has not been for longest (RaaS).
+"""Time stamps of pages: when each last received attention, and the page of the oldest stamp (RaaS).
 
-Stamps int32 [slots, n] belong to the last pages of a sequence, those after its first `pinned` ones.
+Stamps int32 [slots, n] belong to the pages of a sequence after its first `pinned` ones.
 rows int64 [B]: whose stamps; pages int32 [B], pinned int64 [B]: pages of each sequence, and those
 without a stamp. Plain PyTorch on every device.
 """
@@ -20,10 +20,10 @@ def renew_stamps(
     weights: Tensor | None,
     alpha: float,
 ) -> None:
-    """Stamps the last page, and those of more weight than alpha, in place.
+    """Stamps the last page, and pages whose weight exceeds alpha, in place.
 
-    now int32 [B]: what to write. weights float32 [B, M], of all pages of each sequence; None: none
-    has any.
+    now int32 [B]: the stamp. weights float32 [B, M], of all pages of each sequence; None: stamp
+    only the last page.
     """
     place = torch.arange(stamps.shape[1], device=stamps.device)
     newest = (pages - pinned - 1)[:, None]

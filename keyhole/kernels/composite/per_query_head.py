@@ -1,9 +1,9 @@
 """Selections of which every query head has its own list, though heads of a group share keys.
 
 The kernels take a list per KV head. Here each sequence becomes G rows of a batch, one for each
-place in a group: row g has the g-th query head of every group, so that a KV head has one query head
-and one list. Keys and values stay where they are; only queries, lists and rows of the page table
-are laid out anew.
+query head of a group: row g has the g-th query head of every group, so that a KV head has one query
+head and one list. Keys and values are not copied; only queries, lists and rows of the page table
+are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attend_per_query_head(
         rows = tuple(x.repeat_interleave(group, 0) for x in (page_table, lengths))
         chosen = tuple(_by_place(x, heads) for x in lists)
         return _by_head(attend(_by_place(query, heads), rows, chosen, sinks), group)
-    # A kernel takes a sink per head, the same for all rows; here heads differ from row to row.
+    # A kernel takes one sink per head for all rows; here the heads differ between rows.
     parts = []
     for place in range(group):
         chosen = tuple(x[:, place::group].contiguous() for x in lists)
@@ -81,7 +81,7 @@ def cluster_scores_per_query_head(
 
 
 def _by_place(rows: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, Hq, ...] as [B * G, Hkv, ...]: a row for each place in a group."""
+    """[B, Hq, ...] as [B * G, Hkv, ...]: a row for each query head of a group."""
     size = len(rows), num_kv_heads, -1, *rows.shape[2:]
     return rows.reshape(size).transpose(1, 2).flatten(0, 1)
 

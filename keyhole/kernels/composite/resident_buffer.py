@@ -1,7 +1,6 @@
 """Elastic loading in plain PyTorch: the definition that every other backend is tested against.
 
-SpeContext (2025), section 5.4. What lies on another device is gathered there, as in
-`reference`.
+SpeContext (2025), section 5.4. Pages on another device are gathered there, as in `reference`.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ def load_missing(
     *,
     selection: Selection,
 ) -> tuple[Selection, Tensor]:
-    """Brings what is selected into the buffers of sequences; what is there already stays.
+    """Copies selected entries that are missing into the buffers of sequences.
 
-    SpeContext's elastic loading (section 5.4): S_now - S_last is copied, in place of
-    S_last - S_now. keys [R * m, H, page_size, D], values [R * m, H, page_size, Dv]: the buffers of
-    R sequences, m pages each, written in place; the values are None where they are part of the
-    keys. A buffer is cut into S slots of one entry (token or page) each, and entries int32
-    [R, H, S] says which one is where, -1 for none.
-    key_pages [P, H, page_size, D] and so on: where all tokens are. rows int64 [B]: the buffer of
-    each sequence, all different. selection: indices [B, H or 1, n] with n < S, in any order, also
-    with repetitions; the newest entry is among them.
+    SpeContext's elastic loading (section 5.4): S_now - S_last is copied and replaces S_last -
+    S_now. keys [R * m, H, page_size, D], values [R * m, H, page_size, Dv]: the buffers of R
+    sequences, m pages each, written in place; the values are None where they are part of the keys.
+    A buffer is cut into S slots of one entry (token or page) each, and entries int32 [R, H, S]
+    holds the entry of each slot, -1 for none. key_pages [P, H, page_size, D] and value_pages hold
+    all tokens. rows int64 [B]: the buffer of each sequence, all different. selection: indices [B, H
+    or 1, n] with n < S, in any order, repetitions allowed; the newest entry is among them.
 
-    The last slot belongs to the newest entry, so that places which are not filled yet come last; in
-    it all tokens but the newest are copied. The newest is left to `append`, since it may not be
-    written yet. Misses take empty slots first, then those of entries that are not selected, in
-    order. Entries without a place in the selection stay until then, as they may come back.
+    The last slot belongs to the newest entry, so that unfilled positions come last. All its tokens
+    are copied except the newest token, which `append` writes. Misses take empty slots first, then
+    those of entries that are not selected, in order. Entries that are no longer selected stay until
+    then, as they may be selected again.
 
-    Returns the slots to attend to, [B, H, n], in the order of their entries: attention, which is
-    cut by the length of a list and adds up in its order, rounds as it does over the pages. And
-    int32 [B, H], tokens copied.
+    Returns the slots to attend to, [B, H, n], in the order of their entries: attention, which
+    splits a list by its length and sums in its order, then rounds as it does over the pages. Also
+    returns int32 [B, H], the number of tokens copied.
     """
     unit, size, heads = selection.unit, keys.shape[2], keys.shape[1]
     num_entries, last = page_table.shape[1] * size // unit, entries.shape[2] - 1
@@ -51,7 +49,7 @@ def load_missing(
     newest = ((lengths - 1) // unit)[:, None, None]
 
     held = entries[rows][..., :last].long()
-    held = held.masked_fill(held >= newest, -1)  # of a time when the sequence was longer
+    held = held.masked_fill(held >= newest, -1)  # stale: from when the sequence was longer
     listed = selection.indices.long().expand(-1, heads, -1)
     wanted = reference.members(listed.masked_fill(listed >= newest, -1), num_entries)
     kept = (held >= 0) & wanted.gather(2, held.clamp(min=0))

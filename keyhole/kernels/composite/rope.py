@@ -1,7 +1,7 @@
-"""Turns rotated keys and queries further: RoPE from one position to another.
+"""Shifts rotated keys and queries from one position to another by RoPE.
 
-RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) turns each pair of numbers of
-a vector at position p by the angle p * frequency. Pairs are held in halves: (i, i + half).
+RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) rotates each pair of numbers
+of a vector at position p by the angle p * frequency. Pairs are held in halves: (i, i + half).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-#: Numbers turned at a time on a CPU, 2 MiB in float32: what is between stays in the cache, and no
-#: large block of memory is made anew, which costs more than the arithmetic.
+#: Numbers rotated at a time on a CPU, 2 MiB in float32: intermediates stay in the cache, and no
+#: large block of memory is allocated, which costs more than the arithmetic.
 _PIECE = 1 << 19
 
-#: So few turns are as well computed as looked up.
+#: Below this many shifts, computing the angles is as fast as looking them up.
 _FEW = 64
 
-#: What `_kept_angles` keeps, for as long as somebody has the frequencies.
+#: The tables of `_kept_angles`, kept for the lifetime of the frequencies tensor.
 _kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
 
 
@@ -41,12 +41,12 @@ class Rotation:
 
 
 def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
-    """Vectors rotated at any positions p, as rotated at p + by.
+    """Shifts vectors rotated at any positions p to p + by.
 
-    x: [..., D], any float dtype. by: int64, broadcasts against x.shape[:-1]; negative too.
+    x: [..., D], any float dtype. by: int64, broadcasts against x.shape[:-1]; may be negative.
     frequencies: float64 [pairs], radians per position. The first 2 * pairs of the D numbers are
-    turned, or with `last` the last ones; the rest stays. Float32 arithmetic, rounded once to x's
-    dtype. Returns a new tensor.
+    rotated, or with `last` the last ones; the rest is copied. Float32 arithmetic, rounded once to
+    x's dtype. Returns a new tensor.
     """
     by = by[(None,) * (x.dim() - 1 - by.dim())]
     turned = torch.empty_like(x)
@@ -75,11 +75,11 @@ def angles_below(count: int, frequencies: Tensor) -> Tensor:
 
 
 def _kept_angles(by: Tensor, frequencies: Tensor) -> tuple[int, Tensor] | None:
-    """The lowest turn of a table, and the table [turns, 3 * pairs]; None: it is not worth it.
+    """The lowest shift of a table, and the table [shifts, 3 * pairs]; None: too few to tabulate.
 
-    A CPU keeps the angles of a range of turns, as they cost more than the turns themselves. The
-    range grows with what is asked for, but not far beyond as many as are asked for at a time, which
-    had to be computed anyway.
+    A CPU keeps the angles of a range of shifts, as computing them costs more than the rotation. The
+    range grows on demand, at most to a small multiple of the shifts of one call, which had to be
+    computed anyway.
     """
     lowest, table = _kept.get(frequencies, (0, frequencies[:0]))
     first, after = int(by.min()), int(by.max()) + 1
@@ -89,18 +89,18 @@ def _kept_angles(by: Tensor, frequencies: Tensor) -> tuple[int, Tensor] | None:
         return lowest, table
     if size > 2 * max(by.numel(), len(table)):
         return None
-    # Some more, as texts grow by a token at a time.
+    # Some more, as sequences grow by a token at a time.
     start -= (size // 8 + _FEW) * (start < lowest)
     stop += (size // 8 + _FEW) * (stop > lowest + len(table))
-    parts = torch.arange(start, stop).split(8192)  # float64 angles of few at a time
+    parts = torch.arange(start, stop).split(8192)  # in blocks, as angles are float64
     table = torch.cat([_angles(part, frequencies) for part in parts])
-    # Both at once, as other threads may turn with the old ones.
+    # Replaced together, as other threads may still read the old ones.
     _kept[frequencies] = start, table
     return start, table
 
 
 def _pieces(turned: Tensor, x: Tensor, by: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-    """Rows of what comes out, goes in, and the places; by broadcasts against x.shape[:-1]."""
+    """Rows of the output, the input and the shifts; by broadcasts against x.shape[:-1]."""
     rows = max(1, _PIECE // max(1, x[:1].numel()))
     pieces = turned.split(rows)
     places = by.split(rows) if len(by) == len(x) else [by] * len(pieces)
@@ -108,7 +108,7 @@ def _pieces(turned: Tensor, x: Tensor, by: Tensor) -> Iterable[tuple[Tensor, Ten
 
 
 def _angles(by: Tensor, frequencies: Tensor) -> Tensor:
-    """Of each place the cosines of all pairs, the same again, and the sines: float32."""
+    """Per position the cosines of all pairs, twice, and the sines, float32."""
     # float64 up to the wrap: in float32 the angle at position 100,000 is wrong by 0.004.
     angle = (by[..., None] * frequencies).remainder(2 * math.pi).float()
     cos = angle.cos()
@@ -116,7 +116,7 @@ def _angles(by: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def _turn(out: Tensor, x: Tensor, angles: Tensor, last: bool) -> None:
-    """Writes x [..., D], turned by `angles` of places that broadcast against x.shape[:-1]."""
+    """Writes x [..., D], rotated by `angles`, whose positions broadcast against x.shape[:-1]."""
     pairs = angles.shape[-1] // 3
     start = x.shape[-1] - 2 * pairs if last else 0
     turned = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Scores of what stands for pages, as everybody calls them; their twins say what they are."""
+"""Scores of page summaries: the public entry points of the twins in `reference`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def summary_scores(query: Tensor, summaries: Tensor, page_table: Tensor, valid: 
 def spread_scores(
     scores: Tensor, numbers: Tensor, page_table: Tensor, first: int, ends: Tensor
 ) -> Tensor:
-    """The score of what each token belongs to, infinite without one, [B, H, M * page_size]."""
+    """The score of each token's page or cluster, infinite without one, [B, H, M * page_size]."""
     spread: Tensor = torch.ops.keyhole.spread_scores(scores, numbers, page_table, first, ends)
     return spread

@@ -1,4 +1,4 @@
-"""As much of a choice as its scores' mass asks for: what is left when the weakest entries go."""
+"""Top-p trimming: drops the weakest entries of a selection."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def trim(
     first: int = 0,
     last: int = 0,
 ) -> Selection:
-    """The fewest best entries of a choice whose scores sum to a share of all scores, same shape.
+    """The fewest best entries of a selection whose scores sum to a share of all, same shape.
 
-    The `first` and `last` entries of a sequence stay and count; `least` entries are left at least.
-    A choice that does not reach the share stays whole. chosen [B, H, k], of `top_k` with the
-    same scores float32 [B, H, n], which count as 0 below 0, and valid int32 [B]. No host sync.
+    The `first` and `last` entries of a sequence are always kept and counted; at least `least`
+    entries remain. A selection that does not reach the share is returned unchanged. chosen [B, H,
+    k], of `top_k` with the same scores float32 [B, H, n], which count as 0 below 0, and valid int32
+    [B]. No host sync.
     """
     entry = torch.arange(scores.shape[-1], device=scores.device)
     count = valid.long()[:, None, None]
@@ -31,7 +32,7 @@ def trim(
     real = indices >= 0
     own = scores.gather(-1, indices.clamp(min=0)).clamp(min=0).masked_fill(~real, 0)
     forced = real & ((indices < first) | (indices >= count - last))
-    # Padding goes last, behind entries whose score is 0.
+    # Padding sorts last, after entries whose score is 0.
     rank = own.masked_fill(~real, -1).masked_fill(forced, float("inf"))
     order = rank.sort(dim=-1, descending=True, stable=True).indices
     sorted_own = own.gather(-1, order)

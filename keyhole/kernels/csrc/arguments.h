@@ -1,6 +1,6 @@
-// What the kernels take: raw pointers, sizes, strides. One plain struct per operation, the same for
-// every processor path. Shapes and letters are those of keyhole/kernels/__init__.py; strides count
-// numbers, not bytes, and the last dimension is always contiguous.
+// Arguments of the kernels: raw pointers, sizes, strides. One plain struct per operation, the same
+// for every processor path. Shapes and letters are those of keyhole/kernels/__init__.py; strides
+// count numbers, not bytes, and the last dimension is always contiguous.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +29,13 @@ struct Request {
     float* out;
 };
 
-// What stands for some of the keys: R numbers per token, a basis per sequence and head.
+// Low-rank keys: R coefficients per token, a basis per sequence and head.
 struct LowRank {
     int64_t R, k, chunk;
     const void* coefficients;  // [P, page_size, R]
     const void* basis;         // [B, R, Hkv, D]
-    const int32_t* first;      // [B], from here on keys are the tokens' own
-    const int32_t* taken;      // [B, Hkv, k], chunks of tokens whose keys are too
+    const int32_t* first;      // [B], full keys from here on
+    const int32_t* taken;      // [B, Hkv, k], chunks with full keys
     const float* angles;       // [positions, 3 * pairs]: cosines twice, sines
     int64_t pairs, turned_from;
 };
@@ -48,7 +48,7 @@ struct Attend {
     const int32_t* table;  // [B, M]
     int64_t table_stride, M;
     const int32_t* lengths;  // [B]
-    const int32_t* indices;  // [B, index_heads, n], or null: everything
+    const int32_t* indices;  // [B, index_heads, n], or null: all tokens
     const int32_t* counts;   // [B, index_heads]
     int64_t index_heads, n, unit;
     int64_t window;  // 0: none
@@ -57,7 +57,7 @@ struct Attend {
     int64_t num_requests;
     const LowRank* low_rank;  // or null; with tokens selected per KV head
     float* weights;  // `head_scores`: [B, Hkv, M * page_size], largest weight of a group; or null
-    void* out;       // [B, Hq, Dv], or null where only weights are wanted
+    void* out;       // [B, Hq, Dv], or null if only weights are computed
 };
 
 struct Prefill {
@@ -67,7 +67,7 @@ struct Prefill {
     Pages keys, values;
     const int64_t* pages;  // [M]
     int64_t M, start, window;
-    // Tokens at any places, over some tokens, both ascending; null: start .., over all.
+    // Tokens at any positions, over some tokens, both ascending; null: start .., over all.
     const int64_t* positions;  // [T]
     const int32_t* chosen;     // [n]
     int64_t n;
@@ -113,7 +113,7 @@ struct SummaryScores {
     float* out;            // [B, Hq, M * n]
 };
 
-// To every token the score of what it belongs to.
+// The score of each token's page or cluster.
 struct SpreadScores {
     int64_t itemsize, B, H, n, M, page_size, first;
     const float* scores;  // [B, H, n]
@@ -182,17 +182,17 @@ struct Path {
 
 extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86 only
 
-// The others move or compare single numbers.
+// The other operations move or compare single numbers.
 void append(const Append&);
 void exchange(const Exchange&);
 void spread_scores(const SpreadScores&);
 void top_k(const TopIndices&);
 void trim(const Trim&);
 
-// Whether this processor's second level of cache waits for more lines at a time than its first.
+// Whether this processor's L2 cache supports more outstanding misses than its L1.
 extern const bool ask_second_level;
 
-// Memory that the calling thread keeps from call to call, 64-byte aligned; it only grows.
+// Memory that the calling thread keeps between calls, 64-byte aligned; it only grows.
 // `which` tells buffers apart that are in use at the same time.
 void* workspace(int which, int64_t bytes);
 int64_t workspace_bytes();

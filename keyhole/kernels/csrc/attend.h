@@ -1,7 +1,8 @@
-// Decode attention: one query token per sequence. The tokens of a sequence and KV head are cut into
-// chunks (as in Flash-Decoding, Dao et al., 2023); each is one thread's work and leaves largest
-// score, weight and values behind, which are then joined. How a sequence is cut depends on its own
-// length only, so its result does not depend on its neighbours or on the number of threads.
+// Decode attention: one query token per sequence. The tokens of a sequence and KV head are divided
+// into splits (as in Flash-Decoding, Dao et al., 2023). One thread computes a split's largest
+// score, sum of weights and weighted values; the splits are then combined. The splits of a sequence
+// depend on its own length only, so its result does not depend on the batch or on the number of
+// threads.
 
 static inline int64_t chunk_size(int64_t tokens) {
     const int64_t size = rounded_up((tokens + 31) / 32, kTile);
@@ -49,7 +50,8 @@ class Attention {
         for_each(num_tasks_, parallel_, [this](int64_t task) {
             const int64_t list = list_of(task);
             chunk(task, list);
-            // Whoever ends the last chunk of a list joins it, so that nobody waits for that.
+            // The thread that finishes a row's last split combines the splits; no barrier is
+            // needed.
             if (__atomic_sub_fetch(&left_[list], 1, __ATOMIC_ACQ_REL) == 0) join(list);
         });
         if (!raw_) return;
@@ -91,7 +93,7 @@ class Attention {
                 low_rank};
     }
 
-    // Numbers that a row leaves behind.
+    // Numbers that a row stores per split.
     int64_t part_size() const { return out_stride_ + Vector::width + 1; }
 
     Rows part(int64_t task) const {
@@ -140,7 +142,7 @@ class Attention {
             source.low_rank ? over(source.low_rank->rebuilt(tiles.tile())) : over(tiles.tile());
     }
 
-    // Largest score and weight of a chunk where no values are wanted; raw: [G][N].
+    // Largest score and weight of a split without values; raw: [G][N].
     void note(const Rows& rows, const float* raw, int64_t begin, int64_t end) const {
         constexpr int W = Vector::width;
         const int64_t whole = begin + (end - begin) / W * W;
@@ -161,7 +163,7 @@ class Attention {
         }
     }
 
-    // Joins the chunks of one sequence and KV head.
+    // Combines the splits of one sequence and KV head.
     void join(int64_t list) const {
         const int64_t b = list / a_.Hkv, h = list % a_.Hkv;
         for (int64_t g = 0; g < G_; g++) {
@@ -238,9 +240,9 @@ class Attention {
     const int64_t G_, N_;
     int64_t query_stride_, out_stride_, num_tasks_, block_;
     bool parallel_;
-    int64_t *first_task_, *left_;  // of each list: its first chunk, how many are to come
+    int64_t *first_task_, *left_;  // of each list: its first split, splits not yet finished
     Query* query_;
     int64_t room_size_ = 0;
-    float* room_ = nullptr;  // of low rank, per thread
+    float* room_ = nullptr;  // for low-rank keys, per thread
     float *part_, *total_, *raw_;  // total_: of each row, largest score and logarithm of the weight
 };

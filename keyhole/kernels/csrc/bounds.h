@@ -13,7 +13,7 @@ static void page_bounds(const PageBounds& a) {
             Vector low = load(keys + d, n), high = low;
             for (int64_t t = 1; t < a.filled[i / a.Hkv]; t++) {
                 const Vector key = load(keys + t * a.keys.token_stride + d, n);
-                low = or_nan(min(low, key), low);  // a broken key must not be forgotten
+                low = or_nan(min(low, key), low);  // NaN must propagate
                 high = or_nan(max(high, key), high);
             }
             store(static_cast<T*>(a.low) + out + d, low, n);

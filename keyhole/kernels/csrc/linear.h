@@ -1,5 +1,5 @@
 // A linear layer for a few tokens: out = x W^T + bias. The weights are read once, sixteen rows at a
-// time; at this size reading them is all the time it takes.
+// time; at this size reading them dominates the time.
 
 template <class T>
 static void linear(const Linear& a) {

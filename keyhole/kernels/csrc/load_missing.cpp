@@ -1,4 +1,4 @@
-// Elastic loading: what is selected comes into a sequence's own buffer, what is there already stays.
+// Elastic loading: copies selected entries that a sequence's buffer lacks.
 #include <algorithm>
 #include <cstring>
 #include <omp.h>
@@ -38,7 +38,7 @@ class List {
             const int32_t entry = entries_[s];
             slots_[s] = empty;
             if (entry < 0) continue;
-            if (entry >= newest_) {  // of a time when the sequence was longer
+            if (entry >= newest_) {  // stale: from when the sequence was longer
                 entries_[s] = -1;
                 continue;
             }
@@ -70,7 +70,7 @@ class List {
     }
 
   private:
-    // Empty slots first, in order, then those of entries that are not selected any more.
+    // Empty slots first, in order, then those of entries that are no longer selected.
     int64_t next_free(int64_t ordinary) {
         while (slots_[at_] != free_)
             if (++at_ == ordinary) {
@@ -81,12 +81,12 @@ class List {
         return at_;
     }
 
-    // A list without the newest entry, which no policy may give, has one slot too few.
+    // A list without the newest entry, which no policy may return, has one slot too few.
     void use(int64_t& count, int32_t slot) const {
         if (count < a_.n) used_[count++] = slot;
     }
 
-    // The first `count` tokens of an entry; they lie in one page on both sides.
+    // The first `count` tokens of an entry; they are in one page on both sides.
     void copy(int64_t slot, int64_t entry, int64_t count) const {
         const int64_t size = a_.page_size, from = entry * a_.unit, to = slot * a_.unit;
         const int64_t page = a_.table[b_ * a_.table_stride + from / size];

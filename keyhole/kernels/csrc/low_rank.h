@@ -1,4 +1,4 @@
-// Keys of low rank (ShadowKV), rebuilt where decode attention reads them: a tile's rows of
+// Low-rank keys (ShadowKV), reconstructed as decode attention reads them: a tile's rows of
 // coefficients times the basis, with RoPE re-applied.
 
 template <class T>
@@ -21,8 +21,8 @@ class LowRankKeys {
         memset(rows_, 0, kRows * rank_ * sizeof(float));
     }
 
-    // The coefficients of a token's key; null: it is read as it is. So are those from the
-    // sequence's first own token on, and those of chunks that are taken.
+    // The coefficients of a token's key; null: its full key is read, as for tokens from `first` on
+    // and for chunks in `taken`.
     const T* row(int64_t position, int64_t page, int64_t place) {
         if (position >= first_) return nullptr;
         const int64_t chunk = position / r_.chunk;
@@ -35,7 +35,7 @@ class LowRankKeys {
         return static_cast<const T*>(r_.coefficients) + (page * page_size_ + place) * r_.R;
     }
 
-    // A tile whose rows of coefficients became keys, which stay until the next one.
+    // The tile with reconstructed keys, which are valid until the next tile.
     Tile<T> rebuilt(Tile<T> tile) {
         int waiting[kRows], number = 0;
         for (int t = 0; t < tile.count; t++) {
@@ -82,7 +82,7 @@ class LowRankKeys {
         }
     }
 
-    // A key before RoPE, turned to its position and written.
+    // Rotates a key before RoPE to its position and writes it.
     void turn(float* key, int64_t position, T* out) const {
         const float* cos = r_.angles + position * 3 * r_.pairs;
         const float* sin = cos + 2 * r_.pairs;
@@ -101,7 +101,7 @@ class LowRankKeys {
         for (int64_t i = 0; i < size; i += Vector::width) store(to + i, part(from + i, n - i));
     }
 
-    // A vector of which `rest` numbers are there: none, or more than it holds, too.
+    // A vector of `rest` valid numbers, which may be 0 or exceed its width.
     template <class Number>
     static Vector part(const Number* p, int64_t rest) {
         if (rest >= Vector::width) return load(p);
@@ -118,6 +118,6 @@ class LowRankKeys {
     const int32_t* taken_;
     float *basis_, *rows_, *found_;  // [R, D], [4, R] and [4, D], padded
     T* keys_;                        // [16, D]
-    int64_t chunk_ = -1;             // the last one that was looked for, and whether it is taken
+    int64_t chunk_ = -1;             // the last chunk looked up, and whether it is taken
     bool is_taken_ = false;
 };

@@ -1,5 +1,5 @@
 // The Python side of the kernels: addresses and sizes in, nothing out. keyhole/kernels/cpu.py checks
-// tensors and calls these; nothing here knows of torch.
+// tensors and calls these; this file does not depend on torch.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -215,7 +215,7 @@ NB_MODULE(_cpu, m) {
     m.def("paths", &paths);
     m.def("use", &use);
     m.def("workspace_bytes", &workspace_bytes);
-    // Other Python threads go on while a kernel runs.
+    // Releases the GIL while a kernel runs.
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     m.def("attend", &attend, unlocked);
     m.def("prefill", &prefill, unlocked);

@@ -1,4 +1,4 @@
-// Operations without arithmetic: writing into pages, choosing the best.
+// Operations without arithmetic: writing into pages, top-k.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -31,10 +31,11 @@ uint32_t ordered(float x) {
 // Eleven, eleven and ten bits at a time, the highest first.
 constexpr int kShift[] = {21, 10, 0}, kBits[] = {11, 11, 10};
 
-// The k-th largest of `n` numbers, and how many of its equals belong to the best k. `room`: for n.
+// The k-th largest of `n` numbers, and how many ties belong to the best k. `room`: scratch for n.
 uint32_t kth_largest(const uint32_t* numbers, int64_t n, int64_t k, uint32_t* room,
                      int64_t& equals) {
-    // Neighbours are counted apart: many are equal, and counting would wait for itself.
+    // Adjacent numbers use separate counters: many are equal, and increments would depend on each
+    // other.
     static constexpr int kApart = 4, kFew = 2048;
     uint32_t found = 0;
     for (int round = 0; round < 3 && n > kFew; round++) {
@@ -53,7 +54,7 @@ uint32_t kth_largest(const uint32_t* numbers, int64_t n, int64_t k, uint32_t* ro
             k -= count;
         }
         found |= digit << shift;
-        int64_t left = 0;  // those that begin like it
+        int64_t left = 0;  // those with the same leading digits
         for (i = 0; i < n; i++) {
             room[left] = numbers[i];
             left += (numbers[i] >> shift & mask) == digit;

@@ -1,6 +1,6 @@
-// Causal attention of a stretch of tokens over the pages of its sequence, or of tokens at any places
-// over chosen ones. A task is a block of query
-// tokens of one KV head; every tile of keys is read once for all of its rows.
+// Causal attention of consecutive tokens over the pages of their sequence, or of tokens at any
+// positions over chosen ones. A task is a block of query tokens of one KV head; every tile of keys
+// is read once for all of its rows.
 
 template <class T>
 class CausalAttention {
@@ -27,14 +27,15 @@ class CausalAttention {
 
     void run() {
         const int64_t blocks = (a_.T + block_ - 1) / block_;
-        // The last tokens see most: they go first, so that no thread is left with a long one.
+        // The last tokens attend to most keys: they are scheduled first, so that no long task runs
+        // last.
         for_each(blocks * a_.Hkv, true, [=](int64_t i) {
             block(i % a_.Hkv, (blocks - 1 - i / a_.Hkv) * block_);
         });
     }
 
   private:
-    // Rows of a task, if a group has no more: their sums fit in the first-level cache.
+    // Rows of a task, if a group has no more: their sums fit in the L1 cache.
     static constexpr int64_t kRows = 64;
 
     int64_t first_seen(int64_t position) const {
@@ -45,7 +46,7 @@ class CausalAttention {
         return a_.positions ? a_.positions[row] : a_.start + row;
     }
 
-    // Where in reading order the first token is that is not before `position`.
+    // The index, in reading order, of the first token not before `position`.
     int64_t reading(int64_t position) const {
         if (!a_.chosen) return position;
         int64_t low = 0, high = a_.n;
@@ -74,7 +75,7 @@ class CausalAttention {
             keep_query(static_cast<const T*>(a_.query) + from, a_.D, query + row * query_stride_);
             until[row] = position(begin + row / G_);
             after[row] = first_seen(until[row]) - 1;
-            if (a_.scoring.sinks) {  // a logit that takes weight and gives no value
+            if (a_.scoring.sinks) {  // a logit that takes weight and has no value
                 rows.largest[row] = a_.scoring.sinks[h * G_ + row % G_];
                 rows.weight[row * Vector::width] = 1.0f;
             }

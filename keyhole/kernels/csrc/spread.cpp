@@ -1,4 +1,4 @@
-// Of every token of a sequence the score of the cluster that it is in.
+// The score of each token's cluster.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace keyhole {
 
 namespace {
 
-// Pages of a piece of work, and how many pages ahead memory is asked for numbers: pages lie anywhere.
+// Pages per task, and the prefetch distance in pages: pages are scattered in memory.
 constexpr int64_t kPages = 64, kAhead = 8;
 
 template <class Integer>
@@ -21,7 +21,7 @@ void spread_pages(const SpreadScores& a, int64_t b, int64_t begin, int64_t end) 
         if (entry + kAhead < end)
             for (int64_t i = 0; i < of_page; i += 64 / sizeof(Integer))
                 __builtin_prefetch(numbers + table[entry + kAhead] * of_page + i);
-        // Of the page's tokens those between `first` and `ends` are in a cluster.
+        // The page's tokens between `first` and `ends` are in a cluster.
         const int64_t low = std::clamp<int64_t>(a.first - entry * size, 0, size);
         const int64_t high = std::clamp<int64_t>(a.ends[b] - entry * size, low, size);
         for (int64_t h = 0; h < a.H; h++) {

@@ -1,4 +1,4 @@
-// Scores of vectors that stand for a page or a part of it, read where they are.
+// Scores of the summaries of pages or of parts of pages, read in place.
 
 template <class T>
 static void summary_scores(const SummaryScores& a) {

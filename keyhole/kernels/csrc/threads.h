@@ -1,6 +1,7 @@
 // Work for all threads. Threads that sleep between calls (OMP_WAIT_POLICY=PASSIVE, which a shared
-// machine needs) take 25 microseconds to wake up, as long as reading a megabyte. So nobody waits
-// for a thread that is late, the others take its share; and whoever called waits awake for the end.
+// machine needs) take 25 microseconds to wake up, as long as reading a megabyte. So tasks are taken
+// dynamically: other threads do the share of one that wakes late, and the calling thread spins
+// until all tasks are done.
 #if defined(__x86_64__)
 static inline void pause() { __builtin_ia32_pause(); }
 #else
@@ -22,7 +23,7 @@ static inline void for_each(int64_t n, bool together, const Work& work) {
             work(i);
             __atomic_sub_fetch(&left, 1, __ATOMIC_RELEASE);
         }
-        // Not for ever: the processor may have taken the others off their cores.
+        // Not forever: the system may have preempted the other threads.
         if (omp_get_thread_num() == 0)
             for (int i = 0; i < 10000 && __atomic_load_n(&left, __ATOMIC_ACQUIRE); i++) pause();
     }

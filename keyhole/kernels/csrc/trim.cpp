@@ -1,4 +1,4 @@
-// Of a choice as many of the best entries as a share of the scores asks for.
+// Top-p trimming: the fewest best entries of a selection that hold a share of the scores.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -13,8 +13,8 @@ namespace {
 // As the reference clamps: NaN stays NaN.
 float positive(float x) { return x < 0 ? 0 : x; }
 
-// What sorts by score first, larger if it is larger (NaN is the largest), then by place, larger if
-// it is earlier. For floats of at least 0 the order is that of their bits.
+// A sort key by score (NaN is the largest), then by position, larger if it is earlier. For floats
+// of at least 0 the order is that of their bits.
 uint64_t sortable(float score, int64_t place) {
     uint32_t bits = 0x7fffffff;
     if (score == score) std::memcpy(&bits, &score, 4);
@@ -30,7 +30,7 @@ float score_of(uint64_t number) {
     return score;
 }
 
-// Eight sums at once, in double precision: one would wait for itself at every number.
+// Eight sums at once, in double precision: a single sum would be a dependency chain.
 double sum_of_positive(const float* scores, int64_t n) {
     double sums[8] = {};
     int64_t i = 0;
@@ -42,9 +42,9 @@ double sum_of_positive(const float* scores, int64_t n) {
     return sum;
 }
 
-// How many of the best are needed: each before which there is less than `wanted`, with `before` of
-// others. Numbers are divided at the median until one is left, those of the needed half come first;
-// a half whose sum is not enough is needed as a whole.
+// How many of the best are needed: each one before which the sum, with `before`, is less than
+// `wanted`. Numbers are divided at the median until one is left, those of the needed half come
+// first; a half whose sum is not enough is needed as a whole.
 int64_t needed(uint64_t* numbers, int64_t n, double before, float wanted) {
     int64_t low = 0, high = n;
     while (low < high) {
@@ -80,7 +80,8 @@ void trim_row(const Trim& a, int64_t i, uint64_t* numbers) {
         std::nth_element(numbers, numbers + least - 1, numbers + free, std::greater<>());
         taken = least;
     }
-    // The choice's order is kept: what is left is marked in the list itself, then moved together.
+    // The selection's order is kept: remaining entries are marked in the list itself, then
+    // compacted.
     int32_t* left = a.left + i * a.k;
     std::copy(indices, indices + real, left);
     for (int64_t j = taken; j < free; j++) left[place_of(numbers[j])] = -1;

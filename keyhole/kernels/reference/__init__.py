@@ -1,9 +1,9 @@
 """The operations in plain PyTorch: the definition that every other backend is tested against.
 
 They run on any device and in any float dtype; scores and softmax are float32. `attend` gathers only
-what is selected. Pages may hold anything (NaN too) where no token was written. They may also lie on
-another device than the operands (a layer offloaded from a GPU); what is gathered there, block
-by block, is then copied.
+the selected tokens. Pages may hold anything (NaN too) where no token was written. They may also be
+on another device than the operands (an offloaded layer); the tokens are then gathered there block
+by block and copied.
 """
 
 from keyhole.kernels.reference.choosing import (

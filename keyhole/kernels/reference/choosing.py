@@ -1,4 +1,4 @@
-"""Bounds and scores of pages, and the best of them."""
+"""Bounds and scores of pages, and top-k."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -
     """sum_d max(q_d low_d, q_d high_d), the largest over each group of query heads.
 
     query [B, Hq, D]; low, high [P, Hkv, D]; page_table int32 [B, M]. Returns float32 [B, Hkv, M];
-    entries of pages that a sequence does not have are meaningless.
+    entries beyond a sequence's pages are undefined.
     """
     num_kv_heads = low.shape[1]
     head = torch.arange(num_kv_heads, device=low.device)[None, :, None]
@@ -64,7 +64,7 @@ def top_k(
 
 
 def recent_indices(lengths: Tensor, k: int, *, first: int = 0) -> Selection:
-    """The `first` tokens and the newest k - first of each sequence; all of it if it has k or less.
+    """The `first` tokens and the newest k - first of each sequence; all tokens if it has at most k.
 
     lengths int32 [B]. Returns token positions shared by all heads, [B, 1, k].
     """
@@ -76,7 +76,7 @@ def recent_indices(lengths: Tensor, k: int, *, first: int = 0) -> Selection:
 
 
 def members(listed: Tensor, count: int) -> Tensor:
-    """Which of `count` entries are in lists [..., n]; -1 is none. Bool [..., count]."""
+    """Which of `count` entries are in lists [..., n], padded with -1. Bool [..., count]."""
     found = listed.new_zeros(*listed.shape[:-1], count + 1, dtype=torch.bool)
     found.scatter_(-1, listed.long().where(listed >= 0, count), True)
     there: Tensor = found[..., :count]

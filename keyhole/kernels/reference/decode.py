@@ -1,4 +1,4 @@
-"""One query token per sequence over everything, or over what is selected, and what it weighs."""
+"""Attention of one query token per sequence over all or selected tokens, and its weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each sequence's newest token: softmax(scale q K^T) V over what is selected.
+    """Attention of each sequence's newest token: softmax(scale q K^T) V over the selection.
 
     query [B, Hq, D]; key_pages [P, Hkv, page_size, D]; value_pages [P, Hkv, page_size, Dv];
     page_table int32 [B, M]; lengths int32 [B], the newest token included. selection None: all.
     window w: the last w tokens only. softcap c: scores become c tanh(score / c). sinks [Hq]: one
-    more logit per head that takes weight and gives no value. Returns [B, Hq, Dv] in query's dtype.
+    more logit per head that takes weight and has no value. Returns [B, Hq, Dv] in query's dtype.
     """
     if selection is None and window is not None:
         selection = window_pages(lengths, window, key_pages.shape[2], page_table.shape[1])
@@ -112,8 +112,8 @@ def head_scores(
     """Attention weights of each query head, the largest of each group: float32 [B, Hkv, N].
 
     query [B, Hq, D], key_pages [P, Hkv, page_size, D], N = M * page_size. Entries past the sequence
-    are 0. What a retrieval head chooses tokens by (SpeContext, section 4.2). selection: the weights
-    are over its tokens alone, and N is as many as it lists.
+    are 0. A retrieval head selects tokens by these weights (SpeContext, section 4.2). selection:
+    the softmax covers its tokens alone, and N is the length of its list.
     """
     reads = reads_of(key_pages, page_table, lengths, selection, None)
     return _weights(query, key_pages, reads, scale, None, None).amax(2)
@@ -141,7 +141,7 @@ def _mix(weights: Tensor, value_pages: Tensor, reads: PageReads) -> Tensor:
     """Values under weights [B, Hkv, G, n], float32 [B, Hq, Dv]."""
     out = weights.new_zeros(*weights.shape[:3], value_pages.shape[-1])
     for value, tokens in reads.blocks(value_pages):
-        # What was gathered is a copy. Where no token was written it may hold NaN.
+        # The gathered values are a copy. Where no token was written they may be NaN.
         value.masked_fill_(~reads.valid[..., tokens, None], 0.0)
         out += weights[..., tokens] @ value
     return out.flatten(1, 2)

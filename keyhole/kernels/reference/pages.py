@@ -1,4 +1,4 @@
-"""What a step writes into pages, and what it reads of them, block by block."""
+"""Writing new tokens into pages, and reading pages block by block."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def append(
 
 
 def gathered(pages: Tensor, index: tuple[Tensor, ...], device: torch.device) -> Tensor:
-    """What is at `index`, on `device`, wherever the pages are."""
+    """The entries at `index`, copied to `device` if the pages are elsewhere."""
     return pages[tuple(i.to(pages.device) for i in index)].to(device)
 
 
 @dataclass(frozen=True)
 class PageReads:
-    """What a decode step reads, as indices into pages.
+    """The tokens that a decode step reads, as indices into pages.
 
     where: the index of n entries (pages or tokens) per sequence and KV head. size: tokens of an
-    entry. valid: bool [B, Hkv or 1, n * size], False where there is no token or it is not seen.
+    entry. valid: bool [B, Hkv or 1, n * size], False for padding and for masked tokens.
     """
 
     where: tuple[Tensor, ...]
@@ -56,7 +56,7 @@ class PageReads:
     valid: Tensor
 
     def blocks(self, pages: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Parts of the keys or values, float32 [B, Hkv, m, D], and the tokens that they are."""
+        """Blocks of the keys or values, float32 [B, Hkv, m, D], and the tokens that they hold."""
         entries = self.valid.shape[-1] // self.size
         numbers = self.valid.shape[0] * pages.shape[1] * self.size * pages.shape[-1]
         step = max(1, _GATHERED.get(pages.device.type, _GATHERED_ELSEWHERE) // numbers)
@@ -75,7 +75,7 @@ def reads_of(
     selection: Selection | None,
     window: int | None,
 ) -> PageReads:
-    """What `attend` reads: all pages of the table, or what is selected; the last `window` seen."""
+    """What `attend` reads: all pages of the table or the selection, masked to the last `window`."""
     position, where = _places(page_table, selection, key_pages.shape[1], key_pages.shape[2])
     valid = (position >= 0) & (position < lengths[:, None, None])
     if window is not None:

@@ -12,7 +12,7 @@ def in_groups(query: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores softly limited to c, c tanh(scores / c); None: as they are."""
+    """Soft-capped scores, c tanh(scores / c); None: the scores unchanged."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 

@@ -2,24 +2,24 @@
 
 Grids and temporary tensors are sized by shapes alone, never by numbers on the device, so that no
 call waits for the device and a decode step can be captured in a CUDA graph. Offsets into pages are
-64 bits wide. What the kernels do not take (float64, operands of different types or on different
-devices) goes to the reference, and so does everything but `prefill` where Triton is not there or
-cannot compile; `KEYHOLE_KERNELS=reference` in the environment asks for the reference throughout.
+64 bits wide. Operands that the kernels do not accept (float64, different dtypes or devices) go to
+the reference, and so does everything except `prefill` where Triton is missing or cannot compile.
+`KEYHOLE_KERNELS=reference` in the environment selects the reference throughout.
 
     append      one program per new token and KV head
-    attend      one per sequence, KV head, block of its query heads and split of what is read; then
+    attend      one per sequence, KV head, block of its query heads and split of the tokens; then
                 one per query head that combines the splits (`kv_splits`)
-    scores      the same with the scores kept, and one per block of tokens that makes them weights
+    scores      the same, storing the scores, and one per block of tokens that computes the weights
     bounds      one per page and KV head; one per sequence, KV head and block of pages
-    top_k       one per row of scores and block of its entries; six in turn
+    top_k       one per row of scores and block of its entries; six launches
     shift_rope  one per block of tokens
     apply_rope  one per token and block of heads, queries' and keys' together
-    load_missing  one per sequence, KV head and block of places of the buffer
+    load_missing  one per sequence, KV head and block of the buffer's slots
     prefill     torch's FlashAttention over the gathered pages: no kernel of our own
-    paged_flash what `attend` calls where all is read, if a FlashAttention for pages is active
+    paged_flash used by `attend` for dense steps, if a FlashAttention for pages is active
 
 Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
-Triton runs them on tensors of a CPU; so they are tested where there is no GPU.
+Triton runs them on CPU tensors, which is how they are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _MODULES = {
     "apply_rope": "apply_rope",
     "load_missing": "load_missing",
 }
-#: Operations that take pages in pinned memory of the host; all but `prefill`, which copies them,
-#: read and write them where they are.
+#: Operations that accept pages in pinned host memory. All read and write them in place, except
+#: `prefill`, which copies them.
 _FROM_HOST = {"load_missing", "append", "attend", "page_bounds", "prefill"}
 #: Operations that torch computes: they need no Triton.
 _BY_TORCH = {"prefill"}
-#: Operations whose first operand alone is in the model's type: angles are float64.
+#: Operations where only the first operand has the model's dtype: angles are float64.
 _MIXED = {"shift_rope"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -69,19 +69,19 @@ def operation(name: str) -> Any:
 
 @functools.cache
 def usable() -> bool:
-    """Whether Triton is there and can run a kernel on the GPU; found out once."""
+    """Whether Triton is installed and can run a kernel on the GPU; checked once."""
     if os.environ.get("KEYHOLE_KERNELS") == "reference":
         return False
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
         return False
-    # Before 8.0 there are no tensor cores for bfloat16; other makers' GPUs were never tried.
+    # Before 8.0 there are no tensor cores for bfloat16; other vendors' GPUs were not tested.
     if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
         return False
     try:
         pages = torch.zeros(1, 1, 1, 16, device="cuda")
         slots = torch.zeros(1, dtype=torch.int64, device="cuda")
         operation("append")(pages, None, pages[0], None, slots)
-    except Exception as error:  # no C compiler, another Triton: whatever it is, torch does the work
+    except Exception as error:  # no C compiler, another Triton version: torch computes instead
         warnings.warn(
             f"Triton cannot run here, attention is computed by plain PyTorch: {error}",
             RuntimeWarning,
@@ -93,7 +93,7 @@ def usable() -> bool:
 
 @functools.cache
 def flash() -> bool:
-    """Whether prompts are computed by torch's FlashAttention; found out once."""
+    """Whether prompts are computed by torch's FlashAttention; checked once."""
     return (
         os.environ.get("KEYHOLE_KERNELS") != "reference"
         and torch.cuda.is_available()
@@ -105,7 +105,7 @@ def flash() -> bool:
 
 
 def takes(name: str, *operands: object) -> bool:
-    """Whether our code for a GPU computes this: one GPU, numbers of one type, rows contiguous."""
+    """Whether our GPU kernels accept these: one GPU, one dtype, contiguous rows."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     numbers = [x for x in tensors if x.is_floating_point()]
     alike = numbers[:1] if name in _MIXED else numbers

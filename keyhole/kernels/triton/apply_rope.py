@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Heads of one program: few, so that a step of few tokens has programs for the whole chip.
+#: Heads of one program: few, so that a step of few tokens still fills the GPU.
 _HEADS = 4
 
 
 @triton.jit
 def _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF: tl.constexpr):
-    """Some heads of a token, rounded where transformers rounds."""
+    """Rotates some heads of a token, rounding where transformers rounds."""
     dtype = target.dtype.element_ty
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -47,7 +47,7 @@ def _rotary(
     HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """A block of heads of one token, those of the keys behind those of the queries."""
+    """A block of heads of one token; the key heads follow the query heads."""
     row = tl.program_id(0).to(tl.int64)
     sequence, token = row // num_tokens, row % num_tokens
     d = tl.arange(0, HALF_PADDED)
@@ -74,7 +74,7 @@ def _rotary(
 
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference. The heads of a token lie together in what comes out."""
+    """As the reference. The heads of a token are contiguous in the output."""
     (batch, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
     out_query = query.new_empty(batch, tokens, query_heads, dim)
     out_key = key.new_empty(batch, tokens, key_heads, dim)

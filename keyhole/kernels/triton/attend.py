@@ -60,10 +60,10 @@ def _part(
     BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A split of what some query heads of one group of one sequence read.
+    """One split of the tokens that some query heads of one group of a sequence read.
 
-    LISTS: lists of `indices` per sequence, 0 where all is read. scores get softmax's arguments
-    times log2(e), float32 [B, Hq, num_tokens].
+    LISTS: lists of `indices` per sequence, 0 for all tokens. `scores` receives the logits times
+    log2(e), float32 [B, Hq, num_tokens].
     """
     number, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     block, head = number % BLOCKS, (number // BLOCKS) % HEADS
@@ -143,7 +143,7 @@ def _part(
         weight = weight * fade + tl.sum(p, 1)
         high = higher
         if VALUES:
-            if SHARED:  # MLA: the values are the first numbers of the keys, and read already
+            if SHARED:  # MLA: the values are the first numbers of the keys, already loaded
                 v = k1
             else:
                 values = value_pages + page * stride_vp + head * stride_vh + place * stride_vt
@@ -176,7 +176,7 @@ def _join(
     SPLITS_PADDED: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """All splits of one query head; a sequence of which nothing is read gets zeros."""
+    """Combines the splits of one query head; a sequence without tokens returns zeros."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, SPLITS_PADDED), block * DIMS + tl.arange(0, DIMS)
     at = row * splits + s
@@ -213,10 +213,10 @@ def parts_of(
     softcap: float | None = None,
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What each split gives: values [B, Hq, splits, Dv], largest score and sum [B, Hq, splits].
+    """The result of each split: values [B, Hq, splits, Dv], largest score and sum [B, Hq, splits].
 
-    Scores are in units of log2(e); with `scores`, float32 [B, Hq, N], all are kept there. Without
-    values the first of the three is a tensor without meaning.
+    Scores are in units of log2(e); with `scores`, float32 [B, Hq, N], all of them are stored there.
+    Without values the first of the three is undefined.
     """
     query, lengths = query.contiguous(), lengths.int()
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
@@ -283,7 +283,7 @@ def parts_of(
 def joined(
     mixed: Tensor, largest: Tensor, total: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The splits put together, [B, Hq, Dv]."""
+    """The combined splits, [B, Hq, Dv]."""
     num_rows, num_heads, splits, value_dim = mixed.shape
     out = mixed.new_empty(num_rows, num_heads, value_dim, dtype=dtype)
     dims = min(128, triton.next_power_of_2(value_dim))
@@ -317,7 +317,7 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As the reference, its selection in parts."""
+    """As the reference, with the fields of the selection as arguments."""
     if indices is None and paged_flash.takes(query, key_pages, value_pages, softcap, sinks):
         paged = query, key_pages, value_pages, page_table, lengths
         return paged_flash.attend(*paged, scale, window)

@@ -1,4 +1,4 @@
-"""Bounds of the keys of a page, and Quest's score of a page by them."""
+"""Bounds of a page's keys, and Quest's score of a page from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _page_bounds(
         least = tl.minimum(least, tl.min(tl.where(mask, key, float("inf")), 0))
         most = tl.maximum(most, tl.max(tl.where(mask, key, float("-inf")), 0))
         broken = tl.maximum(broken, tl.max((key != key).to(tl.int32), 0))
-    # The hardware's minimum and maximum pass over NaN, which must stay to be seen.
+    # The hardware's minimum and maximum ignore NaN, which must propagate.
     least = tl.where(broken > 0, float("nan"), least)
     most = tl.where(broken > 0, float("nan"), most)
     into = (page * HEADS + head) * D + d
@@ -51,7 +51,7 @@ def page_bounds(
     key_pages: Tensor, low: Tensor, high: Tensor, pages: Tensor, filled: Tensor
 ) -> None:
     """As the reference."""
-    assert low.is_contiguous()  # the cache makes them so
+    assert low.is_contiguous()  # the cache allocates them contiguous
     assert high.is_contiguous()
     if not len(pages):
         return

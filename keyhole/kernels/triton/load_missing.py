@@ -1,8 +1,8 @@
-"""Elastic loading: what is selected and not there yet is copied into a sequence's buffer.
+"""Elastic loading: copies selected entries that a sequence's buffer lacks.
 
-Which entry goes where is found by tensor operations of fixed shapes; one kernel then copies all
-misses, each from its page into its slot. The pages may lie in pinned memory of the host, which the
-GPU reads over its bus: only what is missing crosses it, and no one waits for a list of misses.
+Tensor operations of fixed shapes assign entries to slots; one kernel then copies all misses, each
+from its page into its slot. The pages may be in pinned host memory, which the GPU reads over its
+bus: only misses cross it, and the host never waits for a list of misses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _copy(
     DIMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A block of places of one sequence's buffer, for one KV head."""
+    """A block of one sequence's buffer, for one KV head."""
     number = tl.program_id(0)
     sequence, head = (number // HEADS).to(tl.int64), (number % HEADS).to(tl.int64)
     place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -55,7 +55,7 @@ def _copy(
     entries = sources + number.to(tl.int64) * num_slots
     entry = tl.load(entries + slot, mask=slot < num_slots, other=-1)
     position = entry * UNIT + place % UNIT
-    # The newest token is left to `append`.
+    # `append` writes the newest token.
     known = (entry >= 0) & (position < tl.load(lengths + sequence) - 1)
     position = tl.where(known, position, 0)
     table = page_table + sequence * stride_table
@@ -95,14 +95,14 @@ def load_missing(
     newest = ((lengths - 1) // unit)[:, None, None].expand(-1, heads, -1)
 
     held = entries[rows][..., :last].long()
-    held = held.masked_fill(held >= newest, -1)  # of a time when the sequence was longer
+    held = held.masked_fill(held >= newest, -1)  # stale: from when the sequence was longer
     listed = indices.long().expand(-1, heads, -1)
     wanted = reference.members(listed.masked_fill(listed >= newest, -1), num_entries)
     kept = (held >= 0) & wanted.gather(2, held.clamp(min=0))
     missing = wanted & ~reference.members(held, num_entries)
     free = (kept.int() + (held >= 0).int()).argsort(dim=-1, stable=True)  # empty, stale, kept
     rank = (missing.cumsum(-1) - 1).clamp(min=0, max=last - 1)
-    # What is not missing goes to the last slot, which then gets the newest entry.
+    # Entries that are not missing go to the last slot, which the newest entry then overwrites.
     slot = free.gather(2, rank).masked_fill(~missing, last)
     entry = torch.arange(num_entries, device=keys.device).expand_as(slot)
     sources = torch.full((*held.shape[:2], num_slots), -1, device=keys.device)

@@ -1,10 +1,10 @@
-"""Dense decode on a GPU by a FlashAttention that reads pages where they are.
+"""Dense decode on a GPU by a FlashAttention that reads pages in place.
 
 FlashAttention 3 (Shah et al., arXiv 2407.08608) on Hopper and 4 on Blackwell take a block table;
-torch calls them once a process has activated one, which is the user's to do:
+torch calls them once the user has activated one in the process:
 `torch.nn.attention.activate_flash_attention_impl("FA3")`, or KEYHOLE_FLASH=FA3 in the environment.
-The version that torch brings itself does not read pages of our size. Selections, soft-capped
-scores, sinks and MLA's latents stay with our own kernels.
+The version bundled with torch does not read pages of our size. Selections, soft-capped scores,
+sinks and MLA's latents use our own kernels.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _TOLERANCE = 2.0**-5
 
 @functools.cache
 def version() -> str | None:
-    """Which one is used, found out once; None: there is none that reads pages."""
+    """The version in use, checked once; None: no version that reads pages."""
     if os.environ.get("KEYHOLE_KERNELS") == "reference" or not torch.cuda.is_available():
         return None
     wanted = os.environ.get("KEYHOLE_FLASH")
     try:
         if wanted and _why_not(wanted) is None:
             attention.activate_flash_attention_impl(wanted)
-    except Exception as error:  # whatever it is, our own kernels do the work
+    except Exception as error:  # our own kernels compute instead
         _warn(f"{wanted} cannot be activated, {error}")
         return None
     active = getattr(attention, "current_flash_attention_impl", lambda: None)()
@@ -60,7 +60,7 @@ def takes(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> bool:
-    """Whether it computes dense attention over these."""
+    """Whether it supports dense attention over these operands."""
     (_, num_heads, dim), (_, num_kv_heads, size, _) = query.shape, key_pages.shape
     return (
         query.dtype in _DTYPES
@@ -119,7 +119,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 @functools.cache
 def _is_right(dtype: torch.dtype, group: int, dim: int, size: int) -> bool:
-    """Whether two ragged sequences over mixed pages of this kind come out right; tried once."""
+    """Whether two ragged sequences over mixed pages of this kind are correct; checked once."""
     random = torch.Generator().manual_seed(0)
     counts = [2 * size + (size + 1) // 2, size + 1]
     lengths = torch.tensor(counts, dtype=torch.int32, device="cuda")

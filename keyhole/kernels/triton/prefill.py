@@ -1,9 +1,9 @@
-"""Prompts on a GPU: the pages gathered once, and over them FlashAttention as torch brings it.
+"""Prompts on a GPU: gathers the pages once and runs torch's FlashAttention over them.
 
-FlashAttention-2 (Dao, arXiv 2307.08691) knows by its place alone whether a token is seen, and which
-KV head a query head reads: no mask of T x n and no key per query head is ever made. It takes 16-bit
-numbers and heads of up to 256, all alike. A window inside the prompt, soft-capped scores, sinks and
-MLA's latents it does not know as torch calls it: these go to the reference. Needs no Triton.
+FlashAttention-2 (Dao, arXiv 2307.08691) applies the causal mask by position and reads each KV head
+in place, so that no T x n mask and no key per query head is materialized. It accepts 16-bit numbers
+and equal head sizes up to 256. torch's interface to it lacks a window inside the prompt,
+soft-capped scores, sinks and MLA's latents: these go to the reference. Needs no Triton.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def prefill(
 
 
 def _in_order(stored: Tensor, pages: Tensor, device: torch.device) -> Tensor:
-    """What some pages hold, [1, Hkv, n, D] on the device, by one copy there."""
-    if stored.device != device:  # on the host, for a layer below
+    """The contents of some pages, [1, Hkv, n, D], copied to the device once."""
+    if stored.device != device:  # on the host: an offloaded layer
         stored = reference.gathered(stored, (pages,), device).transpose(0, 1)
         return stored.flatten(1, 2)[None]
     return stored.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None]

@@ -1,8 +1,8 @@
-"""Attention over everything with its weights: reduced over heads, or alone (a retrieval head's).
+"""Attention over all tokens with its reduced weights, or the weights alone (retrieval heads).
 
-The first kernel keeps softmax's arguments, float32 [B, Hq, N]: for a group of few heads that is
-less to write and read than the keys once more. The second one makes weights of them, when the sums
-of all splits are known.
+The first kernel stores the logits, float32 [B, Hq, N]: for a group of few heads that is less
+traffic than reading the keys again. The second one turns them into weights, once the sums of all
+splits are known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from keyhole.kernels.triton.attend import joined, parts_of
 from keyhole.kernels.triton.kv_splits import split
 
-#: In a block, for which all heads of a list are gone through.
+#: Tokens of a block; its program loops over all heads of a list.
 _TOKENS = 512
 
 
@@ -39,7 +39,7 @@ def _weights(
 ):
     """Weights of a block of tokens: the largest, or the sum, of the query heads of one list.
 
-    Added up over every UNIT tokens.
+    Summed over every UNIT tokens.
     """
     number = tl.program_id(0)
     sequence, member = (number // LISTS).to(tl.int64), number % LISTS
@@ -66,7 +66,7 @@ def _weights(
         share = tl.exp2(score - base) / whole
         if SUM:
             reduced += share
-        else:  # NaN comes in and stays
+        else:  # NaN propagates
             reduced = tl.where((share > reduced) | (share != share), share, reduced)
     if UNIT > 1:
         reduced = tl.sum(tl.reshape(reduced, (TOKENS // UNIT, UNIT)), 1)
@@ -119,7 +119,7 @@ def _scored(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """All scores, float32 [B, Hq, N] (past a sequence's end without meaning), and the splits."""
+    """All scores, float32 [B, Hq, N] (undefined past a sequence's end), and the splits."""
     num_tokens = page_table.shape[1] * key_pages.shape[2]
     cut = split(query, key_pages.shape[1], num_tokens)
     shape = (*query.shape[:2], num_tokens)
@@ -144,7 +144,7 @@ def attend_and_score(
     paged = (query, key_pages, value_pages, page_table, lengths)
     scores, parts = _scored(*paged, scale, softcap)
     sums = (scores, *parts[1:], sinks, lengths, key_pages.shape[1])
-    # A block of tokens is added up in registers, where it has a whole number of entries.
+    # A block of tokens is summed in registers if it has a whole number of entries.
     pooled = [
         _reduced(reduce, unit, *sums)
         if _TOKENS % unit == 0

@@ -1,4 +1,4 @@
-"""Rotated keys and queries turned to other positions; the angles of a token serve all its heads."""
+"""Shifts rotated keys and queries to other positions; all heads of a token share its angles."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _rotate(
     REST_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A block of tokens. START, REST_START: where the turned numbers and the others begin."""
+    """A block of tokens. START, REST_START: where the rotated numbers and the others begin."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     known = token < num_tokens
     pair = tl.arange(0, PAIRS_PADDED)
     frequency = tl.load(frequencies + pair, mask=pair < PAIRS, other=0.0)
-    # float64 up to the wrap, as the reference; a literal alone might be taken for a float32.
+    # float64 until reduced modulo 2 pi, as the reference; a plain literal would be float32.
     angle = tl.load(by + token, mask=known, other=0).to(tl.float64)[:, None] * frequency[None]
     whole = tl.full([], 6.283185307179586, tl.float64)
     part = tl.full([], 0.15915494309189535, tl.float64)  # of a whole turn, one radian
@@ -63,7 +63,7 @@ def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor
         return out
     dim, pairs = x.shape[-1], len(frequencies)
     by = by[(None,) * (x.dim() - 1 - by.dim())]
-    # Vectors of one place lie together: all heads of a token, or each is alone.
+    # Vectors of one position are contiguous: all heads of a token, or one vector each.
     alike = x.dim() > 1 and by.shape[-1] == 1
     heads = x.shape[-2] if alike else 1
     rows = x.reshape(-1, heads, dim)

@@ -1,11 +1,11 @@
-"""The k best entries of each row, found by radix selection and written down in order.
+"""The k best entries of each row by radix selection, in ascending order of position.
 
-The bits of a float, turned round where it is negative, are an integer that sorts as the float does.
+The bits of a float, inverted where it is negative, are an integer that sorts as the float does.
 The k-th largest of these is found digit by digit from the top: a histogram of one digit, among the
 entries that agree in all digits before it, says which digit the k-th largest has (Alabi et al.,
 Fast k-selection algorithms for graphics processing units, ACM JEA 17, 2012). Then each block counts
-its entries above that one and those equal to it, and writes what is chosen behind the blocks before
-it, so that the result is in order and the earlier of equal entries are taken. No row is ever
+its entries above that one and those equal to it, and writes its selected entries after those of the
+blocks before it, so that the result is in order and ties go to the earlier entry. No row is ever
 sorted.
 """
 
@@ -51,7 +51,7 @@ def _tally(
     BINS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """One digit of a block of entries of a row; after all digits, what the block has to give.
+    """One digit of a block of entries of a row; after all digits, the block's selected entries.
 
     tallies int32 [rows, 4, BINS], zeros at first. found int32 [rows, 4, 2]: after each pass the
     digits so far, and how many of the entries that have them are chosen. in_blocks int32
@@ -106,7 +106,7 @@ def _write(
     ENTRIES: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
-    """What is chosen of a block of entries, and -1 in as many places after the last of the row."""
+    """Writes the selected entries of a block, and the padding of -1 after the last of the row."""
     row, block, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     count = tl.load(valid + row // LISTS).to(tl.int32)
     digits = tl.load(found + (row * 4 + 3) * 2).to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""The bundled model and its one name. Imports nothing that takes time, so that help stays fast."""
+"""The bundled model and its name. Imports nothing slow, so that help stays fast."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TINY_FOLDER = Path(__file__).parents[1] / "tiny" / "keyhole-tiny"
 
 
 def named(model: object) -> str:
-    """A folder or hub id as text, the bundled model's folder for its name.
+    """A folder or hub id as text; the bundled model's folder for its name.
 
-    ConfigError for what is no name of a model: None, empty text, an object.
+    ConfigError for an invalid name: None, empty text, an object.
     """
     if not isinstance(model, str | Path) or not str(model).strip():
         what = repr(model) if model is None or isinstance(model, str) else type(model).__name__

@@ -1,6 +1,6 @@
-"""What the files of a model say of its shape: neither torch nor weights are loaded.
+"""A model's shape, read from its files without loading torch or weights.
 
-Weights are counted from the headers of the safetensors files if they lie beside the config, else
+Weights are counted from the headers of the safetensors files if they are beside the config, else
 from the config.
 """
 
@@ -20,7 +20,7 @@ from keyhole.models import families
 from keyhole.models.files import config_file, parameters
 from keyhole.models.files.locate import locate
 
-#: Bytes of a number, by the names that `--dtype` takes.
+#: Bytes of a number, by the names that `--dtype` accepts.
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _INDEX = "model.safetensors.index.json"
@@ -35,9 +35,9 @@ class Checkpoint:
     """A model's shape.
 
     dtype: what it would be loaded in. num_parameters: counted from `counted_from`.
-    layer_parameters: those of the last layer. step_numbers: numbers that live at once in a layer,
-    per token of a step; an estimate. max_length: tokens that a sequence may have. folder: of its
-    files; there is none where it came by its hub id.
+    layer_parameters: those of the last layer. step_numbers: peak live activations of a layer, per
+    token of a step; an estimate. max_length: the longest sequence. folder: of its files; None for a
+    hub id.
     """
 
     name: str
@@ -68,9 +68,9 @@ class Checkpoint:
 
 
 def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
-    """What "tiny", a folder, or a hub id in the cache or on the hub, says of its model.
+    """The shape of "tiny", of a folder, or of a hub id in the local cache or on the hub.
 
-    dtype: "auto" is what the config says. ModelError as `keyhole.models.loading.load` raises it.
+    dtype: "auto" is the config's. ModelError as `keyhole.models.loading.load` raises it.
     """
     if dtype != "auto" and dtype not in ITEMSIZES:
         raise UnknownNameError("dtype", dtype, ["auto", *ITEMSIZES])
@@ -111,7 +111,7 @@ def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
 
 
 def _headers(folder: Path) -> Iterator[dict[str, Any]]:
-    """The header of each safetensors file; nothing unless all files of the model are there."""
+    """The header of each safetensors file; empty unless all files of the model are present."""
     files = [folder / "model.safetensors"]
     if (folder / _INDEX).is_file():
         listed = json.loads((folder / _INDEX).read_text())["weight_map"]
@@ -142,7 +142,7 @@ def _count(headers: list[dict[str, Any]], config: Any) -> int:
 
 
 def _dtype(stored: dict[str, Any], headers: list[dict[str, Any]]) -> str:
-    """What transformers loads: as the config says, else as the first weight is stored."""
+    """The dtype that transformers loads: the config's, else that of the first stored weight."""
     said = stored.get("dtype") or stored.get("torch_dtype")
     kinds = [tensor["dtype"] for header in headers for tensor in header.values()]
     found = said or next((_STORED[kind] for kind in kinds if kind in _STORED), "float32")

@@ -1,7 +1,7 @@
 """The `config.json` of a model, read without torch, which transformers' own configs import.
 
-A file leaves out what its family takes by default, and older ones name things otherwise; a test
-compares what comes of it with transformers.
+A file omits its family's defaults, and older ones use other names; a test compares the result with
+transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QWEN = {
     "max_window_layers": 28,
 }
 
-#: What files leave out, and what transformers then takes.
+#: Fields that files may omit, with transformers' defaults.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"q_lora_rank": 1536, "num_experts_per_tok": 8},
     "gemma2": _GEMMA,
@@ -54,14 +54,15 @@ _OTHER_NAMES = {
     "gpt_oss": {"num_experts": "num_local_experts"},
 }
 
-#: Every how many layers one has full attention, where the file lists no layers.
+#: One layer in this many has full attention, where the file lists no layers.
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 
 
 def normalised(stored: dict[str, Any]) -> Any:
     """The fields of a `config.json` as attributes, as transformers' config of the family has them.
 
-    Only what `families` and `parameters` ask for; a field that must be there and is not is missing.
+    Only the fields that `families` and `parameters` read; a required field that the file lacks
+    stays unset.
     """
     family = stored.get("model_type")
     if family not in DEFAULTS:

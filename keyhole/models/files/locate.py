@@ -1,6 +1,6 @@
-"""Where a model is: the bundled one, a folder, or the hub with its local cache. No torch here.
+"""Locates a model: the bundled one, a folder, or the hub with its local cache. No torch here.
 
-What cannot be run yet, and would be taken for something else, is refused here by what it is.
+Unsupported formats (GGUF, LoRA adapters) are refused here with their cause.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keyhole.models.files.bundled import named
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
 
-#: Seconds that the hub has to answer before its local cache is all there is.
+#: Seconds to wait for the hub before using the local cache alone.
 _PATIENCE = 2.0
 
 _MERGE = (
@@ -48,8 +48,8 @@ _CONVERT = (
 class ModelFiles:
     """A model's files. name: a folder or a hub id. config: its config.json.
 
-    unreachable: why the hub gives nothing, so that its local cache is all there is; None: it does.
-    has_adapter: weights have a LoRA adapter beside them.
+    unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
+    has_adapter: there is a LoRA adapter beside the weights.
     """
 
     name: str
@@ -61,8 +61,8 @@ class ModelFiles:
 def locate(model: str | Path) -> ModelFiles:
     """The place of a model given by "tiny", a folder or a hub id.
 
-    ConfigError for no name; ModelError for one that is not there, with the cause, and for what
-    cannot be run yet: GGUF files, LoRA adapters.
+    ConfigError for an invalid name; ModelError, with the cause, for a model that is not found and
+    for unsupported formats: GGUF files, LoRA adapters.
     """
     name = named(model)
     folder = Path(name)
@@ -76,7 +76,7 @@ def locate(model: str | Path) -> ModelFiles:
 
 
 def other_format(folder: Path) -> str | None:
-    """What a folder holds in place of weights that can be loaded, and what to do; None: nothing."""
+    """An unsupported format in a folder, and what to do about it; None: there is none."""
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         return f"its weights are a GGUF file, {ggufs[0]}, which cannot be read yet; {_CONVERT}"
@@ -84,7 +84,7 @@ def other_format(folder: Path) -> str | None:
 
 
 def ignored_adapter(name: str) -> ModelError:
-    """The error for weights with a LoRA adapter beside them that nobody would apply."""
+    """The error for weights with a LoRA adapter that would not be applied."""
     return ModelError(
         f"{name!r} has a LoRA adapter ({ADAPTER}) beside its weights, and peft, which applies it, "
         f"is not installed: install peft, or {_MERGE}; to run without it, move {ADAPTER} away"
@@ -114,7 +114,7 @@ def _on_hub(name: str) -> ModelFiles:
     if silence is None:
         try:
             config = Path(hf_hub_download(name, _CONFIG))
-        except Exception as found:  # the network and the disk each have their own
+        except Exception as found:  # the network and the disk raise their own errors
             raise _unknown(name, found) from found
         return ModelFiles(name, config, None, has_adapter)
     if known is None:
@@ -129,9 +129,9 @@ def _known(name: str, file: str) -> Path | None:
 
 
 def _ask(name: str) -> tuple[Exception | None, bool]:
-    """Why the hub gives no config of this name, None if it does; whether it has an adapter, too.
+    """Why the hub has no config of this name, None if it has one; and whether it has an adapter.
 
-    At most `_PATIENCE` seconds, and none where asking is forbidden (HF_HUB_OFFLINE).
+    Takes at most `_PATIENCE` seconds; no request is made under HF_HUB_OFFLINE.
     """
     if is_offline_mode():
         return OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), False
@@ -140,7 +140,7 @@ def _ask(name: str) -> tuple[Exception | None, bool]:
     def ask() -> None:
         try:
             _head(name, _CONFIG)
-        except Exception as error:  # the hub's client and the network each have their own
+        except Exception as error:  # the hub's client and the network raise their own errors
             answers.append((error, False))
             return
         try:
@@ -164,7 +164,7 @@ def _head(name: str, file: str) -> Any:
 
 
 def _unknown(name: str, error: Exception) -> ModelError:
-    """The error for a name that is no folder and that the hub gives no model for."""
+    """The error for a name that is neither a folder nor a model on the hub."""
     return ModelError(
         f"unknown model {name!r}: it is no folder{_nearest(Path(name))}, it is not in the hub's "
         f"local cache, and {_why(error)}"
@@ -172,7 +172,7 @@ def _unknown(name: str, error: Exception) -> ModelError:
 
 
 def _why(error: Exception) -> str:
-    """Why the hub gives nothing."""
+    """Why the hub returned no model."""
     if isinstance(error, GatedRepoError):
         return "the hub asks for permission: get it on the model's page, then run `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):

@@ -1,4 +1,4 @@
-"""How many weights a model of a supported family has, and how much a step holds beside them.
+"""The weights and peak activations of a model of a supported family.
 
 Counted from the fields of its config, as transformers builds the modules; nothing is loaded. A test
 compares the counts with real models.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Numbers that live at once in a layer, per token: the residual stream and its norm, and in an MLP
-#: what gate and up give and their product; in attention queries and keys before, during and after
-#: their rotation.
+#: Peak live activations of a layer, per token: the residual stream and its norm, and in an MLP the
+#: outputs of gate and up and their product; in attention the queries and keys before, during and
+#: after their rotation.
 _STREAMS, _IN_MLP, _IN_ATTENTION = 2, 3, 3
 
 
@@ -35,7 +35,7 @@ def num_layer_parameters(config: Any, layer: int) -> int:
 
 
 def step_numbers(config: Any) -> int:
-    """Numbers that the widest place of a layer holds, per token of a step; an estimate."""
+    """Peak live activations of a layer, per token of a step; an estimate."""
     hidden = int(config.hidden_size)
     heads = int(config.num_attention_heads) + 2 * kv_heads(config)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
@@ -54,7 +54,7 @@ def head_dim(config: Any) -> int:
 
 
 def kv_heads(config: Any) -> int:
-    """Hkv, heads that keys are computed for."""
+    """Hkv, the number of KV heads."""
     if config.model_type == "gpt_bigcode":
         return 1 if config.multi_query else int(config.num_attention_heads)
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -1,1 +1,1 @@
-"""What methods are compared with: full attention, recency, random tokens, perfect selection."""
+"""Controls that methods are compared with: full attention, recency, random tokens, an oracle."""

@@ -1,12 +1,12 @@
-"""Oracle: the tokens that truly have the most attention in this layer at this step.
+"""Oracle: the tokens of largest true attention weight in this layer at this step.
 
 Not a published method, and it saves nothing: every layer computes all its attention weights, keeps
 the `token_budget` tokens of largest weight per KV head (the largest among the query heads of the
-group, the newest token always) and attends to these alone. It shows what a perfect selection of so
-many tokens would be worth, and so how far a real method is from it.
+group, the newest token always) and attends to these alone. It bounds the quality of any selection
+of that many tokens.
 
-Cost per step and layer: all keys and values once for the weights, then `token_budget` again. What
-it reads to choose is not counted, as no real method could choose so.
+Cost per step and layer: all keys and values once for the weights, then `token_budget` again. The
+keys read for the selection are not counted, as no real method could select this way.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Oracle(Policy):
         return (ScoreRequest("group_max", 1),)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Chooses for this layer alone."""
+        """Selects for this layer alone."""
         step.shared_selection = kernels.top_k(scores[0], step.lengths, self.token_budget, 1, last=1)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """What this layer's own weights chose; everything in full layers."""
+        """This layer's own selection; everything in full layers."""
         return None if layer in self.full_layers else step.shared_selection

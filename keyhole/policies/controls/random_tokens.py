@@ -1,9 +1,9 @@
-"""Random tokens: the control that selects by chance.
+"""Random tokens: the control that selects at random.
 
 Not a published method. A method that is no better than this, at the same dense layers and the same
-number of tokens, selects nothing that matters. The newest token is always among those read. A
+number of tokens, has no useful selection. The newest token is always read. A
 token's score is a hash of the seed, the layer, the KV head, the length of the sequence and the
-token's position, so that every step and layer draws anew and a repeated run draws the same.
+token's position, so that every step and layer draws independently and runs are reproducible.
 
 Cost per step and layer: `token_budget` keys and values.
 """
@@ -57,7 +57,7 @@ class RandomTokens(Policy):
         return step.max_length <= self.token_budget
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """Sinks, the newest token, and others by chance, per KV head."""
+        """Sinks, the newest token, and random others, per KV head."""
         if layer in self.full_layers or step.max_length <= self.token_budget:
             return None
         tokens = step.page_table.shape[1] * step.page_size

@@ -1,11 +1,12 @@
 """Sliding window: a step reads the newest tokens and nothing else.
 
-The simplest bound on what a step reads (Longformer, Beltagy et al., arXiv 2004.05150, section 3.1,
-used here at decode time only). What leaves the window is lost to the step, not to the cache.
+The simplest bound on the tokens that a step reads (Longformer, Beltagy et al., arXiv 2004.05150,
+section 3.1, used here at decode time only). Tokens outside the window stay in the cache but are not
+read.
 
 Cost per step and layer: `token_budget` keys and values.
 
-When to use it: where only the newest text matters; what lies further back is never read.
+When to use it: where only recent tokens matter; older tokens are never read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Budgets that follow the text: only as much as holds a share of the scores, up to the budget.
+"""Adaptive budgets: the fewest entries that hold a share of the scores, up to the budget.
 
-Ours. Attention is sometimes on a few tokens and sometimes everywhere; a fixed budget is too large
-for the one and too small for the other. With `recall` a choice keeps its best entries until their
+Ours. Attention is sometimes concentrated and sometimes spread out; a fixed budget is too large for
+the one and too small for the other. With `recall` a selection keeps its best entries until their
 scores sum to that share of all scores, between `min_budget` and `token_budget` tokens. Shapes stay
-those of `token_budget`: what is not needed is padding, which nobody reads.
+those of `token_budget`: dropped entries become padding, which is not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def settled(
 ) -> int | None:
     """`min_budget` in tokens, by default a quarter of `token_budget`; None without `recall`.
 
-    least: tokens that every choice has; unit: tokens of an entry. ConfigError names a bad value.
+    least: tokens that every selection has; unit: tokens of an entry. ConfigError names a bad value.
     """
     if recall is None:
         require(min_budget is None, "min_budget", min_budget, "None without recall")

@@ -1,12 +1,12 @@
-"""Where DELTA's selection layers go: ways to place them, and the file that remembers it.
+"""Placement of DELTA's selection layers, and the calibration file that stores it.
 
 The paper puts them where the page distribution shifts most from one layer to the next (DELTA,
 section 5, "Layer configuration"): `place_by_shift`. Ours puts them where the layers between lose
 the least: with R[a, b] the mean attention mass that layer b keeps under layer a's selection,
 `place_by_recall` maximises the summed recall of all sparse layers exactly, by dynamic programming
 over (layer, number placed), O(L^2 n). `place_by_error` minimises the summed E[a, b] in the same
-way, the mean relative error of layer b's attention output. Mass does not see what a token's value
-is worth, nor that a match may be made in two layers; the error of the output sees the first.
+way, the mean relative error of layer b's attention output. Mass ignores the values of tokens, and
+that a match may be made in two layers; the error of the output accounts for the first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Calibration:
     """Layers of DELTA measured for one model.
 
     recall: per layer, the mean share of its attention mass that its selection keeps (1 for layers
-    that read everything). measure: what placed the layers, "mass", "error" or "shift". error: per
-    layer, the mean relative error of its attention output (0 for layers that read everything);
-    empty in files of before it was measured.
+    that read everything). measure: the criterion that placed the layers, "mass", "error" or
+    "shift". error: per layer, the mean relative error of its attention output (0 for layers that
+    read everything); empty in older files.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Reads a file of `save`; ConfigError says what is wrong with a file that is not one."""
+        """Reads a file of `save`; ConfigError names the fault of an invalid file."""
         try:
             stored = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -88,9 +88,9 @@ def rank_by_shift(shift: Sequence[float], candidates: Sequence[int], count: int)
 def place_by_shift(shift: Sequence[float], candidates: Sequence[int], count: int) -> list[int]:
     """The first candidate layer, and of the others the `count - 1` of largest shift.
 
-    A layer before the first that chooses reads everything. Shifts tend to be largest in the last
-    layers, so that the largest alone would leave hardly a sparse layer; the authors' choices begin
-    right behind their full layers, too ({0, 1} and {2, 14, 22} of 28).
+    A layer before the first selection layer reads everything. Shifts tend to be largest in the last
+    layers, so that the largest alone would leave few sparse layers; the authors' layers also begin
+    right after their full layers ({0, 1} and {2, 14, 22} of 28).
     """
     _check_count(count, candidates)
     first, *others = sorted(candidates)
@@ -100,14 +100,13 @@ def place_by_shift(shift: Sequence[float], candidates: Sequence[int], count: int
 def place_by_recall(
     recall: Sequence[Sequence[float]], candidates: Sequence[int], count: int
 ) -> list[int]:
-    """The choice of `count` candidate layers that keeps the most attention in the others.
+    """The `count` candidate layers that keep the most attention in the others.
 
     recall[a][b], a < b: share of layer b's attention that is kept under layer a's selection.
-    Maximised is the sum, over the candidates that were not chosen, of their recall under the
-    nearest chosen layer before them, given that exactly `count` candidates read everything. A layer
-    before the first chosen one would read everything too, and so count as one of them; choosing it
-    costs the same and loses nothing. The first candidate is therefore always chosen. Of equally
-    good choices the one with the earlier layers is taken.
+    Maximises the sum, over the candidates that are not chosen, of their recall under the nearest
+    chosen layer before them, given that exactly `count` candidates read everything. A layer before
+    the first chosen one would read everything too, and so count as one of them; choosing it instead
+    costs nothing. The first candidate is therefore always chosen. Ties go to the earlier layers.
     """
     _check_count(count, candidates)
     layers = sorted(candidates)
@@ -117,7 +116,8 @@ def place_by_recall(
         list(accumulate((recall[a][b] for b in layers[i + 1 :]), initial=0.0))
         for i, a in enumerate(layers)
     ]
-    # best[i]: the most that the layers after i can keep if i is chosen, and some number more.
+    # best[i]: the most that the layers after i can keep if i and a given number of others are
+    # chosen.
     best = [row[-1] for row in kept]
     following: list[list[int]] = []
     for more in range(1, count):
@@ -140,7 +140,7 @@ def place_by_error(
 ) -> list[int]:
     """As `place_by_recall`, with the least summed error; error[a][b] is that of layer b's output.
 
-    Of so many layers as many are sparse in every choice, so that sums can be compared.
+    Every placement has the same number of sparse layers, so that sums are comparable.
     """
     return place_by_recall([[-value for value in row] for row in error], candidates, count)
 

@@ -1,4 +1,4 @@
-"""Layers that select for the layers after them, in methods that have some (DELTA and its kin)."""
+"""Selection layers, which select for the layers after them (DELTA, TidalDecode, OmniKV)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keyhole.config import require, require_layers
 
 
 def settled(name: str, given: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
-    """The choosing layers, ascending. ConfigError for one that is not a full-attention layer."""
+    """The selection layers, ascending. ConfigError for one that is not a full-attention layer."""
     require_layers(name, given)
     usable = geometry.full_attention
     for layer in given:
@@ -18,7 +18,7 @@ def settled(name: str, given: Sequence[int], geometry: Geometry) -> tuple[int, .
 
 
 def nearest(wanted: Iterable[int], geometry: Geometry) -> tuple[int, ...]:
-    """The full-attention layers nearest to those wanted, the earlier one of two as near."""
+    """The full-attention layers nearest to those wanted; ties go to the earlier one."""
     usable = geometry.full_attention
     if not usable:
         return ()
@@ -28,7 +28,7 @@ def nearest(wanted: Iterable[int], geometry: Geometry) -> tuple[int, ...]:
 def served(
     choosing: Sequence[int] | None, full: Sequence[int] | None, geometry: Geometry
 ) -> tuple[int, ...]:
-    """Layers that read only what is chosen for them: the others after the first that chooses."""
+    """The sparse layers: those after the first selection layer that do not select."""
     reads_all = {*(full or ()), *(choosing or ())}
     first = min(choosing or (geometry.num_layers,))
     return tuple(i for i in geometry.full_attention if i > first and i not in reads_all)
@@ -37,13 +37,13 @@ def served(
 def dense(
     choosing: Sequence[int] | None, full: Sequence[int] | None, geometry: Geometry
 ) -> tuple[int, ...]:
-    """Layers that read everything in every step: all full-attention layers but those `served`."""
+    """Layers that read everything in every step: full-attention layers except those `served`."""
     sparse = served(choosing, full, geometry)
     return tuple(i for i in geometry.full_attention if i not in sparse)
 
 
 def following(choosing: Sequence[int], count: int, geometry: Geometry) -> tuple[int, ...]:
-    """The next `count` full-attention layers after each that chooses, ascending."""
+    """The next `count` full-attention layers after each selection layer, ascending."""
     usable = geometry.full_attention
     after = ([i for i in usable if i > layer][:count] for layer in choosing)
     return tuple(sorted({i for layers in after for i in layers}))

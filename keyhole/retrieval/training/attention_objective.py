@@ -1,17 +1,16 @@
-"""Teaches a head where its target looks: the KL divergence between their attention, directly.
+"""Trains a head on its target's attention: the KL divergence between their weights.
 
 For a query token r and a KV head g the target's mass p[g, r, i] over tokens i is the mean of its
 attention weights over full-attention layers and over the query heads of g; the head's own is the
-mean of its query heads that serve g. What every selection takes anyway (first tokens and a recent
-window) is left out of both and the rest made a distribution again, so that nothing is learned about
-what is never asked. Each row counts by the mass that it has left there: a row that looks nowhere
-else has little to teach.
+mean of its query heads that serve g. Tokens that every selection includes (first tokens and a
+recent window) are removed from both, and the rest is renormalised, so that no capacity is spent on
+them. Each row is weighted by its remaining mass.
 
 Ours; SpeContext takes its head from a draft model (see `draft`). No language-model part is needed:
 the loss reads nothing but queries and keys.
 
-Masking is done after the head's softmax over all tokens, not before: the choice compares weights of
-different query heads, and these are normalised over all tokens.
+Masking is done after the head's softmax over all tokens, not before: the selection compares weights
+of different query heads, and these are normalised over all tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Trains a retrieval head for a frozen target, by one of three objectives.
 
     attention   the head's weights match the target's attention (`attention_objective`)
-    selection   what the target predicts changes little by the choice (`selection_objective`)
+    selection   the selection changes the target's predictions little (`selection_objective`)
     eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`)
 
-Every step is given by the seed and its number, so that an interrupted run goes on as if nothing had
-happened: with the same texts, to the same weights.
+Every step is given by the seed and its number, so that a resumed run uses the same texts and
+reaches the same weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StepProgress:
 
 
 class Distiller:
-    """The state of a training between two steps."""
+    """The state of a training run between two steps."""
 
     def __init__(self, network: nn.Module, corpus: Corpus, recipe: TrainingConfig) -> None:
         shape = Target.of(network.requires_grad_(False))  # from here on; the head alone learns
@@ -127,7 +127,7 @@ class Distiller:
         return StepProgress(length, *mean)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on, in plain types and tensors."""
+        """All state that the next step depends on, in plain types and tensors."""
         return {
             "recipe": dataclasses.asdict(self.recipe),
             "weights": self.module.state_dict(),
@@ -138,7 +138,7 @@ class Distiller:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a state of the same recipe, texts and target; ConfigError if of others."""
+        """Resumes from a state of the same recipe, texts and target; ConfigError if of others."""
         for name, value in dataclasses.asdict(self.recipe).items():
             old = state["recipe"].get(name)
             old = tuple(old) if isinstance(old, list) else old

@@ -1,4 +1,4 @@
-"""How much of the target's attention falls on what a head would choose."""
+"""The share of the target's attention on the tokens that a head selects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def previous(fused: Tensor) -> Tensor:
 
 
 def features(head: RetrievalHead, lesson: TeacherTargets) -> Tensor | None:
-    """What stands beside each token of a text, [n, H]; None for a head without features."""
+    """The features paired with each token of a text, [n, H]; None for a head without features."""
     return previous(head.fuse(lesson.hidden)) if head.config.uses_features else None
 
 
@@ -58,7 +58,7 @@ def recent(rows: Tensor, budget: int, first: int) -> Selection:
 
 
 def share(mass: Tensor, selection: Selection) -> Tensor:
-    """The share of the target's attention on what was chosen, float32 [R].
+    """The share of the target's attention on the selection, float32 [R].
 
     mass [groups, R, n] as a Lesson has it: so it is a mean over layers and heads.
     """

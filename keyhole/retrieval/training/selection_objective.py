@@ -1,18 +1,19 @@
-"""Teaches a head what its choice changes: the target's next-token distribution, end to end.
+"""Trains a head end to end on the target's next-token distribution under its selection.
 
-The target reads a text in full up to some place and goes on under the head's choice, made soft (see
-`gated`); the loss is the KL divergence of what it then predicts from what it predicts with full
-attention. So a token counts by what it does to the prediction, not by the attention that it gets:
-many tokens of little attention each may decide one (of a long derivation, whether it is over), and
-a choice by attention leaves just these out. Every query token counts by the probability of the one
-that follows it: only what the target would have written itself is like what it will write.
+The target reads a text in full up to some position and continues under the head's selection, made
+soft (see `soft_selection`); the loss is the KL divergence of what it then predicts from what it
+predicts with full attention. A token therefore counts by its effect on the prediction, not by its
+attention: many tokens of little attention may together decide a prediction (such as whether a long
+derivation is over), and a selection by attention omits exactly these. Every query token counts by
+the probability of the one that follows it: only what the target would have written itself is like
+what it will write.
 
 Before they are compared, both distributions are tilted: the token that follows loses TILT nats.
-Where the target is sure, a choice that takes most of its margin changes nothing that a divergence
-sees, until one word in a thousand is wrong. Tilted, margins below TILT nats count.
+Where the target is confident, a selection that removes most of its margin hardly changes the
+divergence, until one word in a thousand is wrong. Tilted, margins below TILT nats count.
 
-Ours. It wants a head whose scores already say something: one trained by `attention_objective`, of
-which a little stays in the loss, so that the scores remain those of where the target looks.
+Ours. It needs a head with meaningful scores: one trained by `attention_objective`, whose loss is
+kept with a small weight, so that the scores stay close to the target's attention.
 
 Source of the idea: the forward KL of distillation (Hinton et al., 2015), with the target at full
 attention as its own teacher. Cost: the target's forward and backward pass over the query tokens,
@@ -33,7 +34,7 @@ from keyhole.retrieval.training.recall import best, log_weights
 from keyhole.retrieval.training.soft_selection import gated_logits, log_gates
 from keyhole.retrieval.training.teacher import TeacherTargets
 
-#: First tokens that every choice takes, and the most of the newest: SpeContext's defaults.
+#: First tokens that every selection includes, and the most of the newest: SpeContext's defaults.
 FIRST, LAST = 4, 64
 #: Budgets are this part of a text, each ratio as likely: one head serves small and large ones.
 SMALLEST, LARGEST = 1 / 12, 1 / 4

@@ -1,9 +1,9 @@
-"""The frozen target under a choice that is soft, so that a head can learn from what it changes.
+"""The frozen target under a soft selection, which lets gradients reach the head.
 
 A token's gate is `sigmoid((score - threshold) / temperature)`, with the threshold midway between
 the last score that a budget takes and the first that it leaves out; its log is added to the logits
 of attention in every layer with full attention. First and newest tokens have gates of 1, as in a
-choice. As the temperature falls this becomes the choice itself.
+choice. As the temperature falls this converges to the hard selection.
 
 The gate is soft in the forward pass too. With the true choice there, and the gradients of the soft
 one ("straight through"), nothing was learned: benchmarks/LOG.md.

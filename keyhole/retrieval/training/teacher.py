@@ -1,4 +1,4 @@
-"""Runs the frozen target and keeps what a head learns from: features, attention, predictions.
+"""Runs the frozen target and collects a head's training targets: features, attention, predictions.
 
 The target attends by our own function: through sdpa or, where that would not do, block after block
 of queries, so that memory stays linear in the length of a text. Weights are computed as in the
@@ -25,7 +25,7 @@ _BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """What the target did with one text of n tokens.
+    """The target's outputs on one text of n tokens.
 
     token_ids: int64 [n]. hidden: of each feature layer its input, float32 [n, Ht]. rows: int64 [R],
     the sampled query tokens. mass: float32 [Hkv, R, n], the attention weights of each row, mean
@@ -52,7 +52,7 @@ class _Record:
 
 
 class Teacher:
-    """A causal language model of transformers, of which nothing is changed or trained."""
+    """A frozen causal language model of transformers."""
 
     def __init__(self, network: nn.Module, feature_layers: tuple[int, ...]) -> None:
         self._network: Any = network

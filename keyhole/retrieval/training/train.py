@@ -1,4 +1,4 @@
-"""Runs a training to its end, with a progress bar and snapshots of which one is always whole."""
+"""Runs a training to its end, with a progress bar and atomic snapshots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keyhole.retrieval.training.corpus import Corpus
 from keyhole.retrieval.training.distill import Distiller, StepProgress
 from keyhole.retrieval.training.training_config import TrainingConfig
 
-#: What a run that is not finished leaves in its folder.
+#: The snapshot of an unfinished run, in its folder.
 SNAPSHOT = "training.pt"
 _SAVE_EVERY = 120.0
 """Seconds between snapshots."""
@@ -29,7 +29,7 @@ _SMOOTH = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """What a run came to; loss, recall and window are smoothed, and None if no step was made.
+    """The result of a run; loss, recall and window are smoothed, and None if no step was made.
 
     recall, window: shares of the target's attention at a budget of an eighth of the text, of the
     head on texts that it had not learned from yet, and of the newest tokens.
@@ -56,7 +56,7 @@ def train(
     """Trains until all tokens are seen or `stop()` is true, then writes the head or a snapshot.
 
     ConfigError if the folder holds a head, or a run and `resume` is not set; NumericalError, with a
-    snapshot of the last good step, if the numbers break down.
+    snapshot of the last good step, for a NaN loss or gradient.
     """
     folder = Path(folder)
     state = _found(folder, resume)
@@ -70,7 +70,7 @@ def train(
         initial=distiller.tokens,
         unit="token",
         unit_scale=True,
-        disable=None,  # where nobody watches
+        disable=None,  # no bar without a terminal
     ) as bar:
         while not (distiller.finished or stop()):
             before = distiller.tokens
@@ -105,7 +105,7 @@ def train(
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
-    """Writes a snapshot beside the old one and renames it, so that one is always whole."""
+    """Writes a snapshot beside the old one and renames it, so that a complete one always exists."""
     new = folder / f"{SNAPSHOT}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)

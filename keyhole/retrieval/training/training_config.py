@@ -14,7 +14,7 @@ OBJECTIVES = ("attention", "selection", "eagle")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """What is trained, on how much, and how fast; ConfigError names a value that cannot be.
+    """The objective, amount and rate of training; ConfigError names an invalid value.
 
     The learning rate falls with the width, as Adam's steps on matrices should (muP, Yang et al.,
     2022); at a width of 4096 the default is about three times EAGLE's own.

@@ -1,4 +1,4 @@
-"""The blocks of a prompt's documents in a row, and which tokens they are."""
+"""The concatenated blocks of a prompt's documents, and their tokens."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ class Blocks:
 def gather(
     documents: Sequence[PlacedDocument], fact: Callable[[LayerFacts], Tensor]
 ) -> list[Tensor]:
-    """Per layer a fact [N, ...] of all documents in a row, [M, ...]."""
+    """Per layer a statistic [N, ...] of each document, concatenated to [M, ...]."""
     layers = range(len(documents[0].layers))
     return [torch.cat([fact(document.layers[n]) for document in documents]) for n in layers]

@@ -1,9 +1,9 @@
 """Blocks judged by a few of their keys instead of by their mean. Ours, not SamKV's.
 
-A look-up may rest on one sharp key, which a mean over a block hides. Of every block and KV head the
-keys that lie farthest from that mean are stored, one in eight; a question finds a block by the one
-of them that best answers any of its tokens in any head. What heads score is not of one size, so
-each counts in deviations from its mean over the document.
+A question may depend on one distinctive key, which a mean over a block hides. For every block and
+KV head one key in eight, the farthest from the mean, is stored; a block's score is the best score
+of these keys for any token of the question in any head. Heads score on different scales, so each is
+standardised over the document.
 
 Cost: an eighth of the keys stored once more, and of the question's attention to them, per layer.
 """
@@ -25,7 +25,7 @@ _PIECE = 1 << 22
 
 
 def extreme_keys(keys: Tensor, block_size: int) -> Tensor:
-    """Of each block and head the k keys farthest from their mean, [N, k, Hkv, D] of keys' dtype.
+    """For each block and head the k keys farthest from their mean, [N, k, Hkv, D] of keys' dtype.
 
     keys: [n, Hkv, D]; the last block may be short. k: block_size / 8, rounded up; the farthest
     first, of equals the earlier, and again where a block has fewer than k.

@@ -19,5 +19,5 @@ def outliers(alpha: Tensor, sigmas: float = 3.0) -> Tensor:
     known = torch.where(finite, alpha.double(), 0.0)
     mean = known.sum(-1, keepdim=True) / number
     spread = torch.where(finite, known - mean, 0.0).square().sum(-1, keepdim=True) / number
-    # The last condition only keeps rounding from saying what cannot be.
+    # The last condition excludes outliers that only rounding can produce.
     return finite & (known < mean - sigmas * spread.sqrt()) & (number - 1 > sigmas**2)

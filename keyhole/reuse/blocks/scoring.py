@@ -1,4 +1,4 @@
-"""How well a document's blocks answer a query, and how many of them are worth keeping.
+"""Scores of a document's blocks for a query, and the share of blocks to keep.
 
 SamKV, section 3, equations 1 to 3.
 """
@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 
 def personal_queries(query: Tensor, local: Tensor) -> Tensor:
-    """Each document's own query: the question's, and what the other documents look for (eq. 1).
+    """Each document's query: the question's, plus a bias from the other documents (eq. 1).
 
     query float32 [Hq, D]; local float32 [n, Hq, D], mean query of each document's local blocks.
     Returns [n, Hq, D]: query + 1 / (n - 1) * sum over j != i of |cos(query, local_j)| local_j, with
@@ -24,7 +24,7 @@ def personal_queries(query: Tensor, local: Tensor) -> Tensor:
     mean = query if query.ndim == local.ndim - 1 else query.mean(0)
     weight = cosine_similarity(mean.flatten()[None], local.flatten(1)).abs()
     weighted = weight[:, None, None] * local
-    # In float64: what is taken out of the sum again leaves nothing behind.
+    # In float64, so that subtracting a document's own term from the sum leaves no residue.
     total = weighted.sum(0, dtype=torch.float64)
     added = ((total - weighted) / (number - 1)).float()
     return query + (added if mean is query else added[:, None])
@@ -42,7 +42,7 @@ def key_scores(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def share(scores: Tensor, alpha: Tensor, received: Tensor, ends: Tensor) -> Tensor:
-    """The share of its middle blocks that a document wants, per layer, float64 [L] (eq. 2).
+    """The share of its middle blocks that a document offers, per layer, float64 [L] (eq. 2).
 
     scores, alpha, received float32 [L, N], of the document's blocks; ends bool [N]: initial and
     local blocks, at least one; the others are its middle, at least one.

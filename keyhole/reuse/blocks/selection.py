@@ -1,4 +1,4 @@
-"""Which middle blocks are kept: the best of each document, then the best of those of all.
+"""Selection of middle blocks: the best of each document, then the best of those over all.
 
 SamKV, section 3.2, last paragraph.
 """
@@ -29,7 +29,7 @@ def choose(
     offered = torch.cat(offers, 1)
     standard = torch.cat([standardised(part) for part in scores], 1)
     room = math.ceil(sum(numbers) / len(scores)) if most is None else most
-    # What is not offered comes last, and is not taken where fewer are offered than there is room.
+    # Blocks that are not offered sort last and are never selected.
     kept = best(standard.masked_fill(~offered, -torch.inf), room)
     return list((kept & offered).split(sizes, 1))
 
@@ -41,7 +41,7 @@ def best(scores: Tensor, number: int) -> Tensor:
 
 
 def fitting(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
-    """As many of the largest of each row, in order, as have no more than `room` tokens together.
+    """The largest of each row, in order, while they have at most `room` tokens together.
 
     scores [L, m]; sizes int64 [m], tokens of each block. The first of equals; bool [L, m].
     """

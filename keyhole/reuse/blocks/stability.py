@@ -1,8 +1,8 @@
-"""Layers that agree on what matters in a document, and the file that remembers them.
+"""SamKV's stable layers, and the file that stores them.
 
 SamKV, appendix A.2. Ranked by alpha, one block is the most important of a document over all layers;
-a layer in which that block stands out pays a stable attention and scores a point. The points are
-summed over calibration documents, and the layers with most are the stable ones.
+a layer in which that block is an outlier has stable attention and scores a point. Points are summed
+over calibration documents, and the layers with the most are the stable ones.
 
 Difference from the paper: "beta's ranking is an outlier" is read as its alpha being one among the
 blocks of the layer. A rank cannot be: the best of N ranks is 1.7 deviations from their mean.
@@ -38,7 +38,7 @@ _LEAST_BLOCKS = 11
 class Stability:
     """Stable layers measured for one model.
 
-    scores: per layer, the calibration documents whose main block stands out there.
+    scores: per layer, the calibration documents whose main block is an outlier there.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Stability:
 
     @classmethod
     def load(cls, path: str | Path) -> Stability:
-        """Reads a file of `save`; ConfigError says what is wrong with a file that is not one."""
+        """Reads a file of `save`; ConfigError names the fault of an invalid file."""
         try:
             stored = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -110,7 +110,7 @@ def stable_layers(
 
 
 def last_layers(geometry: Geometry, num: int = NUM_STABLE) -> tuple[int, ...]:
-    """What is taken where nothing was measured: the last layers, with full attention if any have.
+    """The default without a calibration: the last layers, with full attention if any have it.
 
     A layer with a sliding window cannot see across a document.
     """

@@ -1,25 +1,24 @@
-"""What a document's blocks look like, and receive of attention, while the document is encoded.
+"""Statistics of a document's blocks, collected while the document is encoded.
 
-SamKV, appendix A.1. A token that matters is looked at by many later tokens, near and far: the
-attention that it receives falls slowly with distance, y ~ distance^-alpha with a small alpha. A
-block is judged by its representative, the token that receives most.
+SamKV, appendix A.1. An important token receives attention from many later tokens, near and far:
+that attention falls slowly with distance, y ~ distance^-alpha with a small alpha. A block is
+represented by the token that receives most.
 
-No map of n x n weights is ever made. Queries come in chunks, in order; weights exist for a few rows
-at a time and are summed at once, per token and bin of distance. Cost per layer: queries times keys
-and their softmax once more; memory: about 2 log2(n) float32 numbers per token, and the rows at
-hand.
+No n x n matrix of weights is ever materialized. Queries arrive in chunks, in order; weights exist
+for a few rows at a time and are summed immediately, per token and bin of distance. Cost per layer:
+queries times keys and their softmax once more; memory: about 2 log2(n) float32 numbers per token,
+and the rows at hand.
 
 What the paper leaves open:
-- Distance 0, a token's look at itself, does not count: attention "from subsequent tokens".
+- Distance 0, a token's attention to itself, does not count: attention "from subsequent tokens".
 - Only pairs that the layer lets see each other count: with a sliding window, distances below it.
 - A bin stands at the mean of its distances with the mean of its attention. Attention too small for
-  a float32 counts as the smallest normal one: as unimportant as can be told.
+  a float32 counts as the smallest normal one: the least importance.
 - A token that no later token sees has received 0. It represents a block only if all in the block
   are like it (the last token, alone in its block).
 - Below two bins, or where nothing is received, there is no slope: alpha is +inf, the least
   important, and never an outlier. Only the last token of a document and the one before it have so
-  few bins; what little the last tokens say of themselves is noise, but SamKV keeps their blocks
-  whatever their importance.
+  few bins; their slopes are noise, but SamKV keeps their blocks whatever their importance.
 - Ties go to the earlier token.
 """
 
@@ -74,7 +73,7 @@ def block_means(rows: Tensor, block_size: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BlockStatistics:
-    """Of each block of one layer: who stands for it, and how much attention that token receives.
+    """For each block of one layer: its representative, and the attention that this token receives.
 
     representatives: int64 [N], tokens from 0 in the document. alpha: float32 [N], how fast what it
     receives falls with distance; less is more important. received: float32 [N], the mean over the

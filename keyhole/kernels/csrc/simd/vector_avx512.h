@@ -75,8 +75,8 @@ static inline void store(T* p, Vector a, int n = 16) {
                           _mm512_shuffle_f32x4(low, high, 0xdd))};
 }
 
-// Products of queries and keys. bfloat16 is multiplied as it is, 32 numbers at a time; the others
-// become floats. `Query` is what queries are kept as, padded with zeros to whole steps.
+// Products of queries and keys. bfloat16 is multiplied directly, 32 numbers at a time; other types
+// are converted to floats. `Query` is the stored form of queries, padded with zeros to whole steps.
 template <class T>
 struct Product {
     using Query = float;

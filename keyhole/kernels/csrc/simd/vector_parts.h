@@ -13,7 +13,7 @@ static inline void store(T* p, Vector a, int n) {
     memcpy(p, whole, n * sizeof(T));
 }
 
-// Products of queries and keys. `Query` is what queries are kept as, padded with zeros to whole
+// Products of queries and keys. `Query` is the stored form of queries, padded with zeros to whole
 // steps.
 template <class T>
 struct Product {

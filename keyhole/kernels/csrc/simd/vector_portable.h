@@ -1,4 +1,4 @@
-// Eight floats as an array that the compiler may turn into whatever vectors it has.
+// Eight floats as an array, which the compiler may vectorize.
 
 struct Vector {
     static constexpr int width = 8;

@@ -1,4 +1,4 @@
-// How a block of a prompt's rows reads a tile: as it lies in memory.
+// How a block of a prompt's rows reads a tile: directly from memory.
 
 template <class T>
 class PromptTiles {

@@ -1,8 +1,8 @@
-// How a block of a prompt's rows reads a tile: packed once for all of them, in float32 and in the
-// order in which they read it. Keys lie column by column, so that scores need no sum over lanes, and
-// both products of attention are the same small loop.
+// How a block of a prompt's rows reads a tile: packed once for all rows, in float32 and in reading
+// order. Keys are stored column by column, so that scores need no sum over lanes and both products
+// of attention are the same small loop.
 
-// N vectors of H rows of `out`: a [H][n] times b [n][N vectors], added to what is there or not.
+// N vectors of H rows of `out`: a [H][n] times b [n][N vectors], optionally accumulated.
 template <int H, int N, bool adds>
 static inline void multiply_columns(const float* a, int64_t a_stride, const float* b,
                                     int64_t b_stride, int64_t n, float* out, int64_t out_stride) {

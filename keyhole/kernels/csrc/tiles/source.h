@@ -1,17 +1,17 @@
-// Which tokens a sequence reads, handed out sixteen at a time. Tokens are counted through what is
-// selected ("reading order"), so that any stretch of it can be one thread's work.
+// The tokens that a sequence reads, sixteen at a time. Tokens are indexed in the order of the
+// selection ("reading order"), so that any range of it can be one thread's task.
 
 template <class T>
 struct Source {
     const T *keys, *values;
     Pages key_pages, value_pages;
     const int32_t* table;    // of the sequence
-    const int32_t* entries;  // selected tokens or pages, or null: everything
+    const int32_t* entries;  // selected tokens or pages, or null: all
     int64_t unit, page_size;
-    int64_t low, high;  // positions that are seen
+    int64_t low, high;  // visible positions
     LowRankKeys<T>* low_rank = nullptr;
 
-    // The next tile from `at`; gives the place after it.
+    // The next tile from `at`; returns the index after it.
     int64_t next(int64_t at, int64_t end, Tile<T>& tile) const {
         tile.count = 0;
         tile.rebuilt = 0;
@@ -37,11 +37,11 @@ struct Source {
             if (run <= 0) continue;
             add(position, run, tile);
         }
-        if (entries && unit == 1)  // anywhere in the table: asked for before it is needed, too
+        if (entries && unit == 1)  // scattered in the table: prefetched too
             for (int i = 0; i < kTile && at + i < end; i++)
                 __builtin_prefetch(table + entry_of(entries[at + i]));
         for (int t = tile.count; tile.count && t < kTile; t++) {
-            tile.key[t] = tile.key[0];  // read, but not counted
+            tile.key[t] = tile.key[0];  // read, but ignored
             tile.value[t] = tile.value[0];
         }
         return at;
@@ -71,8 +71,8 @@ struct Source {
     }
 };
 
-// The tiles of a stretch, one after the other, and for each a later one, to be asked for meanwhile:
-// the next one, or the one after it where tiles are so small that memory takes longer than the work.
+// The tiles of a range in order, each with a later one to prefetch: the next one, or the one after
+// it where tiles are so small that memory latency exceeds the work.
 template <class T>
 class Tiles {
   public:

@@ -12,25 +12,25 @@ struct Tile {
     const T* key[kTile];
     const T* value[kTile];
     int64_t position[kTile];
-    uint32_t rebuilt = 0;  // bits of those whose `key` is a row of coefficients
+    uint32_t rebuilt = 0;  // bit mask of tokens whose `key` is a row of coefficients
 };
 
-// Asks memory for rows that are needed soon, a line at a time. A core waits for a few dozen lines at
-// a time, so that this is spread over the work on the rows before (benchmarks/LOG.md: twice as fast
-// as asking for all of them at once). Always inlined: GCC drops calls that do nothing else. Into the
-// second level where that takes more at a time than the first, which then is filled from there.
+// Prefetches rows that are needed soon, a cache line at a time. A core supports a few dozen
+// outstanding misses, so prefetches are spread over the work on earlier rows (benchmarks/LOG.md:
+// twice as fast as all at once). Always inlined: GCC drops calls that do nothing else. Prefetches
+// into L2 where that supports more outstanding misses than L1.
 template <class T>
 struct Ahead {
     static constexpr int line = 64 / sizeof(T);
-    const T* const* rows;  // or null: asks for nothing
+    const T* const* rows;  // or null: no prefetch
     bool whole;
     const bool second = ask_second_level;
 
     Ahead(const T* const* rows, int64_t D)
         : rows(rows), whole(rows && rows[kTile - 1] - rows[0] == (kTile - 1) * D) {}
 
-    // At column d, as many lines as N rows: one of each from t on, or, of a tile that lies in one
-    // piece, in the order of memory.
+    // At column d, as many lines as N rows: one of each from t on, or in memory order for a
+    // contiguous tile.
     template <int N>
     [[gnu::always_inline]] void ask_rows(int t, int64_t d) const {
         if (!rows || d % line) return;
@@ -65,8 +65,8 @@ static inline Vector exponential(Vector x) {
     return scaled(p, n, x, -87.0f);
 }
 
-// Scores [H][kTile] of H query rows and the keys of a tile; missing keys must point somewhere valid.
-// `ahead`: the keys that come next, or null.
+// Scores [H][kTile] of H query rows and the keys of a tile; missing keys must point to valid
+// memory. `ahead`: the keys that come next, or null.
 template <class T, int H>
 static inline void score_rows(const typename Product<T>::Query* query, int64_t stride,
                               const T* const* keys, int64_t D, float* scores,
@@ -151,7 +151,7 @@ static inline void mix_rows(const float* weights, const T* const* values, int co
                             float* out, int64_t stride, const T* const* ahead) {
     constexpr int W = Vector::width, N = W / 4;  // vectors at a time
     Ahead<T> soon(ahead, Dv);
-    // In the order of memory only by equal passes of a few lines, or it misses some.
+    // Memory order only with equal passes of a few lines, otherwise lines are missed.
     if (Dv % (N * W) != 0 || N * W < 2 * soon.line) soon.whole = false;
     int64_t d = 0;
     for (; d + N * W <= Dv; d += N * W)
@@ -165,7 +165,7 @@ static inline void mix_rows(const float* weights, const T* const* values, int co
                              static_cast<int>(Dv - d));
 }
 
-// What a row has seen so far: largest score, sum of weights relative to it, weighted values.
+// A row's running state: largest score, sum of weights relative to it, weighted values.
 struct Rows {
     int64_t count, stride;  // stride of `out`: Dv padded to whole vectors
     float *largest, *weight, *out;  // `weight`: a vector of parts for each row
@@ -184,7 +184,7 @@ static inline Vector capped(Vector s, float softcap) {
     return t * broadcast(softcap);
 }
 
-// A row's new largest score; what it has gathered shrinks in proportion. Rare, and so kept apart.
+// A row's new largest score; rescales its running state. Rare, and so kept out of line.
 [[gnu::noinline]] static void raise(const Rows& rows, int64_t row, float top) {
     constexpr int W = Vector::width;
     const Vector shrink = broadcast(expf(rows.largest[row] - top));
@@ -194,12 +194,12 @@ static inline Vector capped(Vector s, float softcap) {
     for (int64_t d = 0; d < rows.stride; d += W) store(out + d, load(out + d) * shrink);
 }
 
-// Turns the scores of one row into weights, in place, and brings the row up to date.
+// Turns the scores of one row into weights, in place, and updates its running state.
 [[gnu::always_inline]] static inline void weigh(float* scores, const Rows& rows, int64_t row) {
     constexpr int W = Vector::width;
     Vector high = load(scores);
     for (int t = W; t < kTile; t += W) high = max(high, load(scores + t));
-    // Rare after the first few tiles: looking for the largest score takes longer than all the rest.
+    // Rare after the first few tiles: finding the largest score takes longer than everything else.
     if (any_above(high, broadcast(rows.largest[row]))) raise(rows, row, largest(high));
     const float now = rows.largest[row];
     const Vector origin = broadcast(now == -INFINITY ? 0.0f : now);
@@ -270,8 +270,8 @@ static inline void attend_tile(const typename Product<T>::Query* query, int64_t 
                           until, row ? nullptr : ahead);
 }
 
-// Queries as the products want them: padded with zeros to whole steps. `low`, `high`: its numbers are
-// kept within.
+// Queries in the form of the products: padded with zeros to whole steps. `low`, `high`: numbers are
+// clamped to this range.
 template <class T>
 static inline void keep_query(const T* from, int64_t D, typename Product<T>::Query* to,
                               float low = -INFINITY, float high = INFINITY) {
