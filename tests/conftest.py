@@ -20,6 +20,18 @@ if settings is not None:
     settings.load_profile("in-ci" if os.environ.get("CI") else "here")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all but one in n of the cases of a test marked `one_in(n)`.
+
+    Where parameters cross, the cases that stay are diagonals: those whose places in the lists of
+    values add up to a multiple of n. So each value of a list is there if another has n values.
+    """
+    for item in items:
+        chosen = item.get_closest_marker("one_in")
+        if chosen is not None and sum(item.callspec.indices.values()) % chosen.args[0]:
+            item.add_marker("slow")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
