@@ -123,6 +123,7 @@ def same(one: Tensor, other: Tensor, within: float = 1e-4) -> None:
 # A budget that covers everything
 
 
+@pytest.mark.one_in(3)
 def test_a_budget_above_the_length_is_dense_attention(
     name: str, model: Model, dense: Tensor
 ) -> None:
@@ -157,6 +158,7 @@ def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> N
 # A small budget
 
 
+@pytest.mark.one_in(3)
 def test_a_small_budget_changes_the_logits(name: str, model: Model, dense: Tensor) -> None:
     recording = Recording(inner=make(name, SMALL))
     sparse = forced_logits(model, recording, PROMPT, GIVEN)
@@ -190,6 +192,7 @@ def recorded(model: Model, policy: Policy) -> tuple[list[Call], list[Request]]:
     return recording.calls, requests
 
 
+@pytest.mark.one_in(3)
 def test_selections_are_well_formed_and_within_the_budget(
     name: str, model: Model, kind: str, ragged: tuple[list[Call], list[Request]]
 ) -> None:
@@ -259,6 +262,7 @@ def test_the_number_of_entries_is_fixed(name: str, gqa: Model) -> None:
     assert len(widths) == len({layer for layer, _ in widths})
 
 
+@pytest.mark.one_in(3)
 def test_what_is_read_is_counted(name: str, model: Model) -> None:
     recording = Recording(inner=make(name, SMALL))
     engine = make_engine(model, recording)
@@ -294,6 +298,7 @@ def test_what_is_read_is_counted(name: str, model: Model) -> None:
 # The same whatever happens around it
 
 
+@pytest.mark.one_in(2)
 def test_two_runs_are_equal_to_the_bit(name: str, gqa: Model) -> None:
     first, second = (recorded(gqa, make(name, SMALL)) for _ in range(2))
     for one, other in zip(first[1], second[1], strict=True):
@@ -301,6 +306,7 @@ def test_two_runs_are_equal_to_the_bit(name: str, gqa: Model) -> None:
     assert [call.entries(0) for call in first[0]] == [call.entries(0) for call in second[0]]
 
 
+@pytest.mark.one_in(3)
 def test_neighbours_change_nothing(
     name: str, model: Model, ragged: tuple[list[Call], list[Request]]
 ) -> None:
@@ -333,6 +339,7 @@ def test_preemption_and_replay_change_nothing(name: str, gqa: Model) -> None:
     assert engine.cache.available == engine.max_pages
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("length", [30, 32])
 def test_a_known_prompt_changes_nothing(name: str, model: Model, length: int) -> None:
     """Also one that ends with a page: its last token is computed again, into a page of its own.
