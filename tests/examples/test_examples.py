@@ -69,6 +69,7 @@ def test_batch(run: Run) -> None:
     assert min(known) > 900
 
 
+@pytest.mark.slow
 def test_logprobs(run: Run) -> None:
     printed = run("logprobs")
     for name in ("full", "delta", "streaming_llm"):

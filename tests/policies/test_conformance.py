@@ -131,6 +131,7 @@ def test_a_budget_above_the_length_is_dense_attention(
     same(forced_logits(model, make(name, LARGE), PROMPT, GIVEN), dense, 1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("adaptive", [n for n in POLICIES if "recall" in fields(n)])
 def test_a_least_budget_above_the_length_is_dense_attention(
     adaptive: str, model: Model, dense: Tensor
@@ -150,6 +151,7 @@ def test_a_budget_that_covers_all_is_dense_beside_longer_ones(name: str, gqa: Mo
     assert len(long.logits) == 13
 
 
+@pytest.mark.one_in(3)
 def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> None:
     after_prompt = forced_logits(model, make(name, SMALL), PROMPT, [], prefill_chunk=7)
     same(after_prompt, dense[:1], 2e-5)

@@ -101,6 +101,7 @@ def test_a_whole_model_reads_the_pages_of_the_delta_layer_before(
     assert resolved.delta_layers == tuple(sorted(layers["delta"]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("full", "delta", "budget", "recent"),
     [

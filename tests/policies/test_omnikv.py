@@ -67,6 +67,7 @@ def formula(
     return choose
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "fields", "filters"),
     [
