@@ -107,7 +107,7 @@ def serve(
     return requests, seen
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize(
     ("kind", "policy"),

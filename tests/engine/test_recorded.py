@@ -111,7 +111,7 @@ def offload_settings(model: Model, policy: Policy, folder: Path, max_batch: int)
     raise AssertionError("no memory is enough")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", BELOW)
 def test_steps_with_layers_below_are_repeated_too(
     monkeypatch: pytest.MonkeyPatch, model: Model, tmp_path: Path, name: str

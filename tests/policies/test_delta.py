@@ -68,6 +68,7 @@ def formula(
 EIGHT = {"full": {0, 1}, "delta": {2, 4, 6}}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "fields", "layers"),
     [
@@ -131,6 +132,7 @@ def test_any_layers_and_any_recent_window(
     assert bool(narrow) == (delta != (7,))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama_group3", "deepseek_v3"])
 @pytest.mark.parametrize(("recall", "least"), [(0.6, 8), (0.9, 12)])
 def test_with_recall_only_as_many_pages_as_hold_it(
