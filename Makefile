@@ -52,7 +52,7 @@ lint: $(READY) ## ruff and mypy
 docs: reference site ## the generated pages, then the site in site/
 
 reference: $(READY) ## the pages that the program itself knows: commands, methods, settings
-	@.venv/bin/python -m keyhole.cli.docs
+	@.venv/bin/python -m benchmarks.reference_pages
 
 # The site needs no network, neither to be built nor to be read; search needs a server, as any site's.
 site: $(DOCS_READY) ## docs/ as a site with search, in site/
@@ -93,9 +93,9 @@ gpu: ## checks and measurements that need a CUDA device; PART=n for one of them
 
 # Decode steps beside llama.cpp, which has an environment of its own; ARGS="--contexts 2048" and the like.
 bench-peers: $(READY) $(PEERS_READY) ## decode steps beside llama.cpp, compiled once into .venv-peers; ARGS=... for flags
-	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768,131072 \
+	@.venv/bin/python -m benchmarks.llama_cpp --contexts 2048,8192,32768,131072 \
 	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm --output benchmarks/results/decode.jsonl $(ARGS)
-	@.venv/bin/keyhole bench decode --contexts 2048,8192,32768 --batch 8 \
+	@.venv/bin/python -m benchmarks.llama_cpp --contexts 2048,8192,32768 --batch 8 \
 	  --systems llama_cpp,llama_cpp_flash,full --output benchmarks/results/decode.jsonl $(ARGS)
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -116,7 +116,7 @@ tiny-head: $(READY) ## trains its retrieval head again
 	  --tokens 1000000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
 
 # -qq: errors only.
-$(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/*)
+$(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --constraint constraints.txt torch
@@ -129,7 +129,7 @@ $(PEERS_READY): benchmarks/peers.txt
 	@.venv-peers/bin/python -m pip install -qq --constraint constraints.txt --requirement benchmarks/peers.txt
 	@touch $@
 
-$(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt $(wildcard keyhole/kernels/csrc/*)
+$(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv-lm-eval"
 	@$(PYTHON) -m venv .venv-lm-eval
 	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt torch
@@ -137,7 +137,7 @@ $(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt 
 	  --requirement tests/integrations/lm-eval.txt pytest --editable '.[lm-eval]'
 	@touch $@
 
-$(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt $(wildcard keyhole/kernels/csrc/*)
+$(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv-kvpress"
 	@$(PYTHON) -m venv .venv-kvpress
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt torch

@@ -22,15 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from keyhole.chat_prompt import Message, Tool
 from keyhole.config import SamplingParams
 from keyhole.engine.request_policy import PolicySpec
 from keyhole.engine.result import Piece, Result, piece_of
 from keyhole.engine.sequence import Sequence
-from keyhole.engine.tokenization import Prompt, Prompts, one_or_several
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM, Params, params_for
 from keyhole.reuse.base import Reuse
+from keyhole.tokenization.chat_prompt import Message, Tool
+from keyhole.tokenization.prompts import Prompt, Prompts, one_or_several
 
 #: Makes the request, in the thread that runs steps; documents are open until the stack is closed.
 _Submit = Callable[[ExitStack], Sequence]

@@ -13,7 +13,6 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from keyhole.chat_prompt import Message, Tool, chat_text
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
@@ -21,7 +20,6 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.request_policy import PolicySpec
 from keyhole.engine.result import Piece, Result, piece_of, result_of
 from keyhole.engine.sequence import Sequence
-from keyhole.engine.tokenization import Prompt, Prompts, encode_text, given_ids, one_or_several
 from keyhole.errors import ConfigError, RequestError
 from keyhole.models.loading import Model, adopt, load
 from keyhole.policies import make_policy
@@ -29,6 +27,8 @@ from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.settings_file import require_depth
+from keyhole.tokenization.chat_prompt import Message, Tool, chat_text
+from keyhole.tokenization.prompts import Prompt, Prompts, encode_text, given_ids, one_or_several
 
 #: How to choose tokens: for all prompts, or for each.
 Params = SamplingParams | Several[SamplingParams] | None
@@ -336,18 +336,19 @@ class LLM:
         """`submit` for `ask`; the documents are open until `stack` is closed."""
         method = make_reuse(reuse).resolve(self.engine.geometry)
         with self.engine.lock:
-            under = self.engine.under(policy)
-            asked = assemble(
-                self.engine,
-                self.documents,
-                documents,
-                question,
-                method,
-                stack,
-                prefix=prefix,
-                separator=separator,
-                chat=chat,
-            )
+            under, stored = self.engine.under(policy), self.documents
+        asked = assemble(
+            self.engine,
+            stored,
+            documents,
+            question,
+            method,
+            stack,
+            prefix=prefix,
+            separator=separator,
+            chat=chat,
+        )
+        with self.engine.lock:
             return self.engine.add(
                 asked.tokens, _single(params), context=asked.context, under=under
             )

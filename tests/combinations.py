@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks import reference_pages
 from keyhole import LLM, SamplingParams, sparse
-from keyhole.cli import docs
 from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import KeyholeError
 from keyhole.models.loading import Model
@@ -292,7 +292,7 @@ def main() -> None:
         lab = Lab(Path(folder))
         found = {cell: lab.outcome(cell) for cell in tqdm(cells(), unit="cell")}
     path = Path(__file__).parents[1] / PAGE_OF_METHODS
-    path.write_text(docs.with_combinations(path.read_text(), render(found)))
+    path.write_text(reference_pages.with_combinations(path.read_text(), render(found)))
     print(f"written: {PAGE_OF_METHODS}, {len(found)} combinations")
 
 

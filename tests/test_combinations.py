@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.cli.docs import combinations_in
+from benchmarks.reference_pages import combinations_in
 from keyhole.policies import available_policies
 from tests.combinations import FAMILIES, PAGE_OF_METHODS, WAYS, Cell, Lab, cells, covering, render
 

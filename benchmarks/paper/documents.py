@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.paper.kinds import DocumentSettings
 from keyhole.bench import agreement, measure
 from keyhole.bench.comparison import TOLERANCE
 from keyhole.bench.interleaved_timer import Turn, take_turns
 from keyhole.bench.measure import Report
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, DocumentSettings, require_known
+from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, require_known
 from keyhole.config import SamplingParams
 from keyhole.kernels import operations
 from keyhole.llm import LLM

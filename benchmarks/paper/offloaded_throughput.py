@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.paper.kinds import LOWERED, ThroughputSettings
 from keyhole.bench import agreement, memory
-from keyhole.bench.loading import WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.model import RandomKV, prompts
-from keyhole.bench.settings import LOWERED, PAGE_SIZE, ThroughputSettings
+from keyhole.bench.offload.loading import WARM_UP, ForcedText, Loading, timed
+from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import Model

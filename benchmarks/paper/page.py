@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.paper import setting
+from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.settings import FLASH, HEADLINES, Bar, Headline, named
 from benchmarks.paper.traffic_lower_bound import ideal
 from benchmarks.speed_pages import tables
-from keyhole.bench.settings import ThroughputSettings
 
 Line = dict[str, Any]
 

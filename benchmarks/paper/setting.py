@@ -7,21 +7,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from benchmarks.kernels import run as kernels
+from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import documents, throughput
+from benchmarks.paper.kinds import DocumentSettings, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Steady
 from benchmarks.paper.settings import ALL, FLASH, HEADLINES, PAGES, TOKENS, Asked, Headline, judged
-from keyhole.bench import decode, kernels, measure, offload_large
+from keyhole.bench import decode, measure
 from keyhole.bench.measure import Report
 from keyhole.bench.memory_fit import RESERVE_BYTES
-from keyhole.bench.settings import (
-    PAGE_SIZE,
-    DecodeSettings,
-    DocumentSettings,
-    KernelSettings,
-    OffloadSettings,
-    ThroughputSettings,
-    require_known,
-)
+from keyhole.bench.offload import large
+from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, OffloadSettings, require_known
 
 Line = dict[str, Any]
 
@@ -75,7 +71,7 @@ def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> L
     theirs = headline.theirs if device.type == "cuda" else (FLASH,)
     bandwidth = measure.read_bandwidth(device)
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        results = offload_large.run(settings, folder, theirs, Steady)
+        results = large.run(settings, folder, theirs, Steady)
     report([{"context": settings.context, **result} for result in results], [])
     return {"settings": asdict(settings), "read_bytes_per_s": bandwidth, "results": results}
 

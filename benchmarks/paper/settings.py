@@ -11,14 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.bench.loading import ELASTIC, NO_ELASTIC
-from keyhole.bench.settings import (
-    DecodeSettings,
-    DocumentSettings,
-    KernelSettings,
-    OffloadSettings,
-    ThroughputSettings,
-)
+from benchmarks.kernels.settings import KernelSettings
+from benchmarks.paper.kinds import DocumentSettings, ThroughputSettings
+from keyhole.bench.offload.loading import ELASTIC, NO_ELASTIC
+from keyhole.bench.settings import DecodeSettings, OffloadSettings
 from keyhole.config import parse_bytes
 
 Asked = DecodeSettings | ThroughputSettings | OffloadSettings | KernelSettings | DocumentSettings

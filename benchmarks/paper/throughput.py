@@ -17,20 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.paper.kinds import LOWERED, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Lowered
 from keyhole.bench import launches, measure, memory
 from keyhole.bench.comparison import WARM_UP, sit
-from keyhole.bench.keyhole_system import needed_bytes
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.memory_fit import RESERVE_BYTES, passing_layers
 from keyhole.bench.model import make_weights
-from keyhole.bench.settings import (
-    ALL_PEERS,
-    LOWERED,
-    PAGE_SIZE,
-    ThroughputSettings,
-    require_systems,
-)
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, require_systems
+from keyhole.bench.systems.keyhole_system import needed_bytes
 from keyhole.kernels import operations
 from keyhole.models.loading import Model
 

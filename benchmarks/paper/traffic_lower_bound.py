@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.paper.kinds import ThroughputSettings
 from keyhole.bench.memory_fit import RESERVE_BYTES
-from keyhole.bench.settings import ThroughputSettings
 from keyhole.bench.shapes import SHAPES
 
 

@@ -20,7 +20,7 @@ _DENSE = ("full_layers", "delta_layers", "selection_layers", "filter_layers")
 
 @dataclass(frozen=True, kw_only=True)
 class PageTask:
-    """A task of the page. setup: what is read densely; see `keyhole.evaluate.cells.SETUPS`."""
+    """A task of the page. setup: what is read densely; see `keyhole.eval.results.cells.SETUPS`."""
 
     title: str
     setup: str

@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.results_page.cells import ASKED, FULL, PageTask
 from benchmarks.results_page.text import image, paragraph, percent, written
-from keyhole.eval.controls import table as eval_controls_table
 from keyhole.eval.report.plot_style import NOTHING
 from keyhole.eval.results.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
 from keyhole.eval.results.conditions import CONTROL
 from keyhole.eval.results.line_file import Line
+from keyhole.eval.terms import controls_table as eval_controls_table
 
 #: The lines of each part, beside those of all other results.
 FILES = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keyhole.bench.settings import MORE_PEERS, OUTSIDE, PEERS
+from benchmarks.llama_cpp.system import SYSTEMS
+from keyhole.bench.settings import MORE_PEERS, PEERS
 from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, STYLE, matplotlib
 
 # Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
 _MARKS = "osD^vPX*"
-_OTHERS = (*PEERS, *OUTSIDE, *MORE_PEERS)
+_OTHERS = (*PEERS, *SYSTEMS, *MORE_PEERS)
 
 
 def step_times(line: dict[str, Any], path: Path) -> None:

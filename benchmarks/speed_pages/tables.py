@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keyhole.bench.settings import OUTSIDE, PEERS
+from benchmarks.llama_cpp.system import SYSTEMS
+from keyhole.bench.settings import PEERS
 
 Line = dict[str, Any]
 _PEER = next(iter(PEERS))
@@ -35,7 +36,7 @@ def memory(line: Line) -> list[str]:
     return [
         "Peak memory of the process in a step, divided by the sum of what it was before the\n"
         "model, the weights, the caches of all systems and the kernels' buffers; in brackets GiB"
-        f"{_OUTSIDE_TEXT if set(OUTSIDE) & set(_systems(line)) else ''}:",
+        f"{_OUTSIDE_TEXT if set(SYSTEMS) & set(_systems(line)) else ''}:",
         _by_context(line, _systems(line), _peak),
         *(f"- {_skipped(entry)}" for entry in line["skipped"]),
     ]

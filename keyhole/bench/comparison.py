@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from keyhole.bench import agreement, memory
-from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.interleaved_timer import Turn, take_turns
-from keyhole.bench.keyhole_system import KeyholeSystem, Pages
-from keyhole.bench.llama import Llama, needed_bytes
-from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.memory_fit import Skipped, fitting
 from keyhole.bench.model import RandomKV, Weights, prompts
-from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PEERS, DecodeSettings
+from keyhole.bench.settings import ALL_PEERS, PEERS, DecodeSettings
+from keyhole.bench.systems.baselines import Baseline, Past
+from keyhole.bench.systems.keyhole_system import KeyholeSystem, Pages
+from keyhole.bench.systems.outside import Outside, OutsidePeer
 
 #: The peer that the others' times are divided by.
 PEER = next(iter(PEERS))
@@ -57,23 +56,23 @@ def sit(
     weights: Weights,
     settings: DecodeSettings,
     context: int,
-    outside: str | None = None,
-    file: LlamaFile | None = None,
+    outside: Outside | None = None,
+    other: str | None = None,
 ) -> Sitting:
-    """Measures all systems of this process that `settings` names, and one outside with its file.
+    """Measures all systems of this process that `settings` names, and one of `outside`: `other`.
 
     Full attention and one peer are compared even if nobody asked for their times.
     """
     model, batch = weights.ours, settings.batch
     steps = _COMPARED + WARM_UP + settings.repeat + 1
-    inside = [name for name in settings.systems if name not in OUTSIDE]
+    inside = [n for n in settings.systems if outside is None or n not in outside.names]
     names = ["full", *(n for n in inside if n not in ALL_PEERS and n != "full")]
     wanted = [n for n in inside if n in ALL_PEERS and n != PEER]
-    if PEER in inside or (outside is None and not wanted):
+    if PEER in inside or (other is None and not wanted):
         wanted.insert(0, PEER)
     needs = None
-    if outside is not None and file is not None:
-        needs = outside, needed_bytes(model, file, batch, context, steps)
+    if outside is not None and other is not None:
+        needs = other, outside.needed(model, batch, context, steps)
     fit, skipped = fitting(
         model, names, wanted, batch=batch, context=context, steps=steps, outside=needs
     )
@@ -82,10 +81,10 @@ def sit(
     numbers = RandomKV(model, batch, context)
     texts, given = prompts(model, batch, context, _COMPARED)
     with contextlib.ExitStack() as stack:
-        others: list[Llama] = []
-        if outside in fit and file is not None:
-            fit.remove(outside)
-            others = [Llama(outside, model, file, batch, context, steps)]
+        others: list[OutsidePeer] = []
+        if outside is not None and other in fit:
+            fit.remove(other)
+            others = [outside.start(other, model, batch, context, steps)]
             stack.callback(others[0].close)
             others[0].fill(numbers)  # needs room for a copy, and nothing else is there yet
         pages = Pages(model, names, batch, context, steps, settings.token_budget)
@@ -113,7 +112,7 @@ def sit(
 
 def compare(
     dense: KeyholeSystem,
-    peers: Sequence[Baseline | Llama],
+    peers: Sequence[Baseline | OutsidePeer],
     texts: list[list[int]],
     given: list[int],
     tolerance: float,
@@ -141,14 +140,14 @@ def _fill(caches: Sequence[Pages | Past], numbers: RandomKV) -> None:
 
 def allowed(name: str, tolerance: float) -> float:
     """The error that a peer's own way of rounding explains."""
-    if name in OUTSIDE:  # has rounded weights, keys and values to float16
+    if name not in ALL_PEERS:  # outside: has rounded weights, keys and values to float16
         return max(tolerance, TOLERANCE[torch.float16])
     return tolerance * (_EAGER if ALL_PEERS[name][0] == "eager" else 1.0)
 
 
 def _timed(
     systems: Sequence[Baseline | KeyholeSystem],
-    others: Sequence[Llama],
+    others: Sequence[OutsidePeer],
     texts: list[list[int]],
     repeat: int,
     device: torch.device,
@@ -164,7 +163,7 @@ def _timed(
 
         return Turn(call=system.step, before=lambda: memory.reset_peak(device), after=after)
 
-    def turn_outside(system: Llama) -> Turn:
+    def turn_outside(system: OutsidePeer) -> Turn:
         def after() -> None:
             peaks[system.name].append(system.peak_bytes)
             system.rest()

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from keyhole.engine.cuda_graphs import without_collection
+from keyhole.engine.decode.cuda_graphs import without_collection
 
 Result = TypeVar("Result")
 

@@ -1,9 +1,10 @@
-"""Step time of decoding with a long cache, beside transformers, and llama.cpp if asked for.
+"""Step time of decoding with a long cache, beside transformers.
 
 A Llama of a given shape with random weights; the caches are filled with random numbers, the same in
 all, so nothing is prefilled. Before anything is timed, the logits of full attention and of every
-peer must agree over the same cache. Then all systems take turns, one step each. llama.cpp with and
-without flash attention sit beside the others one after the other, as their caches may be large.
+peer must agree over the same cache. Then all systems take turns, one step each. Systems that have
+a process of their own (`Outside`) are measured one after the other, each beside all the others, as
+their caches may be large.
 """
 
 from __future__ import annotations
@@ -17,39 +18,31 @@ from tqdm.auto import tqdm
 
 from keyhole.bench import measure, memory
 from keyhole.bench.comparison import PEER, WARM_UP, Sitting, sit
-from keyhole.bench.llama_file import LlamaFile
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.memory_fit import Skipped
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.settings import ALL_PEERS, OUTSIDE, PAGE_SIZE, DecodeSettings, require_systems
-from keyhole.bench.targets import step_bars
-from keyhole.config import require
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, require_systems
+from keyhole.bench.systems.outside import Outside
 from keyhole.kernels import operations
-from keyhole.policies import make_policy
+from keyhole.method_specs import parse_one
+from keyhole.policies import available_policies, make_policy, policy_name
 
 
-def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
+def run(settings: DecodeSettings, report: Report, outside: Outside | None = None) -> dict[str, Any]:
     """Measures every context; the part of a line of results that is this benchmark's own.
 
-    Gives each context's results to `report`, with notes on what was left out.
+    Gives each context's results to `report`, with notes on what was left out. outside: systems that
+    `settings` may name, too.
     """
-    require_systems(settings.systems, (*ALL_PEERS, *OUTSIDE))
-    if not set(OUTSIDE) & set(settings.systems):
-        return _run(settings, report, None)
-    device = measure.device(settings.device).type
-    require(device == "cpu", "device", device, f"cpu beside {' and '.join(OUTSIDE)}")
-    with LlamaFile() as file:
-        return _run(settings, report, file)
-
-
-def _run(settings: DecodeSettings, report: Report, file: LlamaFile | None) -> dict[str, Any]:
+    others = () if outside is None else tuple(outside.names)
+    require_systems(settings.systems, (*ALL_PEERS, *others))
     device = measure.device(settings.device)
     bandwidth = measure.read_bandwidth(device)
-    _load_libraries(settings)
+    _load_libraries(settings, others)
     program_bytes = memory.used_bytes(device)
     weights = make_weights(settings)
-    if file is not None:
-        file.write(weights)
+    if outside is not None:
+        outside.write(weights)
     parameters = list(weights.ours.network.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in parameters)
     line: dict[str, Any] = {
@@ -63,10 +56,8 @@ def _run(settings: DecodeSettings, report: Report, file: LlamaFile | None) -> di
         "results": [],
         "skipped": [],
     }
-    if file is not None:
-        line["llama_cpp"] = file.about
     for context in tqdm(settings.contexts, desc="contexts", leave=False, disable=None):
-        found, errors, skipped = measure_context(weights, settings, context, file)
+        found, errors, skipped = measure_context(weights, settings, context, outside)
         for result in found:
             own_bytes = result.get("weight_bytes", weight_bytes)
             moved = own_bytes + result["kv_bytes"] + result["other_bytes"]
@@ -78,22 +69,21 @@ def _run(settings: DecodeSettings, report: Report, file: LlamaFile | None) -> di
         line["results"] += found
         line["skipped"] += [one.as_dict() for one in skipped]
         report(found, [*map(str, skipped), *_uncompared(context, errors, found)])
-    if file is not None:
-        line["bars"] = step_bars(line["results"], settings.batch)
     return line
 
 
 def measure_context(
-    weights: Weights, settings: DecodeSettings, context: int, file: LlamaFile | None = None
+    weights: Weights, settings: DecodeSettings, context: int, outside: Outside | None = None
 ) -> tuple[list[Result], dict[str, float], list[Skipped]]:
     """Results of every system at one context, errors of the compared logits, and who is left out.
 
-    Each system that is outside has a sitting with all the others, one of `file`'s weights.
+    Each system that is outside has a sitting with all the others.
     """
     sittings = []
-    others: list[str | None] = [name for name in settings.systems if name in OUTSIDE]
-    for outside in others or [None]:
-        sittings.append(sit(weights, settings, context, outside, file))
+    names = () if outside is None else outside.names
+    others: list[str | None] = [name for name in settings.systems if name in names]
+    for other in others or [None]:
+        sittings.append(sit(weights, settings, context, outside, other))
         memory.give_back()  # the next one needs this one's
     errors: dict[str, float] = {}
     for sitting in sittings:
@@ -110,7 +100,7 @@ def pooled(sittings: Sequence[Sitting]) -> list[Result]:
     """One result for every system: medians of all its steps, and of ratios within a round."""
     names = dict.fromkeys(name for sitting in sittings for name in sitting.measured)
     results = []
-    for name in sorted(names, key=lambda n: (n not in ALL_PEERS, n not in OUTSIDE)):
+    for name in sorted(names, key=lambda n: (n not in ALL_PEERS, _is_policy(n))):
         own = [sitting.measured[name] for sitting in sittings if name in sitting.measured]
         spent = [ms for one in own for ms in one.step_ms]
         result: Result = {
@@ -123,6 +113,10 @@ def pooled(sittings: Sequence[Sitting]) -> list[Result]:
         }
         results.append(result | own[-1].cost)
     return results
+
+
+def _is_policy(system: str) -> bool:
+    return policy_name(parse_one(system, "policy").name) in available_policies()
 
 
 def _ratio(sittings: Iterable[Sitting], name: str, other: str) -> float | None:
@@ -138,14 +132,14 @@ def _ratio(sittings: Iterable[Sitting], name: str, other: str) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def _load_libraries(settings: DecodeSettings) -> None:
+def _load_libraries(settings: DecodeSettings, outside: Sequence[str]) -> None:
     """Runs every system once over a small model, so that the program has what it will load."""
     # Without their settings: layers that these name are not in the small model.
     inside = tuple(
         dict.fromkeys(
             name if name in ALL_PEERS else make_policy(name).name
             for name in settings.systems
-            if name not in OUTSIDE
+            if name not in outside
         )
     )
     small = replace(settings, shape="smoke", layers=1, contexts=(PAGE_SIZE,), batch=1, repeat=1)

@@ -34,12 +34,21 @@ _MORE_ON_GPU = 8
 _BANDWIDTH_RUNS = 7
 
 
-def header(benchmark: str, device: torch.device, note: str, version: str) -> dict[str, Any]:
-    """What a line says about how, where and when it was measured; version: of Keyhole."""
+def header(
+    benchmark: str,
+    device: torch.device,
+    note: str,
+    version: str,
+    command: Sequence[str] = ("keyhole",),
+) -> dict[str, Any]:
+    """What a line says about how, where and when it was measured; version: of Keyhole.
+
+    command: what the flags of this process stand behind.
+    """
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["keyhole", *sys.argv[1:]]),
+        "command": shlex.join([*command, *sys.argv[1:]]),
         "commit": commit(),
         "note": note,
         "machine": machine(device),

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keyhole.bench import memory
-from keyhole.bench.keyhole_system import needed_bytes
-from keyhole.bench.llama import Need
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
+from keyhole.bench.systems.keyhole_system import needed_bytes
+from keyhole.bench.systems.outside import Need
 from keyhole.cache.layout import Geometry
 from keyhole.models.loading import Model
 

@@ -48,6 +48,7 @@ def make_weights(settings: DecodeSettings) -> Weights:
     # Drawn below, where a bar shows how far that is: a minute for larger shapes.
     with device, no_init_weights():
         network = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    network.tie_weights()  # which goes with initialising them
     _draw_weights(network.eval(), config.initializer_range)
     theirs = without_copying_weights(network)
     speed_up(network, device)

@@ -44,32 +44,8 @@ BELOW = tuple(name for name, (_, kind) in MORE_PEERS.items() if kind == "offload
 #: Attention and cache of every system of others that runs in this process.
 ALL_PEERS = PEERS | MORE_PEERS
 
-#: The same in another process and environment (`make bench-peers`), only if asked for: whether it
-#: computes flash attention.
-OUTSIDE = {"llama_cpp": False, "llama_cpp_flash": True}
-
-#: Policies of whole answers whose layers are offloaded as their texts grow.
-LOWERED = {"spe_context_below": "spe_context"}
-
 #: Policies that are timed unless others are asked for.
 POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
-
-#: Operations of the kernel benchmark, in the order of its table.
-OPS = (
-    "attend",
-    "attend_and_score",
-    "attend_low_rank",
-    "head_scores",
-    "prefill",
-    "append",
-    "page_bounds",
-    "bound_scores",
-    "summary_scores",
-    "spread_scores",
-    "top_k",
-    "trim",
-    "linear",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +57,16 @@ class BenchSettings:
 
     contexts: tuple[int, ...] = setting(
         (2048, 8192, 32768, 131072),
-        f"tokens of a sequence, multiples of {PAGE_SIZE}; kernels select among the most and "
-        "attend to all of the others",
+        f"tokens of a sequence, multiples of {PAGE_SIZE}",
     )
     batch: int = setting(1, "sequences in a step")
     repeat: int = setting(
-        None, "timed calls of each system; None: 11 for decode, 51 for kernels, 100 for offload"
+        None,
+        "timed calls of each system; None: 11 for decode, 100 for offload, 15 for admission",
     )
     shape: str = setting(
         None,
-        f"{', '.join(SHAPES)}; None: llama-3.2-1b for decode and offload, llama-3.1-8b for kernels",
+        f"{', '.join(SHAPES)}; None: llama-3.2-1b",
     )
     dtype: str = setting("bfloat16", ", ".join(DTYPES))
     device: str = setting("auto", DEVICES)
@@ -121,7 +97,7 @@ class DecodeSettings(BenchSettings):
         f"{', '.join(PEERS)}, and policies, also with settings such as "
         "delta:token_budget=512,full_layers=0,1; "
         f"default: these and {', '.join(POLICIES)}; "
-        f"{' and '.join(OUTSIDE)} need what `make bench-peers` sets up; also "
+        "also "
         f"{', '.join(name for name in MORE_PEERS if name not in BELOW)}, and on a GPU "
         f"{', '.join(BELOW)}",
     )
@@ -138,47 +114,6 @@ class DecodeSettings(BenchSettings):
         for name in ("layers", "token_budget"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "a whole number >= 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThroughputSettings:
-    """Whole answers by the decode benchmark; `benchmarks.paper.settings` names such settings.
-
-    prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
-    bytes that offloaded layers may take, of the systems in LOWERED. points: how many
-    lengths along the answer are measured. decode: the rest; its contexts and batch are not used.
-    """
-
-    prompt: int
-    answer: int
-    memory: int
-    host_memory: int = 32 << 30
-    points: int = 4
-    decode: DecodeSettings
-
-    def __post_init__(self) -> None:
-        for name in ("prompt", "memory", "host_memory"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
-        require(is_count(self.points, 2), "points", self.points, "at least 2")
-        least = (self.points - 1) * PAGE_SIZE
-        right = f"at least {least}: a page between any two points"
-        require(is_count(self.answer, least), "answer", self.answer, right)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelSettings(BenchSettings):
-    """The kernel benchmark; no paths: all of `keyhole.bench.paths` on the device."""
-
-    default_shape: ClassVar[str] = "llama-3.1-8b"
-    default_repeat: ClassVar[int] = 51
-
-    ops: Names = setting((), f"{', '.join(OPS)}; default: all")  # noqa: RUF009
-    paths: Names = setting((), "who computes; default: all this device has")  # noqa: RUF009
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "ops", self.ops or OPS)
-        require_known("operation", self.ops, OPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,30 +162,27 @@ class OffloadSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentSettings:
-    """Questions over stored documents of random tokens; `benchmarks.paper.settings` names such.
+class AdmissionSettings:
+    """The benchmark of a question over stored documents that comes while others decode."""
 
-    documents: how many, of `tokens` tokens each; question: tokens after them. methods: of reuse,
-    with their defaults, and transformers_sdpa. folder: where documents are stored; None: the
-    system's place.
-    """
-
-    methods: Names
-    documents: int = 16
-    tokens: int = 1024
-    question: int = 64
-    repeat: int = 5
-    shape: str = "llama-3.1-8b"
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    folder: str | None = None
+    methods: Names = setting(  # noqa: RUF009
+        ("sam_kv", "reuse"), "methods of reuse, with settings as in sam_kv:update=fusion"
+    )
+    documents: int = setting(4, "stored documents that the question is asked over")
+    tokens: int = setting(3000, "tokens of each of them, drawn at random")
+    question: int = setting(24, "tokens of the question")
+    others: int = setting(7, "requests that decode meanwhile")
+    prompt: int = setting(4000, "tokens of each of their prompts")
+    repeat: int = setting(15, "questions, one after the other")
+    device: str = setting("auto", DEVICES)
 
     def __post_init__(self) -> None:
-        for name in ("documents", "tokens", "question", "repeat"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        for name in ("documents", "tokens", "question", "others", "prompt", "repeat"):
+            right = "a whole number >= 1"
+            require(is_count(getattr(self, name)), name, getattr(self, name), right)
+        named = parse(",".join(self.methods))
+        object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
         require(bool(self.methods), "methods", self.methods, "at least one")
-        require_known("shape", [self.shape], SHAPES)
-        require_known("dtype", [self.dtype], DTYPES)
 
 
 def specs(names: Iterable[str]) -> Names:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -18,24 +20,46 @@ class PageList:
         self._cache = cache
         self._size = cache.page_size
         self._pages = np.full(-(-length // self._size), NO_PAGE, np.int64)
+        self._fresh: list[int] = []
 
     def need(self, positions: np.ndarray) -> bool:
         """Makes sure that there are pages for these positions; False (nothing changed): none left.
 
-        New pages hold zeros, so that summaries of a page see nothing of its former owner.
+        `clear` comes next: new pages hold what their former owner left there.
         """
-        wanted = np.unique(positions // self._size)
-        wanted = wanted[self._pages[wanted] == NO_PAGE]
+        wanted = self._missing(positions)
         fresh = self._cache.allocate(len(wanted))
         if fresh is None:
             return False
         self._pages[wanted] = fresh
-        if any(self._cache.data) and fresh:
-            for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
-                index = torch.tensor(fresh, device=keys.device)
-                keys[index] = 0
-                values[index] = 0
+        self._fresh = fresh
         return True
+
+    def num_missing(self, positions: np.ndarray) -> int:
+        """How many pages `need` would allocate for these positions."""
+        return len(self._missing(positions))
+
+    def clear(self) -> Iterator[None]:
+        """Zeroes the pages of the last `need`, a layer at each step of the iteration.
+
+        Summaries of a page then see nothing of its former owner; without summaries there is
+        nothing to do.
+        """
+        fresh, self._fresh = self._fresh, []
+        if not any(self._cache.data) or not fresh:
+            return
+        for layer in range(len(self._cache.keys)):
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+            index = torch.tensor(fresh, device=keys.device)
+            keys[index] = 0
+            values[index] = 0
+            yield
+
+    def _missing(self, positions: np.ndarray) -> np.ndarray:
+        """The entries without a page, of those that these positions need."""
+        wanted = np.unique(positions // self._size)
+        missing: np.ndarray = wanted[self._pages[wanted] == NO_PAGE]
+        return missing
 
     def keep(self, positions: np.ndarray) -> None:
         """Gives back all pages but those of these positions."""

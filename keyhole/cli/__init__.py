@@ -32,7 +32,7 @@ COMMANDS = {
     "eval": "ask a model tasks under several policies and budgets",
     "verify": "compare the engine with transformers on a model",
     "info": "versions, kernels, devices and folders of this installation",
-    "bench": "measure kernels, decode steps or offloading on this machine",
+    "bench": "measure decode steps or offloading on this machine",
     "completion": "a script for bash, zsh or fish",
 }
 

@@ -1,6 +1,7 @@
-"""Measures this machine beside what others do on it: operations (kernels) or whole steps (decode).
+"""Measures this machine: decode steps beside transformers (decode), offloading (offload).
 
-Or the bundled model with offloaded layers, beside itself without (offload).
+Or what others feel while a question over stored documents comes in (admission); this and offloading
+on the bundled model.
 
 All systems of a run take turns and must agree before they are timed. Every run adds a line with its
 machine, versions and settings to --output.
@@ -12,38 +13,57 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import keyhole
-from keyhole.bench.settings import BenchSettings, DecodeSettings, KernelSettings, OffloadSettings
+from keyhole.bench.settings import (
+    AdmissionSettings,
+    BenchSettings,
+    DecodeSettings,
+    OffloadSettings,
+)
 from keyhole.cli.common import colours, flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.results.line_file import LineFile
 
+if TYPE_CHECKING:
+    from keyhole.bench.measure import Report
+
+#: Head of a column, the field of a result, and how it is written.
+Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
+#: Columns, and how many of them are names.
+Table = tuple[Columns, int]
+
+#: Benchmarks by name: their settings, and the flags that are theirs alone.
 _SETTINGS: dict[str, type[Any]] = {
-    "kernels": KernelSettings,
     "decode": DecodeSettings,
     "offload": OffloadSettings,
+    "admission": AdmissionSettings,
 }
 _OWN = {
-    "kernels": ("ops", "paths"),
     "decode": ("systems", "token_budget", "layers"),
     "offload": ("budgets", "policies", "words", "items", "folder", "context", "memory", "trace"),
+    "admission": ("methods", "documents", "tokens", "question", "others", "prompt"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
-    parser.add_argument("benchmark", metavar="BENCHMARK", help="kernels, decode or offload")
+    parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(_SETTINGS))
+    add_common(parser)
+    flags.add_settings(parser, BenchSettings, "what is measured")
+    for benchmark, names in _OWN.items():
+        flags.add_settings(parser, _SETTINGS[benchmark], f"{benchmark} only", names)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Flags of every benchmark."""
     parser.add_argument("--note", metavar="TEXT", help="what a reader should know of this run")
     parser.add_argument(
         "--output", metavar="FILE", default="keyhole-bench.jsonl", help="where the line is added"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_settings(parser, BenchSettings, "what is measured")
-    for benchmark, names in _OWN.items():
-        flags.add_settings(parser, _SETTINGS[benchmark], f"{benchmark} only", names)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,36 +73,69 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownNameError("benchmark", name, _SETTINGS)
     _check_own(arguments, name)
     settings: Any = _SETTINGS[name](**flags.settings_of(arguments, _SETTINGS[name]))
-    outputs.check(
-        Output("--output", arguments.output, outputs.LINES),
-        Output("--trace", arguments.trace, outputs.TRACE),
-    )
+    outputs.check(Output("--trace", arguments.trace, outputs.TRACE))
+    return measured(name, settings, arguments, _RUNS[name])
+
+
+def _decode(settings: DecodeSettings, report: Report) -> dict[str, Any]:
+    from keyhole.bench import decode
+
+    return decode.run(settings, report)
+
+
+def _offload(settings: OffloadSettings, report: Report) -> dict[str, Any]:
+    from keyhole.bench import measure, offload
+    from keyhole.models.loading import load
+
+    return offload.run(load(keyhole.tiny(), str(measure.device(settings.device))), settings, report)
+
+
+def _admission(settings: AdmissionSettings, report: Report) -> dict[str, Any]:
+    from keyhole.bench import admission, measure
+    from keyhole.models.loading import load
+
+    model = load(keyhole.tiny(), str(measure.device(settings.device)))
+    return admission.run(model, settings, report)
+
+
+_RUNS: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
+    "decode": _decode,
+    "offload": _offload,
+    "admission": _admission,
+}
+
+
+def measured(
+    name: str,
+    settings: Any,
+    arguments: argparse.Namespace,
+    benchmark: Callable[[Any, Report], dict[str, Any]],
+    table: Table | None = None,
+    command: Sequence[str] = ("keyhole",),
+) -> int:
+    """Runs a benchmark and adds its line to --output; what it finds is printed as it comes.
+
+    table: of its results; None: that of `name` here. command: what its flags stand behind.
+    """
+    outputs.check(Output("--output", arguments.output, outputs.LINES))
     file = LineFile(arguments.output)
     flags.quiet()
-    from keyhole.bench import decode, kernels, measure, offload
+    from keyhole.bench import measure
 
     device = measure.device(settings.device)
-    line = measure.header(name, device, arguments.note or "", keyhole.__version__)
+    line = measure.header(name, device, arguments.note or "", keyhole.__version__, command)
     # Beside one JSON object on stdout, tables still show how far a long run has come.
     stream = sys.stderr if arguments.json else sys.stdout
+    columns = _TABLES[name] if table is None else table
 
     def report(results: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
         if results:
-            print(_table(name, results, stream), end="\n\n", file=stream)
+            print(_table(columns, results, stream), end="\n\n", file=stream)
         for note in notes:
             print(note, file=stream)
         stream.flush()
 
-    runs: dict[str, Callable[..., dict[str, Any]]] = {
-        "kernels": kernels.run,
-        "decode": decode.run,
-    }
-    if name == "offload":
-        from keyhole.models.loading import load
-
-        line |= offload.run(load(keyhole.tiny(), str(device)), settings, report)
-    else:
-        line |= runs[name](settings, report)
+    line |= benchmark(settings, report)
     file.add(line)
     if arguments.json:
         print(show.to_json(line))
@@ -108,59 +161,60 @@ def _check_own(arguments: argparse.Namespace, name: str) -> None:
             raise ConfigError(f"--{field_name} is for {right}, not for {name}")
 
 
-#: Head of a column, the field of a result, and how it is written.
-_Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
-
-
-def _milliseconds(value: float) -> str:
+def milliseconds(value: float) -> str:
+    """A time as tables have it."""
     return f"{value:.3f} ms" if value < 1 else f"{value:.1f} ms"
 
 
-_COMMON: _Columns = (
+COMMON: Columns = (
     ("GB/s", "gb_per_s", "{:.1f}".format),
     ("of bandwidth", "bandwidth_share", "{:.0%}".format),
     ("time / peer", "ratio_to_peer", "{:.2f}".format),
 )
-_KERNELS: _Columns = (
-    ("operation", "op", str),
-    ("on", "about", str),
-    ("system", "system", str),
-    ("time", "ms", _milliseconds),
-    ("moved", "moved_bytes", show.bytes_text),
-    ("GFLOP/s", "gflop_per_s", "{:.0f}".format),
-    *_COMMON,
-    ("of a copy's", "copy_share", "{:.0%}".format),
-)
-_DECODE: _Columns = (
+_DECODE: Columns = (
     ("tokens", "context", "{:,}".format),
     ("system", "system", str),
-    ("step", "step_ms", _milliseconds),
+    ("step", "step_ms", milliseconds),
     ("KV read", "kv_bytes", show.bytes_text),
     ("keys read", "attended_fraction", "{:.1%}".format),
-    *_COMMON,
+    *COMMON,
     ("peak memory", "peak_bytes", show.bytes_text),
     ("stated", "stated_bytes", show.bytes_text),
 )
 
 
-_OFFLOAD: _Columns = (
+_OFFLOAD: Columns = (
     ("policy", "policy", str),
     ("budget", "budget", str),
     ("system", "system", str),
-    ("step", "step_ms", _milliseconds),
+    ("step", "step_ms", milliseconds),
     ("time / above", "ratio_to_above", "{:.2f}".format),
-    ("waiting", "stall_ms", _milliseconds),
+    ("waiting", "stall_ms", milliseconds),
     ("moved per step", "moved_bytes", show.bytes_text),
     ("was there", "hit_rate", "{:.1%}".format),
     ("repeated", "repeat_rate", "{:.1%}".format),
     ("right words", "right_share", "{:.1%}".format),
 )
-#: Columns of each benchmark, and how many of them are names.
-_TABLES = {"kernels": (_KERNELS, 3), "decode": (_DECODE, 2), "offload": (_OFFLOAD, 3)}
+_ADMISSION: Columns = (
+    ("reuse", "method", str),
+    ("stored", "stored_tokens", "{:,}".format),
+    ("step", "step_ms", milliseconds),
+    ("longest", "longest_ms", milliseconds),
+    ("longest / median", "longest_ratio", "{:.2f}".format),
+    ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
+    ("of as many steps without", "noise_ratio", "{:.2f}".format),
+    ("first token", "ttft_ms", milliseconds),
+    ("alone", "alone_ms", milliseconds),
+)
+_TABLES: dict[str, Table] = {
+    "decode": (_DECODE, 2),
+    "offload": (_OFFLOAD, 3),
+    "admission": (_ADMISSION, 1),
+}
 
 
-def _table(benchmark: str, results: Sequence[dict[str, Any]], stream: TextIO) -> str:
-    columns, names = _TABLES[benchmark]
+def _table(table: Table, results: Sequence[dict[str, Any]], stream: TextIO) -> str:
+    columns, names = table
     rows = [
         ["-" if result[field] is None else text(result[field]) for _, field, text in columns]
         for result in results

@@ -20,13 +20,13 @@ from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.models.bundled import TINY
+from keyhole.models.files.bundled import TINY
 from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
     from keyhole.cache.kv_size import ModelSize
     from keyhole.cache.layout import Geometry
-    from keyhole.models.checkpoint import Checkpoint
+    from keyhole.models.files.checkpoint import Checkpoint
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
 
 _PRESETS = ("measured", "paper")
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         outputs.check(Output("--plot", arguments.plot, outputs.PICTURE))
         drawing.matplotlib()
-    from keyhole.models import checkpoint
+    from keyhole.models.files import checkpoint
     from keyhole.planner import MemoryPlan
 
     name = TINY if arguments.model is None else arguments.model
@@ -180,7 +180,7 @@ def _under_policy(
 
 def _paper(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     """Eq. 6 and 7: fp16 throughout, and a draft model of one layer like the model's."""
-    from keyhole.models.checkpoint import ITEMSIZES
+    from keyhole.models.files.checkpoint import ITEMSIZES
     from keyhole.planner import MemoryModel
 
     layer = shape.layers[0]

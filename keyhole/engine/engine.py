@@ -1,4 +1,4 @@
-"""The engine: schedule, run, sample, finish. Token ids in, token ids out."""
+"""The engine: schedule, run, sample, count, fill. Token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.cuda_graphs import make_recorder
-from keyhole.engine.cuda_graphs.runner import Recorder
-from keyhole.engine.detokenizer import Detokenizer
+from keyhole.engine.decode.cuda_graph_runner import Recorder
+from keyhole.engine.decode.cuda_graphs import make_recorder
 from keyhole.engine.documents.context import Context
+from keyhole.engine.documents.filler import DocumentFiller
 from keyhole.engine.documents.fingerprint import head_fingerprint
+from keyhole.engine.documents.pace import Pace
 from keyhole.engine.documents.prefill import Preparation
 from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.head_runner import HeadRunner, load_head
@@ -31,7 +32,6 @@ from keyhole.engine.request_policy import PolicySpec, RequestPolicy, beside, req
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
-from keyhole.engine.tokenization import word_ids
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -44,6 +44,8 @@ from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
+from keyhole.tokenization.detokenizer import Detokenizer
+from keyhole.tokenization.prompts import word_ids
 
 # Policies of requests that are kept with their buffers and CUDA graphs when no request has them.
 _MOST_IDLE = 4
@@ -90,14 +92,16 @@ class Engine:
             )
         self.cache = cache
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
+        self.pace = Pace()
         self.scheduler = Scheduler(
             self.cache,
             self.prefix,
             config,
             max_length=self.max_length,
-            prepare=self._prepare,
             known=self._known,
+            pace=self.pace,
         )
+        self.filler = DocumentFiller(self.scheduler, self.pace, self._preparation)
         self.lookahead: HeadRunner | None = None
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
@@ -237,13 +241,18 @@ class Engine:
         made = self._preparations.get(under)
         if made is None:
             chunk = self.config.prefill_chunk
-            made = Preparation(self.model, self.cache, under.policy, chunk, self.lookahead)
+            made = Preparation(
+                self.model,
+                self.cache,
+                under.policy,
+                chunk,
+                self.pace,
+                self.lookahead,
+                self.prefix,
+            )
             if under in self._runners:
                 self._preparations[under] = made
         return made
-
-    def _prepare(self, sequence: Sequence) -> bool:
-        return self._preparation(sequence.under).run(sequence)
 
     def _known(self, sequence: Sequence) -> int:
         """Brings what others computed of a prompt into its pages; how many tokens these are."""
@@ -305,46 +314,34 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that got a token or finished.
 
-        The model runs once for each policy that the sequences are under.
+        What time the step has left goes to the documents of the next prompt.
         """
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
-        if not plan.decodes and not plan.chunks:
+        advanced = self._run(plan)
+        self.filler.go_on(plan, time.perf_counter() - begin)
+        for sequence in plan.decodes:
+            sequence.step_ms.append(1e3 * (time.perf_counter() - begin))
+        return advanced + plan.refused
+
+    def _run(self, plan: SchedulerOutput) -> list[Sequence]:
+        """The model once for each policy that the sequences are under."""
+        if not plan.runs:
             return []
         if self.placement is not None and self.placement.may_come_up:
             self._move_up(self.placement)
         if len(self._runners) == 1:
-            advanced = self._run(self._runner, plan)
-        else:
-            advanced = []
-            for under, part in plan.by_policy().items():
-                advanced += self._run(self._runners[under], part)
-        seconds = time.perf_counter() - begin
-        for sequence in plan.decodes:
-            sequence.step_ms.append(1e3 * seconds)
+            return self._run_under(self._runner, plan)
+        advanced = []
+        for under, part in plan.by_policy().items():
+            advanced += self._run_under(self._runners[under], part)
         return advanced
 
-    def _run(self, runner: Runner, plan: SchedulerOutput) -> list[Sequence]:
+    def _run_under(self, runner: Runner, plan: SchedulerOutput) -> list[Sequence]:
         """A step of sequences under one policy, to its end."""
-        try:
-            wanted, logits, reads = runner.run(plan)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"a step of {len(plan.decodes)} decoding sequences and "
-                f"{sum(count for _, count in plan.chunks)} prompt tokens did not fit in memory; "
-                "lower max_batch, prefill_chunk or memory="
-            ) from error
-        for sequence, _ in plan.chunks:
-            if sequence.is_decoding:
-                self.scheduler.remember(sequence)
-                if self._copies is not None and sequence.context is None and sequence.exact:
-                    self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
-        for i, sequence in enumerate(wanted):
-            if sequence.keeps_logits(sequence.num_computed):
-                # A copy: the next step may write its own there.
-                sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
+        wanted, logits, reads = self._forward(runner, plan)
+        self._share_prompts(plan)
+        self._keep_logits(wanted, logits)
         ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
         if ready:
             reads = reads.to("cpu", non_blocking=True)  # there when the tokens are
@@ -354,6 +351,35 @@ class Engine:
         runner.evict()
         return [wanted[i] for i in ready]
 
+    def _forward(
+        self, runner: Runner, plan: SchedulerOutput
+    ) -> tuple[list[Sequence], Tensor, Tensor]:
+        """What `Runner.run` gives; CapacityError if there is no memory for it."""
+        try:
+            return runner.run(plan)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"a step of {len(plan.decodes)} decoding sequences and "
+                f"{sum(count for _, count in plan.chunks)} prompt tokens did not fit in memory; "
+                "lower max_batch, prefill_chunk or memory="
+            ) from error
+
+    def _share_prompts(self, plan: SchedulerOutput) -> None:
+        """Makes prompts that are computed now known to others."""
+        for sequence, _ in plan.chunks:
+            if sequence.is_decoding:
+                self.scheduler.remember(sequence)
+                if self._copies is not None and sequence.context is None and sequence.exact:
+                    self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
+
+    def _keep_logits(self, wanted: list[Sequence], logits: Tensor) -> None:
+        for i, sequence in enumerate(wanted):
+            if sequence.keeps_logits(sequence.num_computed):
+                # A copy: the next step may write its own there.
+                sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
+
     def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out before its end and frees its pages."""
         if not sequence.is_finished:
@@ -362,6 +388,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Asserts that every page is held by exactly those who list it (for tests)."""
         holders = [[p for p in s.pages if p != NO_PAGE] for s in self.scheduler.running]
+        holders += [self.scheduler.lent]
+        holders += [s.filling.held for s in self.scheduler.waiting if s.filling is not None]
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
 

@@ -14,16 +14,16 @@ from keyhole.cache.kept_tokens import KeptTokenRows, Thinned
 from keyhole.cache.offload.prefetch import Loads, Prefetcher, Traffic
 from keyhole.cache.pages import PageCache
 from keyhole.cache.retained_pages import RetainedPages
-from keyhole.engine.cuda_graphs.runner import CudaGraphRunner, Outputs, Recorder
-from keyhole.engine.decode_inputs import DecodeInputs, numbers_of
+from keyhole.engine.decode.cuda_graph_runner import CudaGraphRunner, Outputs, Recorder
+from keyhole.engine.decode.inputs import DecodeInputs, numbers_of
+from keyhole.engine.decode.policy_state import SequenceState
+from keyhole.engine.decode.read_stats import counted
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.memory.eviction import Eviction
 from keyhole.engine.memory.page_table import PageTable
-from keyhole.engine.policy_state import SequenceState
-from keyhole.engine.read_stats import counted
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
-from keyhole.kernels.rope import Rotation
+from keyhole.kernels.composite.rope import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.models.positions import RopeShift, rotates

@@ -1,5 +1,9 @@
 """Who runs in the next step: decoding sequences first, then prompt chunks, then new arrivals.
 
+A prompt of stored documents is filled beside the others' steps, one prompt at a time, before it is
+let in; later prompts may pass it meanwhile. When pages run out, it gives its own back first, and
+waits until a sequence has ended; nobody passes it then.
+
 When pages run out, the youngest running sequence gives its pages back and waits at the head of the
 queue; later its prompt is computed again and its generated tokens are replayed one per step under
 the policy, so that it goes on exactly where it was.
@@ -8,13 +12,15 @@ the policy, so that it goes on exactly where it was.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig
+from keyhole.engine.documents.filling import Filling
+from keyhole.engine.documents.pace import Pace
 from keyhole.engine.memory.eviction import page_limit
 from keyhole.engine.request_policy import RequestPolicy
 from keyhole.engine.sequence import Sequence
@@ -23,11 +29,22 @@ from keyhole.errors import CapacityError, KeyholeError
 
 @dataclass
 class SchedulerOutput:
-    """One step: sequences that decode one token, and (sequence, tokens) of prompts."""
+    """One step: sequences that decode one token, and (sequence, tokens) of prompts.
+
+    filling: whose stored documents are filled in what time the step has left. refused: waiting
+    sequences that ended with an error.
+    """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    filling: Sequence | None = None
+    refused: list[Sequence] = field(default_factory=list)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model runs for somebody."""
+        return bool(self.decodes or self.chunks)
 
     def by_policy(self) -> dict[RequestPolicy, SchedulerOutput]:
         """The step in parts, one for each policy that its sequences run under."""
@@ -60,8 +77,8 @@ class Scheduler:
         config: EngineConfig,
         *,
         max_length: int,
-        prepare: Callable[[Sequence], bool],
         known: Callable[[Sequence], int],
+        pace: Pace,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -69,8 +86,10 @@ class Scheduler:
         self._prefix = prefix
         self._config = config
         self._max_length = max_length
-        self._prepare = prepare
         self._known = known
+        self._pace = pace
+        self._stalled: Sequence | None = None  # its documents found no pages, and somebody ran
+        self.lent: list[int] = []  # pages that documents are encoded in
         self._slots = list(range(config.max_batch - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -84,29 +103,52 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot < 0:  # pre-empted a moment ago for an older one
                 continue
-            count = 1 if sequence.is_decoding else min(budget, _left(sequence))
+            count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
             if count and self._reserve_or_preempt(sequence, count, plan):
                 budget -= self._enter(sequence, count, plan)
-        while budget and self._slots and not plan.preempted:
-            first = self._next()
-            if first is None:
+        self._let_in(budget, plan)
+        plan.filling = self._filling()
+        return plan
+
+    def _let_in(self, budget: int, plan: SchedulerOutput) -> None:
+        """Lets waiting sequences run, in their order, as long as there is room."""
+        while budget and self._free_slots and not plan.preempted:
+            sequence = self._next()
+            if sequence is None:
                 break
-            sequence = first
             try:
                 admitted = self._admit(sequence)
             except KeyholeError as error:
                 if sequence.context is None:
                     raise
-                # Its documents cannot be used (damaged, too large); the others go on.
-                self.waiting.remove(sequence)
-                sequence.error, sequence.finish_reason = error, "error"
+                self.refuse(sequence, error)
+                plan.refused.append(sequence)
                 continue
             if not admitted:
                 break
             self.waiting.remove(sequence)
-            count = 1 if sequence.is_decoding else min(budget, _left(sequence))
+            count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
             budget -= self._enter(sequence, count, plan)
-        return plan
+
+    def refuse(self, sequence: Sequence, error: KeyholeError) -> None:
+        """Ends a waiting sequence whose documents cannot be used; the others go on."""
+        self._drop(sequence)
+        self.waiting.remove(sequence)
+        sequence.error, sequence.finish_reason = error, "error"
+
+    def out_of_pages(self, sequence: Sequence) -> None:
+        """Its documents found no pages: it gives its own back and waits for others to end.
+
+        CapacityError if there are no others.
+        """
+        self._drop(sequence)
+        if not (self.running or self.lent):
+            raise CapacityError(
+                f"what is kept of {len(sequence.prompt)} tokens of documents and question does "
+                f"not fit into {self._cache.max_pages * self._cache.page_size} tokens of KV "
+                "cache; raise memory=, or keep less"
+            )
+        self._stalled = sequence
 
     def demand(self) -> Demand | None:
         """What the running sequences need; None while a request waits for pages to be free."""
@@ -133,6 +175,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            self._drop(sequence)
             self._release(sequence)  # if an error stopped it while it was let in
 
     def remember(self, sequence: Sequence) -> None:
@@ -150,10 +193,53 @@ class Scheduler:
         self._prefix.insert(computed, pages, exact, by=under.policy, group=under.page_group)
 
     def _next(self) -> Sequence | None:
-        """The first waiting sequence, of those whose prompt no other one computes for them."""
-        if self._prefix is None:  # nothing to wait for
-            return self.waiting[0] if self.waiting else None
-        return next((one for one in self.waiting if not one.is_blocked), None)
+        """The first waiting sequence that may run now; None: there is none.
+
+        Not one whose documents are still to be filled, or whose prompt another one computes.
+        Nobody passes a sequence whose documents wait for pages.
+        """
+        for one in self.waiting:
+            if one is self._stalled:
+                return None
+            if not one.wants_documents and not self._is_blocked(one):
+                return one
+        return None
+
+    def _filling(self) -> Sequence | None:
+        """The sequence whose documents are filled now: the one that began, or the first."""
+        self._end_stall()
+        if self._stalled is not None:
+            return None
+        begun = next((one for one in self.waiting if one.filling is not None), None)
+        if begun is not None:
+            return begun if begun.wants_documents else None
+        if not self._slots:
+            return None
+        ready = (one for one in self.waiting if not self._is_blocked(one))
+        # Whoever waits for pages before it has a right to them.
+        first = next(ready, None)
+        return first if first is not None and first.wants_documents else None
+
+    def _end_stall(self) -> None:
+        """Documents may look for pages again once somebody has ended, or left."""
+        if self._stalled is not None and not (self.running or self.lent):
+            self._stalled = None
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        # Without an index of prompts there is nothing to wait for.
+        return self._prefix is not None and sequence.is_blocked
+
+    @property
+    def _free_slots(self) -> int:
+        """Slots for sequences that come: one is for whoever's documents are being filled."""
+        return len(self._slots) - any(one.wants_documents and one.filling for one in self.waiting)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a prompt for one step; few of a question over documents beside decoding."""
+        left = sequence.prefill_end - sequence.num_computed
+        if sequence.context is None or not any(one.is_decoding for one in self.running):
+            return min(budget, left)
+        return self._pace.part(left, budget)
 
     def _enter(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> int:
         """Puts a sequence into the plan; returns the prompt tokens that it takes."""
@@ -167,15 +253,16 @@ class Scheduler:
         """Gives a waiting sequence a slot, known pages and new ones for all its tokens."""
         at_once = sequence.under.policy.dense and not sequence.given
         sequence.prefill_end = len(sequence.tokens if at_once else sequence.prompt)
-        if sequence.context is None:
+        if sequence.filling is None:
             self._reuse(sequence)
-        elif not self._documents(sequence):
-            return False
         else:
+            self._take_filled(sequence, sequence.filling)
             self._check_room(sequence)
         if not self._reserve_all(sequence):
             self._release(sequence)
             sequence.num_computed = 0
+            if sequence.context is not None and self.running:
+                self._stalled = sequence
             return False
         if sequence.context is None:
             if not sequence.num_computed:
@@ -239,6 +326,10 @@ class Scheduler:
 
     def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> bool:
         while not self._reserve(sequence, sequence.num_computed + count):
+            begun = next((one for one in self.waiting if one.filling is not None), None)
+            if begun is not None:
+                self.out_of_pages(begun)
+                continue
             youngest = self.running.pop()
             self._leave(youngest)
             youngest.num_computed = youngest.evicted_pages = 0
@@ -267,18 +358,13 @@ class Scheduler:
         """Gives up to `count` pages of known prompts back that nobody else uses; how many."""
         return 0 if self._prefix is None or count <= 0 else self._prefix.evict(count)
 
-    def _documents(self, sequence: Sequence) -> bool:
-        """Brings a prompt's stored documents into pages; evicts cached prefixes for them."""
-        while not self._prepare(sequence):
-            if self._prefix is None or not self._prefix.evict(self._cache.capacity):
-                if self.running:
-                    return False
-                raise CapacityError(
-                    f"what is kept of {len(sequence.prompt)} tokens of documents and question does "
-                    f"not fit into {self._cache.max_pages * self._cache.page_size} tokens of KV "
-                    "cache; raise memory=, or keep less"
-                )
-        return True
+    def _take_filled(self, sequence: Sequence, filling: Filling) -> None:
+        """Takes over the pages that a sequence's documents were filled into."""
+        assert filling.filled is not None, "it is let in when it is filled"
+        sequence.pages, sequence.filling = filling.take(), None
+        filled = filling.filled
+        sequence.num_computed = filled.end
+        sequence.kept, sequence.reused = filled.kept, filled.reused
 
     def _check_room(self, sequence: Sequence) -> None:
         """CapacityError if what was kept and what is to come can never be there together."""
@@ -304,11 +390,34 @@ class Scheduler:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)
         sequence.pages, sequence.kept, sequence.leaving = [], None, []
 
+    def lend(self, pages: Collection[int]) -> None:
+        """Takes note of pages that a document is encoded in; `take_back` frees them."""
+        self.lent += pages
+
+    def encoding_size(self, left: int) -> int:
+        """How many of a document's tokens are encoded at once: few while somebody decodes."""
+        chunk = self._config.prefill_chunk
+        if any(sequence.is_decoding for sequence in self.running):
+            return self._pace.part(left, chunk)
+        return min(left, chunk)
+
+    def take_back(self, pages: Collection[int]) -> None:
+        """Frees pages of `lent`, for whoever waits for some."""
+        gone = set(pages)
+        self.lent = [page for page in self.lent if page not in gone]
+        self._cache.release(pages)
+        self._stalled = None
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Gives back what has been filled of its documents."""
+        if sequence is self._stalled:
+            self._stalled = None
+        if sequence.filling is not None:
+            sequence.filling.release()
+            sequence.filling = None
+
     def _leave(self, sequence: Sequence) -> None:
+        self._stalled = None  # there are pages again
         self._release(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1
-
-
-def _left(sequence: Sequence) -> int:
-    return sequence.prefill_end - sequence.num_computed

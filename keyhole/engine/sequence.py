@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from keyhole.config import SamplingParams
-from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.documents.context import Context, Reused
+from keyhole.engine.documents.filling import Filling
 from keyhole.engine.request_policy import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
+from keyhole.tokenization.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,8 @@ class Sequence:
     evicted_pages: how many are gone; a hole stands in their place.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
-    has of them and of what stands between; None: everything. reused: what they cost.
+    has of them and of what stands between; None: everything. reused: what they cost. filling: what
+    brings them into pages, from its beginning until the sequence runs.
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
@@ -118,6 +120,7 @@ class Sequence:
     exact: bool = True
     kept: Tensor | None = None
     reused: Reused | None = None
+    filling: Filling | None = None
     slot: int = -1
     num_cached: int = 0
     repeated: int | None = None
@@ -156,6 +159,11 @@ class Sequence:
         """Whether the prompt that it shares is still to be computed by another one."""
         first = self.after
         return first is not None and not first.is_finished and not first.is_prompt_computed
+
+    @property
+    def wants_documents(self) -> bool:
+        """Whether its documents are still to be filled, or their filling to be begun."""
+        return self.context is not None and (self.filling is None or self.filling.filled is None)
 
     @property
     def is_prompt_computed(self) -> bool:

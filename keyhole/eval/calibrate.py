@@ -28,7 +28,6 @@ from torch import Tensor
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, SamplingParams, require
-from keyhole.engine.tokenization import Prompt
 from keyhole.errors import ConfigError
 from keyhole.eval.attention import measures
 from keyhole.eval.attention.dense_run import expanded
@@ -44,6 +43,7 @@ from keyhole.policies.shared.calibration import (
     place_by_recall,
     place_by_shift,
 )
+from keyhole.tokenization.prompts import Prompt
 
 Method = Literal["optimal", "paper"]
 Measure = Literal["mass", "error"]

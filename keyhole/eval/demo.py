@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.result import Result
 from keyhole.engine.sequence import Stats
-from keyhole.eval.controls import controls
+from keyhole.eval.terms.controls import controls
 from keyhole.eval.tiny_language.tasks import Item, is_correct, make
 from keyhole.eval.trace.trace import Trace, Traced
 from keyhole.llm import LLM

@@ -9,11 +9,11 @@ from typing import Any
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.config import SamplingParams
-from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.hf.refused import unsupported
+from keyhole.tokenization.detokenizer import Detokenizer
 
 
 class PagedCache:

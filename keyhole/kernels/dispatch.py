@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from keyhole.kernels import (
-    cpu,
-    cpu_attention,
-    gathered_attention,
-    low_rank,
-    reference,
-    resident_buffer,
-    rope,
-    top_p,
-    triton,
-)
+from keyhole.kernels import cpu, cpu_attention, reference, triton
+from keyhole.kernels.composite import gathered_attention, low_rank, resident_buffer, rope, top_p
 from keyhole.kernels.selection import ScoreRequest, Selection
 from keyhole.kernels.triton import paged_flash
 
@@ -102,7 +93,7 @@ def _trim(
     return left.indices, left.counts
 
 
-def _exchange(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _load_missing(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     *buffered, indices, unit = operands
     # The twin knows padding by -1 and asks for no counts.
     found, moved = resident_buffer.load_missing(
@@ -234,7 +225,7 @@ _register(
     "(Tensor(a!) entries, Tensor(b!) keys, Tensor(c!)? values, Tensor key_pages,"
     " Tensor? value_pages, Tensor page_table, Tensor lengths, Tensor rows, Tensor indices,"
     " int unit) -> (Tensor, Tensor, Tensor)",
-    _exchange,
+    _load_missing,
     cpu.load_missing,
 )
 _register(

@@ -9,18 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.kernels import (
+from keyhole.kernels import dispatch, reference
+from keyhole.kernels.composite import (
     blocks,
     cached_selection,
     chunks,
     clusters,
-    dispatch,
     gathered_attention,
     low_rank,
     page_recency,
     per_query_head,
     prompt_weights,
-    reference,
     summaries,
 )
 from keyhole.kernels.selection import LowRank, ScoreRequest, Selection

@@ -31,8 +31,8 @@ from keyhole.errors import (
 from keyhole.models import families, linear, norms, quantised, rotary
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
-from keyhole.models.bundled import TINY, is_tiny, named
-from keyhole.models.locate import ModelFiles, ignored_adapter, locate, other_format
+from keyhole.models.files.bundled import TINY, is_tiny, named
+from keyhole.models.files.locate import ModelFiles, ignored_adapter, locate, other_format
 from keyhole.reuse.blocks.stability import STABILITY_FILE
 
 #: A file of `keyhole calibrate` with this name beside the weights is used by DELTA by itself.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from keyhole.cache.kept_tokens import KeptTokenRows
     from keyhole.cache.retained_pages import RetainedPages
-    from keyhole.kernels.rope import Rotation
+    from keyhole.kernels.composite.rope import Rotation
 
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 

@@ -51,7 +51,7 @@ from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policies.shared import always_read
-from keyhole.policies.shared import selection_layers as choosing_layers
+from keyhole.policies.shared.selection_layers import dense, nearest, served, settled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,12 +90,12 @@ class TidalDecode(Policy):
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         layers = self.selection_layers
         layers = default_selection_layers(geometry) if layers is None else layers
-        layers = choosing_layers.settled("selection_layers", layers, geometry)
+        layers = settled("selection_layers", layers, geometry)
         return dataclasses.replace(self, selection_layers=layers)
 
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
         """Full layers, selection layers, and those before the first of them."""
-        return choosing_layers.dense(self.selection_layers, self.full_layers, geometry)
+        return dense(self.selection_layers, self.full_layers, geometry)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """The sparse layers after the first one that chooses.
@@ -107,7 +107,7 @@ class TidalDecode(Policy):
                 f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
                 "load one list per KV head"
             )
-        return choosing_layers.served(self.selection_layers, self.full_layers, geometry)
+        return served(self.selection_layers, self.full_layers, geometry)
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
@@ -137,4 +137,4 @@ def default_selection_layers(geometry: Geometry) -> tuple[int, ...]:
     # At least one layer must read the first choice; in shallow models there may be no second one.
     second = max(4, round(13 / 32 * depth))
     wanted = {min(2, depth - 1), second} if second < depth else {min(2, depth - 1)}
-    return choosing_layers.nearest(wanted, geometry)
+    return nearest(wanted, geometry)

@@ -53,6 +53,7 @@ class MultiInfLLM(Reuse):
     """The ends of the whole context, and the blocks between whose representatives score best."""
 
     name: ClassVar[str] = "multi_infllm"
+    reads_facts: ClassVar[bool] = True
     num_initial_blocks: int = setting(1, "first blocks of the whole context, always kept")
     num_local_blocks: int = setting(2, "last blocks of the whole context, always kept")
     num_blocks: int = setting(8, "blocks between them that each layer keeps")

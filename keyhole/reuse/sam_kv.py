@@ -84,6 +84,7 @@ class SamKV(Reuse):
     """The ends of each document, and the middle blocks that the question needs."""
 
     name: ClassVar[str] = "sam_kv"
+    reads_facts: ClassVar[bool] = True
     update: str = setting("overwrite", "overwrite stored keys and values, or fusion with them")
     select: bool = setting(True, "keep middle blocks; False: initial and local ones only")
     score: str = setting(

@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 
 import keyhole
 from keyhole.async_llm import AsyncLLM
-from keyhole.engine.tokenization import encode_text
 from keyhole.server import completions, documents, errors
 from keyhole.server.answers import Answer
 from keyhole.server.bodies import DetokenizeBody, TokenizeBody
@@ -22,6 +21,7 @@ from keyhole.server.errors import ApiError
 from keyhole.server.limits import Gate
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State, state_of
+from keyhole.tokenization.prompts import encode_text
 
 logger = logging.getLogger("keyhole.server")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.bench.targets import step_bars
+from benchmarks.llama_cpp.run import targets
 
 
 def result(system: str, ratio: float | None, context: int = 32768) -> dict[str, Any]:
@@ -22,10 +22,10 @@ def test_the_faster_of_both_ways_counts(batch: int, wanted: str, met: bool) -> N
         result("llama_cpp", 1.2, context=8192),
     ]
     name = f"full, 32,768 tokens, batch {batch}: tokens/s by those of llama_cpp"
-    assert step_bars(found, batch) == [{"bar": name, "value": 1.5, "wanted": wanted, "met": met}]
+    assert targets(found, batch) == [{"bar": name, "value": 1.5, "wanted": wanted, "met": met}]
 
 
 def test_nothing_is_wanted_where_nothing_was_measured() -> None:
-    assert step_bars([result("llama_cpp", 1.2, context=8192)], 1) == []
-    assert step_bars([result("llama_cpp", None)], 1) == []  # full attention was not asked for
-    assert step_bars([result("llama_cpp", 1.5)], 4) == []
+    assert targets([result("llama_cpp", 1.2, context=8192)], 1) == []
+    assert targets([result("llama_cpp", None)], 1) == []  # full attention was not asked for
+    assert targets([result("llama_cpp", 1.5)], 4) == []

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.documents import ratios
+from benchmarks.document_reuse.prompt_time import ratios
 from benchmarks.paper import documents
+from benchmarks.paper.kinds import DocumentSettings
 from keyhole.bench import measure
 from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.settings import DocumentSettings
 from keyhole.errors import ConfigError, UnknownNameError
 
 METHODS = ("transformers_sdpa", "recompute", "cacheblend", "sam_kv")

@@ -35,7 +35,12 @@ def test_without_a_device_it_says_what_it_would_run() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("no CUDA device here")
     assert "tests collected" in done.stdout
-    for module in ("pytest tests/gpu", "keyhole bench decode", "tiny.train", "tiny.export"):
+    for module in (
+        "pytest tests/gpu",
+        "keyhole bench decode",
+        "tiny_model.train",
+        "tiny_model.export",
+    ):
         assert module in done.stdout
     for name in HEADLINES:
         assert f"headlines.jsonl {name}\n" in done.stdout

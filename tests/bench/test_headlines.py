@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import headlines as program
+from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import page, setting
+from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.settings import HEADLINES, Bar, Headline, judged
 from keyhole.bench import memory
-from keyhole.bench.settings import ALL_PEERS, DecodeSettings, KernelSettings, ThroughputSettings
+from keyhole.bench.settings import ALL_PEERS, DecodeSettings
 from keyhole.errors import UnknownNameError
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.kernels import run as benchmark
+from benchmarks.kernels.__main__ import main
+from benchmarks.kernels.cases import KernelCase
+from benchmarks.kernels.layer import Layer
+from benchmarks.kernels.settings import OPS, KernelSettings
+from benchmarks.targets import bars
 from keyhole import kernels
-from keyhole.bench import kernels as benchmark
-from keyhole.bench import memory
+from keyhole.bench import measure, memory
 from keyhole.bench.agreement import DisagreementError, relative_error
-from keyhole.bench.cases import KernelCase
-from keyhole.bench.layer import Layer
-from keyhole.bench.settings import OPS, PAGE_SIZE, KernelSettings
-from keyhole.bench.targets import bars
+from keyhole.bench.settings import PAGE_SIZE
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
 from keyhole.kernels import cpu
 
@@ -236,3 +240,44 @@ def test_wrong_settings_are_refused() -> None:
         benchmark.run(settings(paths=("avx9",)), lambda *_: None)
     with pytest.raises(UnknownNameError, match="unknown shape"):
         settings(shape="llama")
+
+
+SMALL = ("--shape", "smoke", "--contexts", "32,64", "--repeat", "1")
+
+
+def test_kernels_are_shown_and_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
+    output = tmp_path / "kernels.jsonl"
+    given = ("--ops", "append,attend_and_score", "--paths", "reference", "--note", "small")
+    for _ in range(2):
+        assert main([*SMALL, *given, "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert "torch index_copy_" in shown
+    assert "reference attend" in shown
+    assert "target <= 1.25" in shown
+    assert shown.rstrip().endswith(f"written: {output}")
+    first, second = map(json.loads, output.read_text().splitlines())
+    assert first.keys() == second.keys()
+    assert first["benchmark"] == "kernels"
+    assert first["note"] == "small"
+    assert first["settings"]["ops"] == ["append", "attend_and_score"]
+    assert first["settings"]["shape"] == "smoke"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("--ops atend", "unknown operation 'atend'; did you mean 'attend'?"),
+        ("--paths nowhere", "unknown path 'nowhere'"),
+        ("--output nowhere/lines.jsonl", "--output 'nowhere/lines.jsonl': there is no"),
+        ("--systems full", "unrecognized arguments: --systems"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    given: str, error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
+    assert main([*SMALL, *given.split()]) == 2
+    assert error in capsys.readouterr().err

@@ -10,13 +10,13 @@ import torch
 
 from benchmarks.paper.page import section
 from keyhole.bench import launches, model
-from keyhole.bench.baselines import Baseline, Past
-from keyhole.bench.keyhole_system import KeyholeSystem, Pages
 from keyhole.bench.launches import NotRecordedError, checked, said, together
-from keyhole.bench.loading import ForcedText, Loading
+from keyhole.bench.offload.loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
+from keyhole.bench.systems.baselines import Baseline, Past
+from keyhole.bench.systems.keyhole_system import KeyholeSystem, Pages
 from keyhole.engine import engine as core
-from keyhole.engine.cuda_graphs.runner import Work
+from keyhole.engine.decode.cuda_graph_runner import Work
 from keyhole.policies.delta import Delta
 from tests.engine.run_again import RunAgain
 

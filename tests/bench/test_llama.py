@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import comparison, decode, llama_file, llama_state, measure, model, worker
+from benchmarks.llama_cpp import file as llama_file
+from benchmarks.llama_cpp import run, state, worker
+from benchmarks.llama_cpp.file import LlamaFile
+from benchmarks.llama_cpp.system import SYSTEMS, Llama, LlamaCpp
+from benchmarks.llama_cpp.worker import WorkerError, WorkerProcess
+from keyhole.bench import comparison, decode, measure, model
 from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.llama import Llama, Need
-from keyhole.bench.llama_file import LlamaFile
-from keyhole.bench.settings import OUTSIDE, DecodeSettings
+from keyhole.bench.settings import DecodeSettings
 from keyhole.bench.shapes import SHAPES
-from keyhole.bench.worker import WorkerError, WorkerProcess
+from keyhole.bench.systems.outside import Need
 from keyhole.errors import ConfigError
 
 CONTEXT = 64
@@ -33,7 +36,7 @@ def settings(**given: Any) -> DecodeSettings:
         "repeat": 2,
         "layers": 2,
         "batch": 2,
-        "systems": (*OUTSIDE, "full"),
+        "systems": (*SYSTEMS, "full"),
     }
     return DecodeSettings(**usual | given)
 
@@ -61,16 +64,16 @@ def test_it_is_the_same_model_over_the_same_past(
 ) -> None:
     """All weights differ but for rounding to float16, so what is out of place shows."""
     monkeypatch.setitem(SHAPES, "smoke", SHAPES["smoke"] | {"tie_word_embeddings": tied})
-    line = decode.run(settings(), lambda *_: None)
-    assert list(line["relative_error"][CONTEXT]) == list(OUTSIDE)
+    line = run.run(settings(), lambda *_: None)
+    assert list(line["relative_error"][CONTEXT]) == list(SYSTEMS)
     assert max(line["relative_error"][CONTEXT].values()) < 5e-3
     assert line["skipped"] == []
     assert line["llama_cpp"]["version"]
     results = {result["system"]: result for result in line["results"]}
-    assert list(results) == [*OUTSIDE, "full"]
+    assert list(results) == [*SYSTEMS, "full"]
     assert len(results["full"]["all_step_ms"]) == 4  # two steps beside each of the others
     token_bytes = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, numbers, bytes of each
-    for name in OUTSIDE:
+    for name in SYSTEMS:
         result = results[name]
         assert len(result["all_step_ms"]) == 2
         assert result["ratio_to_full"] > 0
@@ -83,13 +86,13 @@ def test_it_is_the_same_model_over_the_same_past(
 
 @pytest.mark.one_in(2)
 @pytest.mark.usefixtures("any_llama")
-@pytest.mark.parametrize("module", [llama_state, llama_file])
+@pytest.mark.parametrize("module", [state, llama_file])
 def test_keys_or_weights_in_another_order_are_refused(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "interleaved", lambda heads, _: heads)
     with pytest.raises(DisagreementError, match="llama_cpp: relative error"):
-        decode.run(settings(), lambda *_: None)
+        run.run(settings(), lambda *_: None)
 
 
 @pytest.mark.usefixtures("any_llama")
@@ -115,7 +118,7 @@ def test_every_step_has_the_same_past() -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_transformers_sits_beside_each_of_them() -> None:
     asked = settings(systems=("transformers_sdpa", "llama_cpp", "quest"), batch=1)
-    line = decode.run(asked, lambda *_: None)
+    line = run.run(asked, lambda *_: None)
     assert [r["system"] for r in line["results"]] == ["transformers_sdpa", "llama_cpp", "quest"]
     assert line["results"][1]["ratio_to_peer"] > 0
     assert set(line["relative_error"][CONTEXT]) == {"transformers_sdpa", "llama_cpp"}
@@ -126,10 +129,10 @@ def test_one_that_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyP
     def needed(*_: Any) -> Need:
         return Need(stays=1 << 60, passes=0)
 
-    monkeypatch.setattr(comparison, "needed_bytes", needed)
-    line = decode.run(settings(), lambda *_: None)
+    monkeypatch.setattr(LlamaCpp, "needed", needed)
+    line = run.run(settings(), lambda *_: None)
     assert [result["system"] for result in line["results"]] == ["full"]
-    assert [entry["system"] for entry in line["skipped"]] == list(OUTSIDE)
+    assert [entry["system"] for entry in line["skipped"]] == list(SYSTEMS)
     assert line["bars"] == []
 
 
@@ -140,13 +143,13 @@ def test_the_environment_is_asked_for_before_anything_is_done(
     monkeypatch.setattr(measure, "read_bandwidth", lambda _: pytest.fail("too late"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"\.venv-peers is not there; `make bench-peers`"):
-        decode.run(settings(), lambda *_: None)
+        run.run(settings(), lambda *_: None)
 
 
 def test_it_is_measured_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "device", torch.device)  # as where there is a GPU
     with pytest.raises(ConfigError, match="device 'cuda' must be cpu beside llama_cpp"):
-        decode.run(settings(device="cuda"), lambda *_: None)
+        run.run(settings(device="cuda"), lambda *_: None)
 
 
 @pytest.fixture
@@ -176,8 +179,8 @@ def test_a_state_has_the_size_that_was_said(transposed: bool) -> None:
     weights = model.make_weights(settings())
     numbers = model.RandomKV(weights.ours, 3, CONTEXT)
     for sequence in range(3):
-        pieces = llama_state.pieces(numbers, sequence, transposed)
-        assert sum(len(piece) for piece in pieces) == llama_state.num_bytes(numbers)
+        pieces = state.pieces(numbers, sequence, transposed)
+        assert sum(len(piece) for piece in pieces) == state.num_bytes(numbers)
 
 
 def test_numbers_are_the_same_whenever_they_are_asked_for() -> None:

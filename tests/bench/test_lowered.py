@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks.paper import throughput
+from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Lowered, Steady
 from keyhole.bench import agreement, measure, memory, model
 from keyhole.bench.memory_fit import RESERVE_BYTES
-from keyhole.bench.settings import DecodeSettings, ThroughputSettings
+from keyhole.bench.settings import DecodeSettings
 from keyhole.retrieval.scores import group_weights
 
 NAME = "spe_context_below"

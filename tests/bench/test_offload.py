@@ -13,12 +13,21 @@ import torch
 import keyhole
 from benchmarks import speed_pages
 from benchmarks.speed_pages import offload as offload_page
-from keyhole.bench import measure, offload, offload_large, trace
+from keyhole.bench import measure, offload
 from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.loading import ABOVE, ELASTIC, NO_ELASTIC, NO_OVERLAP, SYSTEMS, ForcedText
 from keyhole.bench.memory_fit import RESERVE_BYTES
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.selection_overlap import SelectionOverlap
+from keyhole.bench.offload import large as offload_large
+from keyhole.bench.offload import trace
+from keyhole.bench.offload.loading import (
+    ABOVE,
+    ELASTIC,
+    NO_ELASTIC,
+    NO_OVERLAP,
+    SYSTEMS,
+    ForcedText,
+)
+from keyhole.bench.offload.selection_overlap import SelectionOverlap
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.offload.resident_buffer import Resident

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from benchmarks.paper import throughput
+from benchmarks.paper.kinds import ThroughputSettings
 from keyhole.bench import measure, memory, model
 from keyhole.bench.memory_fit import RESERVE_BYTES
-from keyhole.bench.settings import DecodeSettings, ThroughputSettings
+from keyhole.bench.settings import DecodeSettings
 from keyhole.errors import ConfigError, UnknownNameError
 
 SYSTEMS = ("transformers_eager", "torch_flash", "full", "spe_context")

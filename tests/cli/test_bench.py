@@ -19,22 +19,30 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = ("--shape", "smoke", "--contexts", "32,64", "--repeat", "1")
 
 
-def test_kernels_are_shown_and_stored(run: Run, tmp_path: Path) -> None:
-    output = tmp_path / "kernels.jsonl"
-    given = ("--ops", "append,attend_and_score", "--paths", "reference", "--note", "small")
-    for _ in range(2):
-        done = run("bench", "kernels", *SMALL, *given, "--output", str(output))
-        assert done.status == 0, done.err
-    assert "torch index_copy_" in done.out
-    assert "reference attend" in done.out
-    assert "target <= 1.25" in done.out
-    assert done.out.rstrip().endswith(f"written: {output}")
-    first, second = map(json.loads, output.read_text().splitlines())
-    assert first.keys() == second.keys()
-    assert first["benchmark"] == "kernels"
-    assert first["note"] == "small"
-    assert first["settings"]["ops"] == ["append", "attend_and_score"]
-    assert first["settings"]["shape"] == "smoke"
+def test_admission_says_what_others_felt(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "admission.jsonl"
+    given = ("--documents", "2", "--tokens", "200", "--question", "9", "--others", "2")
+    more = ("--prompt", "100", "--repeat", "3", "--methods", "epic:num_initial=8,reuse")
+    done = run("bench", "admission", *given, *more, "--output", str(output))
+    assert done.status == 0, done.err
+    assert "longest / median" in done.out
+    assert done.out.count("longest step / median while ") == 4
+    line = json.loads(output.read_text())
+    assert line["settings"]["methods"] == ["epic:num_initial=8", "reuse"]
+    assert len(line["bars"]) == 4
+    for number, found in enumerate(line["results"]):
+        assert found["stored_tokens"] == 400
+        assert len(found["all_rounds"]) == len(found["all_alone_ms"]) == 3
+        for one in found["all_rounds"]:
+            assert one["steps"] > 1
+            assert one["longest_ms"] <= one["ttft_ms"]
+            assert one["longest_ratio"] == pytest.approx(one["longest_ms"] / one["step_ms"])
+            assert one["longest_cpu_ratio"] > 0
+        names = ("longest_ratio", "longest_cpu_ratio")
+        for name, bar in zip(names, line["bars"][2 * number :][:2], strict=True):
+            middle = sorted(one[name] for one in found["all_rounds"])[1]
+            assert found[name] == bar["value"] == middle
+            assert bar["met"] == (middle <= 2)
 
 
 def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
@@ -52,11 +60,12 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("kernel",), "unknown benchmark 'kernel'; did you mean 'kernels'?"),
-        (("kernels", "--systems", "full"), "--systems is for `keyhole bench decode`"),
-        (("decode", "--ops", "attend"), "--ops is for `keyhole bench kernels`"),
-        (("offload", "--dtype", "float32"), "--dtype is for `keyhole bench kernels` and"),
-        (("kernels", "--budgets", "64"), "--budgets is for `keyhole bench offload`"),
+        (("decod",), "unknown benchmark 'decod'; did you mean 'decode'?"),
+        (("offload", "--systems", "full"), "--systems is for `keyhole bench decode`"),
+        (("offload", "--dtype", "float32"), "--dtype is for `keyhole bench decode`"),
+        (("decode", "--budgets", "64"), "--budgets is for `keyhole bench offload`"),
+        (("decode", "--documents", "2"), "--documents is for `keyhole bench admission`"),
+        (("admission", "--documents", "0"), "documents 0 must be a whole number >= 1"),
         (("offload", "--words", "50"), "words 50 must be at least 96"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.reference_pages import render, with_differences
 from keyhole.cli import COMMANDS
-from keyhole.cli.docs import render, with_differences
 from keyhole.cli.documents import ACTIONS
 from keyhole.policies import available_policies
 from keyhole.reuse import available_reuse_methods

@@ -29,7 +29,7 @@ COMMANDS = [
     "calibrate --plot recall.png",
     "plan --total-memory 8GiB --plot plan.png",
     "demo --output demo.png",
-    "bench kernels --output kernels.jsonl",
+    "bench offload --output offload.jsonl",
     "bench decode --output decode.jsonl",
     "bench offload --trace trace.json",
     "eval --output lines.jsonl",

@@ -22,7 +22,6 @@ COMMANDS = {
         ("bench", "decode", *SMALL, "--systems", "transformers_sdpa,delta"),
         {"weights", "fill caches", "contexts", "measure"},
     ),
-    "kernels": (("bench", "kernels", *SMALL, "--ops", "append"), {"operations", "measure"}),
     "offload": (
         ("bench", "offload", "--items", "1", "--words", "96", "--budgets", "64", "--repeat", "8"),
         {"budgets", "compare", "measure"},

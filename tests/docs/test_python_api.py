@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from keyhole.cli import docs
+from benchmarks import reference_pages
 from keyhole.config import SamplingParams
 from tests.docs.markdown import DOCS, blocks
 
@@ -21,7 +21,7 @@ def test_its_code_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_its_tables_are_up_to_date() -> None:
-    assert docs.with_settings(TEXT) == TEXT, "run `make reference`"
+    assert reference_pages.with_settings(TEXT) == TEXT, "run `make reference`"
     for field in dataclasses.fields(SamplingParams):
         assert f"| `{field.name}` | `" in TEXT
 
@@ -30,4 +30,4 @@ def test_a_stale_table_is_replaced() -> None:
     first, _, rest = TEXT.partition("| `max_tokens` |")
     stale = first + "| `most_tokens` |" + rest
     assert stale != TEXT
-    assert docs.with_settings(stale) == TEXT
+    assert reference_pages.with_settings(stale) == TEXT

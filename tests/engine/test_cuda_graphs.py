@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.engine.cuda_graphs import CudaGraphs, make_recorder
-from keyhole.engine.cuda_graphs.runner import Outputs
+from keyhole.engine.decode.cuda_graph_runner import Outputs
+from keyhole.engine.decode.cuda_graphs import CudaGraphs, make_recorder
 
 
 class Gpu:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from keyhole import LLM, SamplingParams
-from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.sequence import Sequence
 from keyhole.models.positions import RopeShift
 from keyhole.policies import make_policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import RecomputePlan, Reuse
+from keyhole.tokenization.detokenizer import Detokenizer
 from tests.checkpoints import make_model
 from tests.engine.asking import (
     BLOCK,
@@ -146,7 +146,10 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
         asked = assembled(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
         request = Sequence(asked.tokens, SamplingParams(), Detokenizer(None, ()))
         request.context = asked.context
-        assert llm.engine.preparation.run(request)
+        filling = llm.engine.preparation.begin(request)
+        while filling.filled is None:
+            filling.run(llm.engine.pace)
+        request.pages = filling.take()
         assert asked.context is not None
         geometry, size = llm.engine.geometry, llm.engine.config.page_size
         turns = RopeShift.of(llm.engine.model)

@@ -18,6 +18,7 @@ from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
+from tests.engine.pacing import AtOnce, paced
 from tests.policies.models import prompt, with_head
 from tests.policies.recording import GREEDY, PAGE
 
@@ -67,9 +68,12 @@ def answers(llm: LLM, jobs: list[tuple[str, list[str]]], new_tokens: int) -> lis
 
 
 def opened(model: Model, policy: Policy, **settings: Any) -> LLM:
-    """Documents are stored once per model, beside its weights."""
+    """Documents are stored once per model, beside its weights.
+
+    They are filled at once, so that the same requests run together in every engine.
+    """
     assert model.head is not None
-    return LLM(
+    llm = LLM(
         model,
         policy,
         page_size=PAGE,
@@ -78,6 +82,8 @@ def opened(model: Model, policy: Policy, **settings: Any) -> LLM:
         documents=model.head.parent / "store",
         **settings,
     )
+    paced(llm.engine, AtOnce())
+    return llm
 
 
 def below(model: Model, policy: Policy, place: Path, pages: int = 74) -> LLM:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.documents.record import DocumentRecord
-from keyhole.engine.documents.encoder import encode
+from keyhole.engine.documents.encoder import Encoding, encode_in_pieces
 from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import (
     CapacityError,
@@ -114,14 +113,14 @@ def test_a_record_of_an_older_version_is_named_and_encoded_again(
 ) -> None:
     """It has no extreme keys: whoever does not ask for them can read it all the same."""
 
-    def old(*arguments: Any, **settings: Any) -> DocumentRecord:
-        record = encode(*arguments, **settings)
+    def old(*arguments: Any, **settings: Any) -> Encoding:
+        record = yield from encode_in_pieces(*arguments, **settings)
         layers = [dataclasses.replace(layer, extreme_keys=None) for layer in record.layers]
         return dataclasses.replace(record, layers=layers)
 
     texts = {name: f"the {name} lamp is off, the other is on " * 5 for name in ("red", "blue")}
     with monkeypatch.context() as patched:
-        patched.setattr("keyhole.engine.documents.library.encode", old)
+        patched.setattr("keyhole.engine.documents.library.encode_in_pieces", old)
         for name, text in texts.items():
             llm.documents.add(name, text, block_size=8)
     by_mean = SamKV(block_size=8)

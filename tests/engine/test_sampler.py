@@ -22,10 +22,10 @@ from transformers import (
 
 from keyhole import LLM, AsyncLLM, ConfigError, Quest, RequestError, SamplingParams
 from keyhole.config import EngineConfig
-from keyhole.engine.detokenizer import Detokenizer
 from keyhole.engine.sampler import _change, sample
 from keyhole.engine.sequence import Sequence
 from keyhole.policies import available_policies, make_policy
+from keyhole.tokenization.detokenizer import Detokenizer
 
 VOCAB = 23
 DRAWS = 4000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from keyhole.cli.common import show
-from keyhole.eval.controls.table import table
 from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.terms.controls_table import table
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("task", "ms", "note")

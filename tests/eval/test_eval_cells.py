@@ -9,12 +9,12 @@ import pytest
 
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
-from keyhole.eval.controls.table import table
 from keyhole.eval.methods import FULL, Budget, Method, methods
 from keyhole.eval.results.comparisons import compared
 from keyhole.eval.results.line_file import LineFile
 from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
 from keyhole.eval.terms import GIVEN, Equal, Published, Terms
+from keyhole.eval.terms.controls_table import table
 from keyhole.eval.terms.tuned import HELD_OUT, sibling, tune
 from keyhole.eval.workloads.workload import MakeEngine, Shown, Workload
 from keyhole.models.loading import Model

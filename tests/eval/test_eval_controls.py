@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.eval.controls import CONTROLS, controls
+from keyhole.eval.terms.controls import CONTROLS, controls
 from keyhole.eval.trace.trace import Trace, Traced
 from keyhole.models.loading import Model
 from keyhole.policies import available_policies, make_policy

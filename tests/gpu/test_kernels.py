@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.kernels import ScoreRequest, Selection, reference, resident_buffer, rope
+from keyhole.kernels import ScoreRequest, Selection, reference
+from keyhole.kernels.composite import resident_buffer, rope
 from tests.gpu.operands import (
     COMPILED,
     DEVICE,

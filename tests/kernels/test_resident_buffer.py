@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import Selection, resident_buffer
+from keyhole.kernels import Selection
+from keyhole.kernels.composite import resident_buffer
 from tests.kernels.paged import DTYPES
 
 ROWS, MOST = 4, 40

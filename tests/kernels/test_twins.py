@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import ScoreRequest, Selection, reference, top_p
+from keyhole.kernels import ScoreRequest, Selection, reference
+from keyhole.kernels.composite import top_p
 
 PAGE = 16
 #: Relative to the largest number: sums in another order, and one rounding to the dtype.

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from keyhole.errors import ModelError, UnknownNameError
-from keyhole.models import checkpoint, config_file, families, parameters
+from keyhole.models import families
+from keyhole.models.files import checkpoint, config_file, parameters
 from tests.checkpoints import KINDS, make_config, make_model, make_network
 
 #: A kind of each family, whose config class has the family's defaults.
@@ -167,7 +168,7 @@ def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path) -> None:
     path = folder(tmp_path / "model", stored("llama"))
     code = (
         "import sys, keyhole.cache.kv_size\n"
-        "from keyhole.models import checkpoint\n"
+        "from keyhole.models.files import checkpoint\n"
         f"checkpoint.read({str(path)!r})\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

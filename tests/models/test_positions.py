@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from keyhole.errors import ConfigError
-from keyhole.kernels import rope
+from keyhole.kernels.composite import rope
 from keyhole.models import mla
 from keyhole.models.attention import PassThrough
 from keyhole.models.loading import Model, load

@@ -77,7 +77,7 @@ def test_nobody_has_to_decode_a_phrase(phrase: str) -> None:
 
 
 def test_generated_documents_are_up_to_date() -> None:
-    docs = importlib.import_module("keyhole.cli.docs")
+    docs = importlib.import_module("benchmarks.reference_pages")
     # The table of combinations is made by running them: tests/test_combinations.py.
     table = docs.combinations_in((ROOT / "docs" / "methods.md").read_text())
     assert table

@@ -74,3 +74,25 @@ def test_a_wheel_without_the_extension_says_so_in_its_name() -> None:
     assert build[0] == 0
     assert "install_a_cpp_compiler" in build[1]
     assert "C++ compiler" in failed["messages"]["after-success"].replace("\n*** ", " ")
+
+
+#: Files of a folder, beside `__init__.py` and folders: more are hard to take in at a glance.
+MOST_FILES = 14
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    folders = [
+        folder
+        for top in ("keyhole", "benchmarks", "recipes")
+        for folder in (ROOT / top, *(ROOT / top).rglob("*"))
+        if folder.is_dir() and folder.name not in ("__pycache__", "results")
+    ]
+    files = {
+        str(folder.relative_to(ROOT)): sum(
+            path.suffix in (".py", ".cpp", ".h") and path.name != "__init__.py"
+            for path in folder.iterdir()
+        )
+        for folder in folders
+    }
+    assert len(files) > 30
+    assert not {name: number for name, number in files.items() if number > MOST_FILES}

@@ -18,7 +18,7 @@ from keyhole.config import (
     kind_of,
     read_setting,
 )
-from keyhole.models.bundled import TINY, is_tiny
+from keyhole.models.files.bundled import TINY, is_tiny
 from keyhole.policies import available_policies, make_policy
 from keyhole.reuse import available_reuse_methods
 from keyhole.settings_file import require_depth

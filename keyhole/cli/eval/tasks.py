@@ -111,8 +111,8 @@ def _told(outcome: EvalOutcome, settings: EvalSettings, output: str) -> dict[str
 
 
 def _print(outcome: EvalOutcome, settings: EvalSettings, model: str, output: str) -> None:
-    from keyhole.eval.controls import table as controls_table
     from keyhole.eval.results import table
+    from keyhole.eval.terms import controls_table
 
     if settings.controls:
         found = controls_table.table(outcome.lines, outcome.refused)

@@ -2,11 +2,13 @@
 
 SamKV (arXiv 2508.11661), section 3.1 and appendix A.1. The document runs through the model in
 chunks, like a prompt, in pages that are given back afterwards; while a layer runs, it is watched
-for the attention that tokens receive and for the mean query of each block.
+for the attention that tokens receive and for the mean query of each block. Between two chunks other
+requests may have steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,10 @@ from keyhole.reuse.blocks.statistics import BlockMeans, ReceivedAttention, block
 _LONG = 16384
 
 
+#: Yields after each piece of work how many tokens it computed, and returns the record.
+Encoding = Generator[int, None, DocumentRecord]
+
+
 def encode(
     model: Model,
     cache: PageCache,
@@ -39,34 +45,77 @@ def encode(
     chunk: int,
     lookahead: HeadRunner | None = None,
 ) -> DocumentRecord:
-    """The record of a document, its tensors on the CPU.
+    """The record of a document, its tensors on the CPU; all of it at once.
 
     tokens: int64 [n]; chunk: tokens that run at once. lookahead: whose head's keys are stored too,
     where they cannot be made from tokens alone. CapacityError if n tokens do not fit into the
     cache.
     """
-    size = cache.page_size
-    pages = cache.allocate(-(-len(tokens) // size))
-    if pages is None:
-        raise CapacityError(
-            f"a document of {len(tokens)} tokens does not fit into the KV cache, where "
-            f"{cache.available * size} are free; raise memory=, or cut it into parts"
-        )
-    named = None if lookahead is None else lookahead.stored_as
-    head = None if lookahead is None or named is None else HeadEncoding(lookahead)
+    pages = allocate(cache, len(tokens))
     try:
-        watch = _Watch(cache, len(tokens), block_size, model.device)
-        table = torch.tensor(pages, device=model.device)
-        quiet = None if len(tokens) >= _LONG else True
-        with tqdm(total=len(tokens), unit="token", desc="encode", disable=quiet) as bar:
-            for start in range(0, len(tokens), chunk):
-                part = tokens[start : start + chunk]
-                _run(model, cache, watch, table, part, start, head)
-                bar.update(len(part))
-        every = torch.arange(len(tokens), device=model.device)
-        layers = [watch.record(layer, table, every) for layer in range(len(cache.keys))]
+        work = encode_in_pieces(
+            model,
+            cache,
+            tokens,
+            pages,
+            block_size=block_size,
+            size=lambda left: min(left, chunk),
+            lookahead=lookahead,
+        )
+        while True:
+            next(work)
+    except StopIteration as done:
+        record: DocumentRecord = done.value
+        return record
     finally:
         cache.release(pages)
+
+
+def allocate(cache: PageCache, num_tokens: int) -> list[int]:
+    """Pages for a document. CapacityError if it does not fit into the cache."""
+    size = cache.page_size
+    pages = cache.allocate(-(-num_tokens // size))
+    if pages is None:
+        raise CapacityError(
+            f"a document of {num_tokens} tokens does not fit into the KV cache, where "
+            f"{cache.available * size} are free; raise memory=, or cut it into parts"
+        )
+    return pages
+
+
+def encode_in_pieces(
+    model: Model,
+    cache: PageCache,
+    tokens: np.ndarray,
+    pages: Sequence[int],
+    *,
+    block_size: int,
+    size: Callable[[int], int],
+    lookahead: HeadRunner | None = None,
+) -> Encoding:
+    """`encode`, with other work between its pieces.
+
+    pages: where it is computed, of the caller, who frees them. size: how many of the tokens that
+    are left run at once.
+    """
+    named = None if lookahead is None else lookahead.stored_as
+    head = None if lookahead is None or named is None else HeadEncoding(lookahead)
+    watch = _Watch(cache, len(tokens), block_size, model.device)
+    table = torch.tensor(pages, device=model.device)
+    quiet = None if len(tokens) >= _LONG else True
+    with tqdm(total=len(tokens), unit="token", desc="encode", disable=quiet) as bar:
+        start = 0
+        while start < len(tokens):
+            part = tokens[start : start + size(len(tokens) - start)]
+            _run(model, cache, watch, table, part, start, head)
+            start += len(part)
+            bar.update(len(part))
+            yield len(part)
+    every = torch.arange(len(tokens), device=model.device)
+    layers = []
+    for layer in range(len(cache.keys)):
+        layers.append(watch.record(layer, table, every))
+        yield 0
     heads = {} if head is None or named is None else {named: head.record()}
     return DocumentRecord(torch.from_numpy(tokens), block_size, layers, heads)
 

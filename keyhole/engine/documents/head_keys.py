@@ -25,7 +25,7 @@ from keyhole.models.batch import Batch
 from keyhole.retrieval.head import RetrievalHead
 
 # Tokens whose keys are made at once.
-_PIECE = 4096
+_PIECE = 1024
 
 
 class HeadEncoding:
@@ -53,7 +53,7 @@ class HeadEncoding:
 
 
 class PlacedHead:
-    """One prompt on its way into the pages, as the head sees it."""
+    """One prompt on its way into the pages, as the head sees it; for callers without gradients."""
 
     def __init__(
         self,
@@ -72,7 +72,6 @@ class PlacedHead:
         self._known: list[np.ndarray] = []
         self._fused: list[Tensor] = []
 
-    @torch.no_grad()
     def take(self, positions: np.ndarray, batch: Batch) -> None:
         """The tokens at these positions, int64, were computed in this prompt."""
         fused = self._lookahead.fuse(batch)
@@ -80,12 +79,14 @@ class PlacedHead:
             self._known.append(positions)
             self._fused.append(fused)
 
-    @torch.no_grad()
-    def write(self, positions: np.ndarray, pages: PageList) -> None:
-        """Writes keys of the tokens at these positions, ascending: all before the question."""
+    def write(self, positions: np.ndarray, pages: PageList) -> Iterator[None]:
+        """Writes keys of the tokens at these positions, ascending: all before the question.
+
+        A piece at each step of the iteration.
+        """
         name = self._lookahead.stored_as
         if name is None:
-            self._make(positions, None, pages)
+            yield from self._make(positions, None, pages)
             return
         self._take_ends(name)
         order = np.argsort(np.concatenate(self._known))
@@ -96,8 +97,9 @@ class PlacedHead:
         fresh = np.isin(positions - 1, known)
         for places, keys in self._stored(name, positions[~fresh]):
             self._put(keys, places, pages)
+            yield
         before = torch.from_numpy(np.searchsorted(known, positions[fresh] - 1)).to(self._device)
-        self._make(positions[fresh], fused[before], pages)
+        yield from self._make(positions[fresh], fused[before], pages)
         features, end = self._cache.common["head_features"], self._context.end
         page = pages.slots(np.array([end - 1]))[0] // self._cache.page_size
         features[page] = fused[int(np.searchsorted(known, end - 1))].to(features.dtype)
@@ -118,15 +120,18 @@ class PlacedHead:
             for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1):
                 if len(run):
                     keys = document.head_keys(name, int(run[0]), int(run[-1]) + 1)
-                    yield run + offset, keys.to(self._device)
+                    for start in range(0, len(run), _PIECE):
+                        part = slice(start, start + _PIECE)
+                        yield run[part] + offset, keys[part].to(self._device)
 
-    def _make(self, positions: np.ndarray, fused: Tensor | None, pages: PageList) -> None:
+    def _make(self, positions: np.ndarray, fused: Tensor | None, pages: PageList) -> Iterator[None]:
         for start in range(0, len(positions), _PIECE):
             part = slice(start, start + _PIECE)
             ids = torch.from_numpy(self._token_ids[positions[part]]).to(self._device)
             before = None if fused is None else fused[part]
             keys = self._lookahead.head.project(ids, before)[1]
             self._put(keys, positions[part], pages)
+            yield
 
     def _put(self, keys: Tensor, positions: np.ndarray, pages: PageList) -> None:
         head: RetrievalHead = self._lookahead.head

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from keyhole.config import is_count, require
 from keyhole.documents.defaults import BLOCK_SIZE, default_place
@@ -19,12 +21,12 @@ from keyhole.documents.store import (
     RecordError,
     StoredDocument,
 )
-from keyhole.engine.documents.encoder import encode
+from keyhole.engine.documents.encoder import allocate, encode_in_pieces
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
-from keyhole.engine.tokenization import Prompt, encode_text, given_ids
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import RopeShift
+from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
 
 
 class Documents:
@@ -134,10 +136,44 @@ class Documents:
             ) from error
 
     def _encode(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
-        with self._engine.lock:
-            return self._encoded(name, source, block_size)
+        """Encodes a document, piece by piece: other threads' steps go on between two of them."""
+        engine = self._engine
+        with engine.lock:
+            tokens = self._checked(name, source)
+            pages = self._pages(len(tokens))
+            engine.scheduler.lend(pages)
+        work = encode_in_pieces(
+            engine.model,
+            engine.cache,
+            np.asarray(tokens, np.int64),
+            pages,
+            block_size=block_size,
+            size=engine.scheduler.encoding_size,
+            lookahead=engine.lookahead,
+        )
+        try:
+            while True:
+                with engine.lock, torch.no_grad():
+                    begin = time.perf_counter()
+                    engine.pace.encoded(next(work), time.perf_counter() - begin)
+        except StopIteration as done:
+            record: DocumentRecord = done.value
+            return record
+        finally:
+            with engine.lock:
+                work.close()
+                engine.scheduler.take_back(pages)
 
-    def _encoded(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
+    def _pages(self, num_tokens: int) -> builtins.list[int]:
+        """Pages to encode a document in; known prompts make room."""
+        engine = self._engine
+        wanted = -(-num_tokens // engine.config.page_size)
+        if engine.prefix is not None and wanted > engine.cache.available:
+            engine.prefix.evict(wanted - engine.cache.available)
+        return allocate(engine.cache, num_tokens)
+
+    def _checked(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:
+        """The tokens of a document that the model can take."""
         engine = self._engine
         tokens = self._tokens(name, source)
         wrong = [t for t in tokens if not 0 <= t < engine.model.vocab_size]
@@ -151,18 +187,7 @@ class Documents:
                 f"document {name!r} has {len(tokens)} tokens, this model takes at most "
                 f"{engine.max_length - 1} in one piece ({engine.model.length_reason}); cut it"
             )
-        size = engine.config.page_size
-        pages = -(-len(tokens) // size)
-        if engine.prefix is not None and pages > engine.cache.available:
-            engine.prefix.evict(pages - engine.cache.available)
-        return encode(
-            engine.model,
-            engine.cache,
-            np.asarray(tokens, np.int64),
-            block_size=block_size,
-            chunk=engine.config.prefill_chunk,
-            lookahead=engine.lookahead,
-        )
+        return tokens
 
     def _tokens(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:
         if isinstance(source, str):

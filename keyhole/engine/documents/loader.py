@@ -19,9 +19,13 @@ from keyhole.models.positions import RopeShift
 from keyhole.reuse.base import LayerFacts, PlacedDocument
 
 _T = TypeVar("_T")
+#: Keys and values of some tokens of a layer.
+_Rows = tuple[Tensor, Tensor | None]
 
 #: Tokens between two runs that are read along with them: one more read costs about as much.
 _GAP = 16
+#: Tokens of a layer that are brought into the pages in one piece.
+_PIECE = 1024
 
 
 class Loader:
@@ -69,46 +73,71 @@ class Loader:
             )
         ]
 
-    def load(self, wanted: Tensor, pages: PageList) -> None:
-        """Brings tokens, bool [L, T], into their pages, but for those that are present."""
+    def load(self, wanted: Tensor, pages: PageList) -> Iterator[None]:
+        """Brings tokens, bool [L, T], into their pages, but for those that are present.
+
+        A piece of a layer at each step of the iteration.
+        """
         missing = wanted & ~self.present
         for layer, row in enumerate(missing.numpy()):
-            if row.any():
-                self._load_layer(layer, row, pages)
+            yield from self._load_layer(layer, np.flatnonzero(row), pages)
         self.present |= missing
 
-    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> None:
-        parts = list(self._parts(layer, wanted))
+    def facts(self) -> Iterator[None]:
+        """Reads the facts of all layers, one at each step of the iteration."""
+        for layer in range(self.num_layers):
+            self._facts(layer)
+            yield
+
+    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> Iterator[None]:
+        """wanted: the tokens, ascending; short runs of them share a piece."""
+        parts: list[_Rows] = []
+        done = count = 0
+        for part in self._parts(layer, wanted):
+            parts.append(part)
+            count += len(part[0])
+            if count >= _PIECE:
+                self._put(layer, wanted[done : done + count], parts, pages)
+                done, count, parts = done + count, 0, []
+                yield
+        if parts:
+            self._put(layer, wanted[done:], parts, pages)
+            yield
+
+    def _put(self, layer: int, tokens: np.ndarray, parts: Sequence[_Rows], pages: PageList) -> None:
         key = torch.cat([keys for keys, _ in parts])
         value = None
         if parts[0][1] is not None:
             value = torch.cat([values for _, values in parts if values is not None])
         if self._context.reuse.turns:
-            by = torch.from_numpy(self._by[wanted]).to(self._device)
+            by = torch.from_numpy(self._by[tokens]).to(self._device)
             key = self._turns.turn(layer, key, by[:, None])
-        slots = torch.from_numpy(pages.slots(self._positions[wanted])).to(self._device)
+        slots = torch.from_numpy(pages.slots(self._positions[tokens])).to(self._device)
         values = None if value is None else self._cache.values[layer]
         kernels.append(self._cache.keys[layer], values, key, value, slots)
 
-    def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
         """Stored rows of what is wanted, on the device, document by document."""
+        edges = np.searchsorted(wanted, self._starts)
         for i, document in enumerate(self._context.documents):
-            own = np.flatnonzero(wanted[self._starts[i] : self._starts[i + 1]])
+            own = wanted[edges[i] : edges[i + 1]] - self._starts[i]
             for run in np.split(own, np.flatnonzero(np.diff(own) > _GAP) + 1):
                 if len(run):
-                    yield self._rows(document, layer, run)
+                    yield from self._rows(document, layer, run)
 
-    def _rows(
-        self, document: StoredDocument, layer: int, wanted: np.ndarray
-    ) -> tuple[Tensor, Tensor | None]:
+    def _rows(self, document: StoredDocument, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
         """Rows of some tokens, ascending, by one read of all from the first to the last."""
-        start, stop = int(wanted[0]), int(wanted[-1]) + 1
-        key, value = document.rows(layer, start, stop)
-        key, value = key.to(self._device), None if value is None else value.to(self._device)
-        if len(wanted) == stop - start:
-            return key, value
-        places = torch.from_numpy(wanted - start).to(self._device)
-        return key[places], None if value is None else value[places]
+        begin = int(wanted[0])
+        keys, values = document.rows(layer, begin, int(wanted[-1]) + 1)
+        for done in range(0, len(wanted), _PIECE):
+            part = wanted[done : done + _PIECE]
+            start, stop = int(part[0]) - begin, int(part[-1]) + 1 - begin
+            key = keys[start:stop].to(self._device)
+            value = None if values is None else values[start:stop].to(self._device)
+            if len(part) < stop - start:
+                places = torch.from_numpy(part - part[0]).to(self._device)
+                key, value = key[places], None if value is None else value[places]
+            yield key, value
 
     def _facts(self, layer: int) -> list[LayerFacts]:
         """Facts of one layer, document by document; all of them are turned at once."""

@@ -7,11 +7,15 @@ read block by block, RoPE is re-applied, and written into pages; the prefix, wha
 documents and what the plan names are computed at their true positions; a retrieval head's keys of
 all that some layer has come last. The question itself is left to the engine, which reads it over
 the result like any other prompt.
+
+All of it is cut into units, so that the engine can do it beside other requests' steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +23,13 @@ from torch import Tensor
 
 from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.documents.integrity_error import RecordError
 from keyhole.engine.documents.context import Context, Reused
+from keyhole.engine.documents.filling import Filled, Filling, OutOfPages, Units
 from keyhole.engine.documents.head_keys import PlacedHead
 from keyhole.engine.documents.loader import Loader
+from keyhole.engine.documents.pace import Pace
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
@@ -32,9 +39,18 @@ from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
 from keyhole.reuse.base import RecomputePlan
 
+_T = TypeVar("_T")
+
+#: Units of one part of the work, as `Units`, and what comes of them.
+_Work = Generator[str, None, _T]
+
 
 class Preparation:
-    """Prepares prompts of stored documents for one engine."""
+    """Prepares prompts of stored documents for one engine.
+
+    chunk: the most tokens of a forward; `pace` may say less. prefix: known prompts, whose pages
+    make room.
+    """
 
     def __init__(
         self,
@@ -42,13 +58,17 @@ class Preparation:
         cache: PageCache,
         policy: Policy,
         chunk: int,
+        pace: Pace,
         lookahead: HeadRunner | None = None,
+        prefix: PrefixIndex | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._policy = policy
         self._chunk = chunk
+        self._pace = pace
         self._lookahead = lookahead
+        self._known = prefix
         self._turns = RopeShift.of(model)
 
     def check(self, context: Context) -> None:
@@ -79,28 +99,13 @@ class Preparation:
                 "'cacheblend' or 'epic', or another policy"
             )
 
-    def run(self, request: Request) -> bool:
-        """Fills pages of a request up to its question; False (nothing changed): pages are out.
-
-        Sets `pages`, `num_computed`, `kept` and `reused`.
-        """
+    def begin(self, request: Request) -> Filling:
+        """What fills the pages of a request up to its question; nothing is done yet."""
         context = request.context
-        assert context is not None
+        assert context is not None, "a prompt without documents has nothing to fill"
         pages = PageList(self._cache, len(request.prompt))
         prompt = _Prompt(self, context, pages, np.asarray(request.prompt, np.int64))
-        try:
-            done = prompt.fill()
-        except BaseException:
-            pages.release()
-            raise
-        if not done:
-            pages.release()
-            return False
-        request.pages = pages.listed(context.end)
-        request.num_computed = context.end
-        request.kept = prompt.kept_everywhere()
-        request.reused = prompt.report()
-        return True
+        return Filling(pages, prompt.fill())
 
     @property
     def page_size(self) -> int:
@@ -113,8 +118,10 @@ class Preparation:
 
     def forward(self, tokens: np.ndarray, positions: np.ndarray, batch: Batch) -> None:
         """Runs the model for what it writes; no logits are wanted."""
+        begin = time.perf_counter()
         last = torch.tensor([len(tokens) - 1], device=self._model.device)
         self._model.forward(self.send(tokens), self.send(positions), batch, last)
+        self._pace.forward(len(tokens), time.perf_counter() - begin)
 
     def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk) -> Batch:
         """A step of one chunk."""
@@ -130,12 +137,17 @@ class Preparation:
             rewrite=rewrite,
         )
 
-    def chunks(self, positions: np.ndarray) -> Sequence[np.ndarray]:
-        """Positions in parts of at most the engine's `prefill_chunk`."""
-        return [positions[i : i + self._chunk] for i in range(0, len(positions), self._chunk)]
+    def size(self, left: int) -> int:
+        """Tokens of the next forward: at most `chunk`, and as many as the step has time for."""
+        return self._pace.size(left, self._chunk)
 
-    def summarise(self, pages: PageList) -> None:
-        """Lets the policy see the pages, as after any append."""
+    def evict(self, count: int) -> None:
+        """Forgets known prompts until `count` pages are free, as far as there are any."""
+        if self._known is not None:
+            self._known.evict(count - self._cache.available)
+
+    def summarise(self, pages: PageList) -> Iterator[None]:
+        """Lets the policy see the pages, as after any append; a layer at each step."""
         if not any(self._cache.data):
             return
         there = self.send(pages.present())
@@ -143,6 +155,7 @@ class Preparation:
         for layer in self._cache.geometry.full_attention:
             data = self._cache.data[layer]
             self._policy.on_append(self._cache.keys[layer], data, there, filled)
+            yield
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
@@ -173,56 +186,63 @@ class _Prompt:
         self._always = np.append(self._loose, np.arange(max(0, context.end - 1), context.end))
         self._loader = owner.loader(context)
         self._head = owner.head(context, tokens)
-        self._plan: RecomputePlan | None = None
 
-    def fill(self) -> bool:
-        """Everything up to the question; False if pages ran out on the way."""
+    def fill(self) -> Units:
+        """Everything up to the question. Raises OutOfPages."""
         placed = self._loader.placed()
-        if not self._pages.need(self._always):
-            return False
-        self._prefix()
+        yield from self._need(self._always)
+        yield from self._prefix()
         query = None
         glance = self._reuse.glance(placed)
         if glance is not None:
-            query = self._first_reading(glance)
-            if query is None:
-                return False
+            query = yield from self._first_reading(glance)
+        if self._reuse.reads_facts:
+            yield from _each("facts", self._loader.facts())
+        yield "plan"
         plan = self._checked(self._reuse.plan(placed, query))
         if self._reuse.check_layer is not None:
-            deviation = self._deviation(plan, self._reuse.check_layer)
-            if deviation is None:
-                return False
+            deviation = yield from self._deviation(plan, self._reuse.check_layer)
+            yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
+        yield from self._write(plan)
+        return Filled(self._context.end, self._kept_everywhere(plan), self._report(plan))
+
+    def _write(self, plan: RecomputePlan) -> _Work[None]:
+        """Loads and computes what the plan names; gives back all other pages."""
         again = plan.written.any(0)
         needed = plan.kept | again
         places = self._documents[needed.any(0).numpy()]
         self._pages.keep(np.concatenate([self._always, places]))
-        if not self._pages.need(places):
-            return False
+        yield from self._need(places)
         stored = needed if self._reuse.fuses else needed & ~plan.written
-        self._loader.load(stored, self._pages)
-        self._compute(plan, again)
+        yield from _each("load", self._loader.load(stored, self._pages))
+        yield from self._compute(plan, again)
         places = self._documents[plan.kept.any(0).numpy()]
         self._pages.keep(np.concatenate([self._always, places]))
-        self._owner.summarise(self._pages)
+        yield from _each("summarise", self._owner.summarise(self._pages))
         if self._head is not None:
-            self._head.write(np.union1d(self._loose, places), self._pages)
-        self._plan = plan
-        return True
+            rows = np.union1d(self._loose, places)
+            yield from _each("head", self._head.write(rows, self._pages))
 
-    def kept_everywhere(self) -> Tensor | None:
+    def _need(self, positions: np.ndarray) -> _Work[None]:
+        """Makes sure that there are pages for these positions; known prompts make room."""
+        yield "pages"
+        if not self._pages.need(positions):
+            self._owner.evict(self._pages.num_missing(positions))
+            if not self._pages.need(positions):
+                raise OutOfPages
+        yield from _each("clear", self._pages.clear())
+
+    def _kept_everywhere(self, plan: RecomputePlan) -> Tensor | None:
         """Bool [L, end]: what each layer has before the question; None: all of it."""
-        assert self._plan is not None
-        if self._plan.kept.all():
+        if plan.kept.all():
             return None
-        kept = torch.ones(len(self._plan.kept), self._context.end, dtype=torch.bool)
-        kept[:, torch.from_numpy(self._documents)] = self._plan.kept
+        kept = torch.ones(len(plan.kept), self._context.end, dtype=torch.bool)
+        kept[:, torch.from_numpy(self._documents)] = plan.kept
         return kept
 
-    def report(self) -> Reused:
+    def _report(self, plan: RecomputePlan) -> Reused:
         """What was kept, computed and read."""
-        plan = self._plan
-        assert plan is not None
         again = plan.written.any(0)
         return Reused(
             documents=[document.info.name for document in self._context.documents],
@@ -240,29 +260,31 @@ class _Prompt:
         assert not (written & ~kept).any(), "a token that is computed again must be kept"
         return RecomputePlan(kept, written, plan.shares)
 
-    def _prefix(self) -> None:
+    def _prefix(self) -> _Work[None]:
         """The prefix is an ordinary start of a prompt."""
         owner, table = self._owner, self._owner.send(self._pages.table())
-        for part in owner.chunks(np.arange(self._context.num_prefix)):
-            pages = table[: -(-int(part[-1] + 1) // owner.page_size)]
+        end = 0
+        while end < self._context.num_prefix:
+            yield "forward"
+            part = np.arange(end, end + owner.size(self._context.num_prefix - end))
+            end += len(part)
+            pages = table[: -(-end // owner.page_size)]
             chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
             batch = owner.batch(self._pages.slots(part), chunk)
             owner.forward(self._tokens[part], part, batch)
             if self._head is not None:
                 self._head.take(part, batch)
 
-    def _first_reading(self, glance: Tensor) -> list[Tensor] | None:
-        """The question's queries per layer over what `glance` names; None: pages are out."""
+    def _first_reading(self, glance: Tensor) -> _Work[list[Tensor]]:
+        """The question's queries per layer over what `glance` names."""
         first = glance.cpu()
         question = np.arange(self._context.end, len(self._tokens))
-        places = np.concatenate([self._documents[first.numpy()], question])
-        if not self._pages.need(places):
-            return None
+        yield from self._need(np.concatenate([self._documents[first.numpy()], question]))
         layers = self._loader.num_layers
         everywhere = first.expand(layers, -1)
-        self._loader.load(everywhere, self._pages)
+        yield from _each("load", self._loader.load(everywhere, self._pages))
         nothing = np.zeros(0, np.int64)
-        self._pass(self._apart, self._seen(everywhere, nothing))
+        yield from self._pass(self._apart, self._seen(everywhere, nothing))
         queries: dict[int, Tensor] = {}
 
         def note(layer: int, query: Tensor) -> None:
@@ -270,30 +292,29 @@ class _Prompt:
 
         seen = self._seen(everywhere, question)
         # One piece, as the mean is over all of its tokens.
-        self._pass(question, seen, queries=note, whole=True)
+        yield from self._pass(question, seen, queries=note, whole=True)
         return [queries[layer] for layer in range(layers)]
 
-    def _deviation(self, plan: RecomputePlan, layer: int) -> Tensor | None:
+    def _deviation(self, plan: RecomputePlan, layer: int) -> _Work[Tensor]:
         """Computes the first layers for all tokens that the plan writes there."""
         again = plan.written[: layer + 1].all(0)
         places = self._documents[again.numpy()]
-        if not self._pages.need(places):
-            return None
+        yield from self._need(places)
         stored = torch.zeros_like(plan.kept)
         stored[layer] = again
-        self._loader.load(stored, self._pages)
+        yield from _each("load", self._loader.load(stored, self._pages))
         rows = np.union1d(places, self._apart)
         written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
         deviations: dict[int, list[Tensor]] = {layer: []}
         seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
-        self._pass(rows, seen, written=written, deviations=deviations, last_layer=layer)
+        yield from self._pass(rows, seen, written=written, deviations=deviations, last_layer=layer)
         self._loader.present[: layer + 1, again] = True
         found = torch.zeros(2, len(again))
         documents = np.searchsorted(rows, places)
         found[:, again] = torch.cat(deviations[layer], 1).cpu()[:, torch.from_numpy(documents)]
         return found
 
-    def _compute(self, plan: RecomputePlan, again: Tensor) -> None:
+    def _compute(self, plan: RecomputePlan, again: Tensor) -> _Work[None]:
         """One forward of what is computed again, and of what separates the documents."""
         places = self._documents[again.numpy()]
         rows = np.union1d(places, self._apart)
@@ -304,7 +325,7 @@ class _Prompt:
         written[:, column] = plan.written[:, again]
         seen = self._seen(plan.kept | again, self._apart)
         update = self._reuse.blend if self._reuse.fuses else None
-        self._pass(rows, seen, written=written, update=update, head=self._head)
+        yield from self._pass(rows, seen, written=written, update=update, head=self._head)
 
     def _seen(self, kept: Tensor, more: np.ndarray) -> list[np.ndarray]:
         """Per layer the positions that can be read: loose tokens, kept ones of documents, more.
@@ -333,15 +354,19 @@ class _Prompt:
         last_layer: int | None = None,
         whole: bool = False,
         head: PlacedHead | None = None,
-    ) -> None:
+    ) -> _Work[None]:
         """Runs tokens at `positions`, in ascending parts: each sees what the parts before wrote."""
         owner = self._owner
         table = owner.send(self._pages.table())
+        every = {id(row): owner.send(row) for row in seen}
         done = 0
-        for part in [positions] if whole and len(positions) else owner.chunks(positions):
+        while done < len(positions):
+            yield "forward"
+            left = len(positions) - done
+            part = positions[done : done + (left if whole else owner.size(left))]
             rows = slice(done, done + len(part))
             # What comes later is not there yet: its places may hold anything.
-            sent = {id(row): owner.send(row[: row.searchsorted(part[-1] + 1)]) for row in seen}
+            sent = {id(row): every[id(row)][: row.searchsorted(part[-1] + 1)] for row in seen}
             chunk = ScatteredChunk(
                 rows=slice(0, len(part)),
                 positions=owner.send(part),
@@ -361,3 +386,15 @@ class _Prompt:
             if head is not None:
                 head.take(part, batch)
             done += len(part)
+
+
+def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:
+    """The steps of an iteration as units of a kind."""
+    while True:
+        yield kind
+        if next(pieces, _DONE) is _DONE:
+            return
+
+
+#: What no iteration gives.
+_DONE = object()

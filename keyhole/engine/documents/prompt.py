@@ -11,9 +11,9 @@ from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.context import Context
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.engine import Engine
-from keyhole.engine.tokenization import Prompt, encode_text, given_ids
 from keyhole.errors import RequestError
 from keyhole.reuse.base import Reuse
+from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
 
 # Stands in a chat message where the documents go; no template changes it.
 _MARK = "\x00documents\x00"
@@ -45,7 +45,8 @@ def assemble(
     """The prompt: prefix, documents in order with a separator between them, question.
 
     Every part is tokenised alone, so that stored tokens stand in it unchanged. Documents are open
-    until `stack` is closed. chat: prefix, documents and question are the user's message of the
+    until `stack` is closed; a caller that does not hold the engine's lock lets other threads' steps
+    go on while they are opened. chat: prefix, documents and question are the user's message of the
     model's chat template.
     """
     tokenizer = engine.model.tokenizer
@@ -53,14 +54,16 @@ def assemble(
         raise RequestError("the question is empty; ask something")
     if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")
-    if chat:
-        prefix, question = _in_chat(tokenizer, prefix, question)
-    begin = _prefix(tokenizer, prefix, special=not chat)
-    between = _plain(tokenizer, "a separator", separator)
     opened: dict[str, StoredDocument] = {}
     for name in names:  # one that stands twice is opened once
         if name not in opened:
             opened[name] = stack.enter_context(documents.open(name, with_head=not reuse.exact))
+    with engine.lock:  # no two threads at once in the tokenizer
+        if chat:
+            prefix, question = _in_chat(tokenizer, prefix, question)
+        begin = _prefix(tokenizer, prefix, special=not chat)
+        between = _plain(tokenizer, "a separator", separator)
+        asked = _plain(tokenizer, "a question", question)
     tokens, offsets = list(begin), []
     for i, name in enumerate(names):
         if i:
@@ -68,7 +71,7 @@ def assemble(
         offsets.append(len(tokens))
         tokens += opened[name].token_ids.tolist()
     end = len(tokens)
-    tokens += _plain(tokenizer, "a question", question)
+    tokens += asked
     if reuse.exact:
         return DocumentPrompt(tokens, None)
     every = tuple(opened[name] for name in names)

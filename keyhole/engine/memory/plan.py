@@ -12,7 +12,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import ConfigError
-from keyhole.models import parameters
+from keyhole.models.files import parameters
 from keyhole.models.loading import Model
 from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy

@@ -9,12 +9,12 @@ from typing import Any
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.errors import KeyholeError
-from keyhole.eval import controls as eval_controls
 from keyhole.eval.attention.settings import TWIN_TEXTS
 from keyhole.eval.methods import Budget, Method
 from keyhole.eval.results.conditions import settings_of
 from keyhole.eval.results.line_file import Line
 from keyhole.eval.terms import GIVEN, Terms
+from keyhole.eval.terms import controls as eval_controls
 from keyhole.eval.workloads.perplexity import Windows
 from keyhole.policies.base import Policy
 

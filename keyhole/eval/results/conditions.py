@@ -10,10 +10,10 @@ from typing import Any
 
 from keyhole.cache.layout import Geometry
 from keyhole.errors import KeyholeError
-from keyhole.eval import controls as eval_controls
 from keyhole.eval.methods import Method
 from keyhole.eval.results.line_file import Line
 from keyhole.eval.terms import GIVEN, Terms
+from keyhole.eval.terms import controls as eval_controls
 from keyhole.eval.terms.equal import UnequalTermsError
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy

@@ -22,13 +22,13 @@ import numpy as np
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
-from keyhole.engine.tokenization import Prompt
 from keyhole.errors import ConfigError
 from keyhole.eval.report.plot_style import FILL
 from keyhole.eval.trace.trace import Trace, Traced
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
+from keyhole.tokenization.prompts import Prompt
 
 MOST_COLUMNS, MOST_ROWS = 512, 64
 #: A cell whose tokens were all read; shares are stored as whole numbers from 0 to this.

@@ -23,7 +23,7 @@ from keyhole.eval.settings import SETUPS
 from keyhole.integrations.kvpress.evaluation import PressCell, PressEvaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
 from keyhole.method_specs import Spec
-from keyhole.models.bundled import TINY, is_tiny
+from keyhole.models.files.bundled import TINY, is_tiny
 from keyhole.models.loading import load
 
 

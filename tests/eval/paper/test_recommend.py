@@ -13,7 +13,6 @@ import pytest
 import keyhole
 from keyhole import LLM, Quest
 from keyhole.config import EngineConfig
-from keyhole.eval.controls import controls
 from keyhole.eval.methods import FULL, Budget, Method
 from keyhole.eval.paper import page
 from keyhole.eval.paper.documents import NO_DOCUMENTS, DocumentOutcome
@@ -23,6 +22,7 @@ from keyhole.eval.paper.reuse_verdicts import reuse_results
 from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.results.conditions import settings_of
 from keyhole.eval.run import EvalOutcome
+from keyhole.eval.terms.controls import controls
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse

@@ -1,0 +1,78 @@
+"""Time to the first token over stored documents, in a model with random weights, on this machine.
+
+    python -m benchmarks.document_reuse.prompt_time [--shape llama-100m] [--documents 4]
+        [--tokens 512] [--repeat 7]
+
+Every method answers in turns (`benchmarks.paper.documents`); what is printed, and stored with the
+times, is each method's median ratio to `recompute` in the same turn. Adds a line to
+benchmarks/results/documents.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import keyhole
+from benchmarks.paper import documents
+from benchmarks.paper.documents import RECOMPUTE
+from benchmarks.paper.kinds import DocumentSettings
+from keyhole.bench import measure
+from keyhole.bench.shapes import SHAPES
+
+
+def main() -> None:
+    """Measures, prints and stores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    methods = (RECOMPUTE, "reuse", "cacheblend", "epic", "sam_kv")
+    parser.add_argument("--methods", nargs="+", default=methods, metavar="METHOD")
+    parser.add_argument("--shape", default="llama-100m", choices=SHAPES)
+    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512, help="of each document")
+    parser.add_argument("--question", type=int, default=32, help="tokens of the question")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--output", type=Path, default=measure.results() / "documents.jsonl")
+    arguments = parser.parse_args()
+    settings = DocumentSettings(
+        methods=(RECOMPUTE, *(name for name in arguments.methods if name != RECOMPUTE)),
+        documents=arguments.documents,
+        tokens=arguments.tokens,
+        question=arguments.question,
+        repeat=arguments.repeat,
+        shape=arguments.shape,
+        dtype=arguments.dtype,
+        device=arguments.device,
+    )
+    device = measure.device(arguments.device)
+    line = measure.header("documents", device, arguments.note, keyhole.__version__)
+    line["command"] = shlex.join(
+        ["python", "-m", "benchmarks.document_reuse.prompt_time", *sys.argv[1:]]
+    )
+    line |= documents.run(settings, lambda *_: None)
+    line["by_recompute"] = ratios(line["results"])
+    measure.append(arguments.output, line)
+    for name, ratio in line["by_recompute"].items():
+        print(f"{name}: {ratio:.3f} of the time that computing everything takes")
+
+
+def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Of each system the median over turns of its time / that of `recompute` in the same turn."""
+    times = {result["system"]: result["all_ttft_ms"] for result in results}
+    return {
+        name: statistics.median(
+            own / whole for own, whole in zip(found, times[RECOMPUTE], strict=True)
+        )
+        for name, found in times.items()
+        if name != RECOMPUTE
+    }
+
+
+if __name__ == "__main__":
+    main()

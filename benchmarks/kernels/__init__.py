@@ -1,0 +1,1 @@
+"""Operations beside their peers: `python -m benchmarks.kernels`."""

@@ -1,0 +1,229 @@
+"""Cases of the kernel benchmark that attend or score: all, tokens, pages, a prompt's chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernels.cases import KernelCase, Outputs, System
+from benchmarks.kernels.layer import Layer
+from keyhole import kernels
+from keyhole.bench.settings import PAGE_SIZE
+from keyhole.kernels import ScoreRequest, Selection
+
+#: Tokens per KV head, and pages shared by all heads, that are read of the longest context; at most
+#: a quarter of it.
+SELECTED_TOKENS, SELECTED_PAGES = 2048, 64
+#: A prompt's chunk, and the tokens before it.
+CHUNK, BEFORE = 512, 8192
+
+
+def attend(layer: Layer) -> Iterator[KernelCase]:
+    """Everything in the shorter contexts; tokens and pages of the longest."""
+    for tokens in layer.contexts:
+        yield _attend_all(layer, tokens)
+    yield _attend_tokens(layer, min(SELECTED_TOKENS, layer.longest // 4))
+    yield _attend_pages(layer, min(SELECTED_PAGES, max(1, layer.longest // PAGE_SIZE // 4)))
+
+
+def _attend_all(layer: Layer, tokens: int) -> KernelCase:
+    dense = layer.side_by_side(tokens)
+    query = layer.query
+
+    def sdpa(i: int) -> Outputs:
+        key, value = dense[i]
+        out = F.scaled_dot_product_attention(
+            query[:, :, None], key, value, scale=layer.scale, enable_gqa=True
+        )
+        return (out[:, :, 0],)
+
+    return KernelCase(
+        op="attend",
+        tokens=tokens,
+        about=f"all of {tokens:,} tokens",
+        moved_bytes=tokens * layer.token_bytes,
+        variants=layer.variants(tokens),
+        ours={"": System(run=_attend(layer, tokens))},
+        peers={
+            "torch sdpa": System(run=sdpa),
+            "torch matmul": System(run=lambda i: (mix(layer, *dense[i])[0],)),
+        },
+    )
+
+
+def _attend_tokens(layer: Layer, count: int) -> KernelCase:
+    draws = layer.draws(layer.longest, count, layer.num_kv_heads)
+    counts = torch.full((layer.batch, layer.num_kv_heads), count, dtype=torch.int32)
+    paged = (layer.query, layer.keys, layer.values, layer.table, layer.lengths(layer.longest))
+    ((keys, values),) = layer.side_by_side(layer.longest)
+    rows = [x.flatten(0, 2) for x in (keys, values)]  # [B Hkv N, D]
+    heads = torch.arange(layer.batch * layer.num_kv_heads).view(layer.batch, -1, 1)
+
+    def ours(i: int) -> Outputs:
+        selection = Selection(draws[i], counts, 1)
+        return (kernels.attend(*paged, selection=selection, scale=layer.scale),)
+
+    def gather(i: int) -> Outputs:
+        where = (draws[i] + heads * layer.longest).flatten()
+        key, value = (x.index_select(0, where).view(*draws[i].shape, -1) for x in rows)
+        return (mix(layer, key, value)[0],)
+
+    return KernelCase(
+        op="attend",
+        tokens=layer.longest,
+        selected=count,
+        unit=1,
+        about=f"{count:,} tokens per KV head of {layer.longest:,}",
+        moved_bytes=count * layer.token_bytes,
+        variants=len(draws),
+        ours={"": System(run=ours)},
+        peers={"torch gather, matmul": System(run=gather)},
+    )
+
+
+def _attend_pages(layer: Layer, count: int) -> KernelCase:
+    num_pages = layer.longest // PAGE_SIZE
+    draws = layer.draws(num_pages, count, 1)
+    counts = torch.full((layer.batch, 1), count, dtype=torch.int32)
+    paged = (layer.query, layer.keys, layer.values, layer.table, layer.lengths(layer.longest))
+    ((keys, values),) = layer.side_by_side(layer.longest)
+    rows = [x.view(-1, PAGE_SIZE * layer.dim) for x in (keys, values)]  # [B Hkv M, page]
+    heads = torch.arange(layer.batch * layer.num_kv_heads).view(layer.batch, -1, 1)
+
+    def ours(i: int) -> Outputs:
+        selection = Selection(draws[i], counts, PAGE_SIZE)
+        return (kernels.attend(*paged, selection=selection, scale=layer.scale),)
+
+    def gather(i: int) -> Outputs:
+        where = (draws[i] + heads * num_pages).flatten()
+        size = (layer.batch, layer.num_kv_heads, count * PAGE_SIZE, layer.dim)
+        key, value = (x.index_select(0, where).view(size) for x in rows)
+        return (mix(layer, key, value)[0],)
+
+    return KernelCase(
+        op="attend",
+        tokens=layer.longest,
+        selected=count,
+        unit=PAGE_SIZE,
+        about=f"{count} pages, shared by heads, of {layer.longest:,} tokens",
+        moved_bytes=count * PAGE_SIZE * layer.token_bytes,
+        variants=len(draws),
+        ours={"": System(run=ours)},
+        peers={"torch gather, matmul": System(run=gather)},
+    )
+
+
+def attend_and_score(layer: Layer) -> Iterator[KernelCase]:
+    """As a selection layer of DELTA does it, with `attend` alone beside it."""
+    tokens = layer.contexts[-1]
+    tables, lengths = layer.tables(tokens), layer.lengths(tokens)
+    dense = layer.side_by_side(tokens)
+    requests = (ScoreRequest("max", PAGE_SIZE),)
+
+    def ours(i: int) -> Outputs:
+        paged = (layer.query, layer.keys, layer.values, tables[i], lengths)
+        out, scores = kernels.attend_and_score(*paged, requests=requests, scale=layer.scale)
+        return out, *scores
+
+    def matmul(i: int) -> Outputs:
+        out, weights = mix(layer, *dense[i])
+        best = weights.flatten(1, 2).amax(1).float()
+        return out, best.unflatten(1, (-1, PAGE_SIZE)).sum(2)[:, None]
+
+    yield KernelCase(
+        op="attend_and_score",
+        tokens=tokens,
+        about=f"all of {tokens:,} tokens, a score per page",
+        moved_bytes=tokens * layer.token_bytes,
+        variants=len(dense),
+        ours={"": System(run=ours), "attend": System(run=_attend(layer, tokens))},
+        peers={"torch matmul": System(run=matmul)},
+    )
+
+
+def head_scores(layer: Layer) -> Iterator[KernelCase]:
+    """As a retrieval head does it."""
+    tokens = layer.contexts[-1]
+    tables, lengths = layer.tables(tokens), layer.lengths(tokens)
+    keys = [key for key, _ in layer.side_by_side(tokens)]
+
+    def ours(i: int) -> Outputs:
+        paged = (layer.query, layer.keys, tables[i], lengths)
+        return (kernels.head_scores(*paged, scale=layer.scale),)
+
+    yield KernelCase(
+        op="head_scores",
+        tokens=tokens,
+        about=f"{tokens:,} tokens",
+        moved_bytes=tokens * layer.token_bytes // 2,
+        variants=len(keys),
+        ours={"": System(run=ours)},
+        peers={"torch matmul": System(run=lambda i: (_weights(layer, keys[i]).amax(2).float(),))},
+    )
+
+
+def prefill(layer: Layer) -> Iterator[KernelCase]:
+    """A chunk of one prompt; bound by arithmetic, so no bandwidth is given."""
+    before = max((n for n in layer.contexts if n <= BEFORE), default=layer.contexts[0])
+    before = min(before, layer.longest - PAGE_SIZE)
+    chunk = min(CHUNK, layer.longest - before)
+    tokens = before + chunk
+    tables = [table[0].long() for table in layer.tables(tokens)]
+    dense = [(key[:1], value[:1]) for key, value in layer.side_by_side(tokens)]
+    query = layer.randn(chunk, layer.num_heads, layer.dim)
+    seen = torch.arange(tokens) <= torch.arange(before, tokens)[:, None]
+
+    def ours(i: int) -> Outputs:
+        paged = (query, layer.keys, layer.values, tables[i], before)
+        return (kernels.prefill(*paged, scale=layer.scale),)
+
+    def sdpa(i: int) -> Outputs:
+        key, value = dense[i]
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key,
+            value,
+            attn_mask=seen,
+            scale=layer.scale,
+            enable_gqa=True,
+        )
+        return (out[0].transpose(0, 1),)
+
+    yield KernelCase(
+        op="prefill",
+        tokens=tokens,
+        about=f"{chunk:,} tokens of a prompt after {before:,}",
+        moved_bytes=tokens * layer.token_bytes // layer.batch,
+        flops=4 * int(seen.sum()) * layer.num_heads * layer.dim,
+        variants=len(tables),
+        ours={"": System(run=ours)},
+        peers={"torch sdpa": System(run=sdpa)},
+    )
+
+
+def _attend(layer: Layer, tokens: int) -> Callable[[int], Outputs]:
+    """Our attention to everything in a variant of that many tokens."""
+    tables, lengths = layer.tables(tokens), layer.lengths(tokens)
+
+    def run(i: int) -> Outputs:
+        paged = (layer.query, layer.keys, layer.values, tables[i], lengths)
+        return (kernels.attend(*paged, scale=layer.scale),)
+
+    return run
+
+
+def _weights(layer: Layer, key: Tensor) -> Tensor:
+    """Attention weights [B, Hkv, G, n] over keys [B, Hkv, n, D]: no key is copied for its group."""
+    grouped = layer.query.unflatten(1, (layer.num_kv_heads, -1))
+    scores = grouped @ key.transpose(-1, -2) * layer.scale
+    weights: Tensor = scores.softmax(-1, dtype=torch.float32).to(layer.dtype)
+    return weights
+
+
+def mix(layer: Layer, key: Tensor, value: Tensor) -> Outputs:
+    """Attention as two products per KV head: [B, Hq, D], and its weights."""
+    weights = _weights(layer, key)
+    return (weights @ value).flatten(1, 2), weights

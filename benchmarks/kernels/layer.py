@@ -1,0 +1,91 @@
+"""One layer's keys and values for the kernel benchmark, in pages and side by side.
+
+Every sequence has as many tokens as the longest context, in pages that lie in random order. A
+shorter context has several *variants*: parts of the same cache that do not overlap. Calls go
+through them in turn, so that none finds in the processor's cache what it is to read from memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.settings import KernelSettings
+from keyhole.bench.settings import PAGE_SIZE
+from keyhole.bench.shapes import SHAPES
+from keyhole.cache import huge_pages
+from keyhole.cache.layout import LayerLayout
+from keyhole.cache.pages import keys_and_values
+
+
+class Layer:
+    """Random keys and values [P, Hkv, page_size, D], a page table [B, M] and a query [B, Hq, D].
+
+    On the device that torch makes tensors on.
+    """
+
+    def __init__(self, settings: KernelSettings) -> None:
+        shape = SHAPES[settings.shape]
+        self.num_heads = int(shape["num_attention_heads"])
+        self.num_kv_heads = int(shape["num_key_value_heads"])
+        self.dim = int(shape["head_dim"])
+        self.hidden_size = int(shape["hidden_size"])
+        self.intermediate_size = int(shape["intermediate_size"])
+        self.scale = self.dim**-0.5
+        self.batch = settings.batch
+        self.longest = settings.contexts[-1]
+        #: Contexts that are attended in full; the longest is what selections are made from.
+        self.contexts = settings.contexts[:-1] or settings.contexts
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+        pages = self.batch * self.longest // PAGE_SIZE
+        layout = LayerLayout(num_kv_heads=self.num_kv_heads, key_dim=self.dim, value_dim=self.dim)
+        stored = self.randn(pages, self.num_kv_heads, PAGE_SIZE * layout.numbers_per_head)
+        self.keys, self.values = keys_and_values(stored, layout, PAGE_SIZE)
+        order = torch.randperm(pages, generator=self.generator)
+        self.table = order.int().view(self.batch, -1)
+        self.query = self.randn(self.batch, self.num_heads, self.dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token of every sequence."""
+        return 2 * self.batch * self.num_kv_heads * self.dim * self.dtype.itemsize
+
+    def randn(self, *size: int) -> Tensor:
+        """Normal random numbers in the layer's dtype, in memory like that of a cache."""
+        tensor = huge_pages.new_empty(torch.empty(0, dtype=self.dtype), *size)
+        return tensor.normal_(generator=self.generator)
+
+    def variants(self, tokens: int) -> int:
+        """How many parts of `tokens` tokens there are."""
+        return self.longest // tokens
+
+    def tables(self, tokens: int) -> list[Tensor]:
+        """The page table of each variant, int32 [B, tokens / page_size]."""
+        return list(self.table.split(tokens // PAGE_SIZE, 1)[: self.variants(tokens)])
+
+    def lengths(self, tokens: int) -> Tensor:
+        """Every sequence has `tokens` tokens: int32 [B]."""
+        return torch.full((self.batch,), tokens, dtype=torch.int32)
+
+    def side_by_side(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, Hkv, tokens, D] of each variant, without pages: a copy."""
+        return [
+            (_gathered(self.keys, table), _gathered(self.values, table))
+            for table in self.tables(tokens)
+        ]
+
+    def draws(self, size: int, count: int, lists: int) -> list[Tensor]:
+        """Selections of `count` of `size` entries, int32 [B, lists, count]; none overlaps another.
+
+        Ascending; the newest entry is in each of them, as in every selection.
+        """
+        orders = torch.rand(self.batch, lists, size, generator=self.generator).argsort(-1).int()
+        draws = [part.sort(-1).values for part in orders.split(count, -1)[: size // count]]
+        for draw in draws:
+            draw[..., -1] = size - 1
+        return [draw.contiguous() for draw in draws]
+
+
+def _gathered(stored: Tensor, table: Tensor) -> Tensor:
+    return stored[table.long()].transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,38 @@
+"""Cases of the kernel benchmark for linear layers, which read all weights for a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.kernels.cases import KernelCase, System
+from benchmarks.kernels.layer import Layer
+from keyhole import kernels
+
+# One sequence, and a batch as large as the engine's default.
+_TOKENS = (1, 8)
+# Together more than a processor's cache holds.
+_VARIANTS = 4
+
+
+def linear(layer: Layer) -> Iterator[KernelCase]:
+    """The widest product of a layer, the one that opens its MLP."""
+    size = layer.intermediate_size, layer.hidden_size
+    weights = [layer.randn(*size) for _ in range(_VARIANTS)]
+    for tokens in _TOKENS:
+        yield _case(weights, layer.randn(tokens, layer.hidden_size))
+
+
+def _case(weights: list[Tensor], x: Tensor) -> KernelCase:
+    (tokens, width), weight = x.shape, weights[0]
+    return KernelCase(
+        op="linear",
+        tokens=tokens,
+        about=f"{tokens} x {width:,} by {width:,} x {len(weight):,}",
+        moved_bytes=weight.nbytes,
+        variants=len(weights),
+        ours={"": System(run=lambda i: (kernels.linear(x, weights[i]),))},
+        peers={"torch linear": System(run=lambda i: (F.linear(x, weights[i]),))},
+    )

@@ -1,0 +1,225 @@
+"""Time and bandwidth of every operation on every path of a device, beside plain PyTorch.
+
+One layer of a given shape, one decode step. Results are compared with the reference before anything
+is timed; then paths and peers take turns, each on another part of the cache than the one before.
+On a GPU the calls of a turn are one CUDA graph, as they are in an engine's step: launching small
+ones takes the host longer than the device needs for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from benchmarks.kernels import (
+    attention_cases,
+    backends,
+    choice_cases,
+    linear_cases,
+    low_rank_cases,
+    summary_cases,
+)
+from benchmarks.kernels.cases import KernelCase, System
+from benchmarks.kernels.layer import Layer
+from benchmarks.kernels.settings import KernelSettings
+from benchmarks.targets import bars
+from keyhole.bench import agreement, measure, memory
+from keyhole.bench.cuda_graph_timer import capture
+from keyhole.bench.interleaved_timer import Turn, take_turns
+from keyhole.bench.measure import Report, Result
+from keyhole.bench.settings import PAGE_SIZE, require_known
+from keyhole.bench.shapes import SHAPES
+from keyhole.errors import CapacityError
+from keyhole.kernels import cpu
+
+_CASES: dict[str, Callable[[Layer], Iterator[KernelCase]]] = {
+    "attend": attention_cases.attend,
+    "attend_and_score": attention_cases.attend_and_score,
+    "attend_low_rank": low_rank_cases.attend_low_rank,
+    "head_scores": attention_cases.head_scores,
+    "prefill": attention_cases.prefill,
+    "append": choice_cases.append,
+    "page_bounds": choice_cases.page_bounds,
+    "bound_scores": choice_cases.bound_scores,
+    "summary_scores": summary_cases.summary_scores,
+    "spread_scores": summary_cases.spread_scores,
+    "top_k": choice_cases.top_k,
+    "trim": choice_cases.trim,
+    "linear": linear_cases.linear,
+}
+
+# Relative error that rounding explains; in flat attention over 32,768 tokens one wrong page makes
+# 0.03.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 0.02}
+_WARM_UP = 2
+# A case ends early after about this long, but not before it has been measured a few times.
+_CASE_MS, _LEAST_ROUNDS = 60e3, 3
+# Calls in a turn: on a GPU so many that what it takes to launch their graph is small beside them.
+_CALLS = {"cpu": 1, "cuda": 10}
+# Beside the cache: the same without pages, and half of that again while it is made.
+_COPIES = 2.5
+_CPU = torch.device("cpu")
+
+
+def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
+    """Measures every operation; the part of a line of results that is this benchmark's own.
+
+    Gives each operation's results to `report`.
+    """
+    device = measure.device(settings.device)
+    names = settings.paths or backends.paths(device)
+    require_known("path", names, backends.paths(device))
+    _check_room(settings, device)
+    bandwidth, copying = measure.read_bandwidth(device), measure.copy_bandwidth(device)
+    with device:
+        layer = Layer(settings)
+    results: list[Result] = []
+    before = backends.current(device)
+    try:
+        for op in tqdm(settings.ops, desc="operations", leave=False, disable=None):
+            found = []
+            for case in _made_on(device, _CASES[op](layer)):
+                tolerance = _TOLERANCE[layer.dtype]
+                found += measure_case(case, names, settings.repeat, tolerance, device)
+                del case  # before the next one is made, as each holds a copy of the cache
+            for result in found:
+                _add_rates(result, bandwidth, copying)
+            results += found
+            report(found, _notes(found, device))
+    finally:
+        backends.use(before, device)
+    return {
+        "settings": asdict(settings) | {"paths": names, "page_size": PAGE_SIZE},
+        "read_bytes_per_s": bandwidth,
+        "copy_bytes_per_s": copying,
+        "results": results,
+        "bars": bars(results, names[0]) if device.type == "cpu" else [],
+    }
+
+
+def _made_on(device: torch.device, cases: Iterator[KernelCase]) -> Iterator[KernelCase]:
+    """The same, while their tensors are made there; only then, as that slows every call down."""
+    while True:
+        with device:
+            case = next(cases, None)
+        if case is None:
+            return
+        yield case
+        del case
+
+
+def measure_case(
+    case: KernelCase,
+    names: tuple[str, ...],
+    repeat: int,
+    tolerance: float,
+    device: torch.device = _CPU,
+) -> list[Result]:
+    """A result for every path and peer; DisagreementError if one computes something else."""
+    systems = {
+        f"{path} {label}".rstrip(): (path, system)
+        for label, system in case.ours.items()
+        for path in names
+    }
+    systems |= {name: (cpu.REFERENCE, system) for name, system in case.peers.items()}
+    backends.use(cpu.REFERENCE, device)
+    expected = next(iter(case.ours.values())).outputs(0)
+    errors = {}
+    for name, (path, system) in systems.items():
+        backends.use(path, device)
+        who = f"{case.op}, {case.about}: {name}"
+        errors[name] = agreement.check(who, system.outputs(0), expected, tolerance)
+    del expected
+    numbers, calls = itertools.count(), _CALLS[device.type]
+
+    def turn(path: str, system: System) -> tuple[Turn, str | None]:
+        def call() -> None:
+            for _ in range(calls):
+                system.run(next(numbers) % case.variants)
+
+        backends.use(path, device)
+        ready, why_not = _ready(call, device)
+        return Turn(before=lambda: backends.use(path, device), call=ready), why_not
+
+    made = {name: turn(path, system) for name, (path, system) in systems.items()}
+    turns = {name: one for name, (one, _) in made.items()}
+    warm = take_turns(turns, _WARM_UP, device)
+    round_ms = sum(min(spent) for spent in warm.values())
+    rounds = min(repeat, max(_LEAST_ROUNDS, int(_CASE_MS / round_ms)))
+    taken = take_turns(turns, rounds, device)
+    times = {name: [ms / calls for ms in spent] for name, spent in taken.items()}
+    peer = next(iter(case.peers))
+    return [
+        {
+            "op": case.op,
+            "tokens": case.tokens,
+            "selected": case.selected,
+            "unit": case.unit,
+            "about": case.about,
+            "system": name,
+            "ms": statistics.median(times[name]),
+            "least_ms": min(times[name]),
+            "rounds": rounds,
+            "calls": calls,
+            "why_not_replayed": made[name][1],
+            "moved_bytes": case.moved_bytes,
+            "flops": case.flops,
+            "relative_error": errors[name],
+            "peer": peer,
+            "ratio_to_peer": statistics.median(
+                a / b for a, b in zip(times[name], times[peer], strict=True)
+            ),
+        }
+        for name in systems
+    ]
+
+
+def _ready(
+    call: Callable[[], None], device: torch.device
+) -> tuple[Callable[[], object], str | None]:
+    """The calls of a turn as a CUDA graph, or as they are, and why."""
+    if device.type != "cuda":
+        return call, f"there are no CUDA graphs on a device of kind {device.type}"
+    try:
+        replay, _ = capture(call, device)
+    except RuntimeError as error:  # plain PyTorch may ask the device for sizes
+        return call, str(error) or "no reason given"
+    return replay, None
+
+
+def _notes(found: Sequence[Result], device: torch.device) -> list[str]:
+    """Who was not replayed on a GPU: the host's launches are part of its times."""
+    return [
+        f"{one['op']}, {one['about']}, {one['system']}: launched one by one, as it cannot be a "
+        f"CUDA graph: {one['why_not_replayed'].splitlines()[0]}"
+        for one in found
+        if device.type == "cuda" and one["why_not_replayed"] is not None
+    ]
+
+
+def _add_rates(result: Result, bandwidth: float, copying: float) -> None:
+    """Bandwidth, or arithmetic where that is the bound."""
+    seconds = 1e-3 * result["ms"]
+    flops, rate = result["flops"], result["moved_bytes"] / seconds
+    result["gb_per_s"] = rate / 1e9 if flops is None else None
+    result["bandwidth_share"] = rate / bandwidth if flops is None else None
+    result["copy_share"] = rate / copying if flops is None else None
+    result["gflop_per_s"] = None if flops is None else flops / seconds / 1e9
+
+
+def _check_room(settings: KernelSettings, device: torch.device) -> None:
+    shape = SHAPES[settings.shape]
+    numbers = 2 * settings.batch * settings.contexts[-1] * shape["num_key_value_heads"]
+    cache = numbers * shape["head_dim"] * getattr(torch, settings.dtype).itemsize
+    need, free = int((1 + _COPIES) * cache), memory.free_bytes(device)
+    if need > free:
+        raise CapacityError(
+            f"{settings.contexts[-1]:,} tokens, batch {settings.batch}, need {memory.gib(need)}, "
+            f"{memory.gib(free)} are free; give fewer --contexts or a smaller --batch"
+        )

@@ -1,0 +1,43 @@
+"""The decode benchmark with llama.cpp beside the others, and what full attention has to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.llama_cpp.file import LlamaFile
+from benchmarks.llama_cpp.system import SYSTEMS, LlamaCpp
+from benchmarks.targets import Target
+from keyhole.bench import decode, measure
+from keyhole.bench.measure import Report, Result
+from keyhole.bench.settings import DecodeSettings
+from keyhole.config import require
+
+# Tokens of each sequence where full attention is held against llama.cpp, and how many times its
+# tokens per second it must have, by batch.
+_TOKENS = 32768
+_WANTED = {1: 1.3, 8: 2.0}
+
+
+def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
+    """As `keyhole.bench.decode.run`. ConfigError without llama.cpp, and on a GPU."""
+    device = measure.device(settings.device).type
+    require(device == "cpu", "device", device, f"cpu beside {' and '.join(SYSTEMS)}")
+    with LlamaFile() as file:
+        line = decode.run(settings, report, LlamaCpp(file))
+        bars = targets(line["results"], settings.batch)
+        return line | {"llama_cpp": file.about, "bars": bars}
+
+
+def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
+    """Full attention by llama.cpp's tokens per second, the faster of it with and without flash."""
+    found = [
+        r
+        for r in results
+        if r["system"] in SYSTEMS and r["context"] == _TOKENS and r["ratio_to_full"]
+    ]
+    if not found or batch not in _WANTED:
+        return []
+    best = min(found, key=lambda r: float(r["ratio_to_full"]))
+    name = f"full, {_TOKENS:,} tokens, batch {batch}: tokens/s by those of {best['system']}"
+    return [Target(name, best["ratio_to_full"], _WANTED[batch]).as_dict()]

@@ -1,0 +1,158 @@
+"""llama.cpp as a system of the decode benchmark: in a process of its own, over our weights.
+
+Weights are float16 and mapped from a file, keys and values are float16 and the same numbers as in
+the other caches. What a step has added is taken back after it, as with transformers. It tells its
+own times and peaks, which are those of its process.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.llama_cpp import state
+from benchmarks.llama_cpp.file import LlamaFile
+from benchmarks.llama_cpp.worker import WorkerProcess
+from keyhole.bench import launches
+from keyhole.bench.model import RandomKV, Weights
+from keyhole.bench.systems.outside import Need
+from keyhole.models.loading import Model
+
+# The cache of a sequence is a multiple of so many tokens.
+_CELLS = 256
+# Its program and its buffers: 0.15 GiB was the most, with 8 sequences of 32,768 tokens.
+_PROGRAM_BYTES = 256 << 20
+# For so long threads of OpenMP may spin after their work; none may while another program works.
+_SETTLE_S = 0.02
+_ITEM_BYTES = 2
+
+
+#: Whether each computes flash attention.
+SYSTEMS = {"llama_cpp": False, "llama_cpp_flash": True}
+
+
+class LlamaCpp:
+    """llama.cpp with and without flash attention (`keyhole.bench.systems.outside.Outside`)."""
+
+    names = tuple(SYSTEMS)
+
+    def __init__(self, file: LlamaFile) -> None:
+        self._file = file
+
+    def write(self, weights: Weights) -> None:
+        """Writes the file."""
+        self._file.write(weights)
+
+    def needed(self, model: Model, batch: int, context: int, steps: int) -> Need:
+        """What `Llama` takes, before it is made."""
+        cache = batch * _cells(context + steps) * _token_bytes(model)
+        return Need(stays=self._file.num_bytes + cache + _PROGRAM_BYTES, passes=cache // batch)
+
+    def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> Llama:
+        """The program with a cache for all sequences."""
+        return Llama(name, model, self._file, batch, context, steps)
+
+
+class Llama:
+    """llama.cpp with a cache that can be filled, flash attention on or off by its name."""
+
+    def __init__(
+        self, name: str, model: Model, file: LlamaFile, batch: int, context: int, steps: int
+    ) -> None:
+        """`steps`: the most that are added to the context."""
+        self.name = name
+        self.step_ms = 0.0
+        self.peak_bytes = 0
+        self._flash = SYSTEMS[name]
+        self._file_bytes = file.num_bytes
+        self._token_bytes = _token_bytes(model)
+        self._vocab_size = model.network.config.vocab_size
+        self._context = context
+        self._next: list[int] = []
+        self._worker = WorkerProcess()
+        arguments = {
+            "path": str(file.path),
+            "cells": _cells(context + steps),
+            "batch": batch,
+            "flash": self._flash,
+            "threads": torch.get_num_threads(),
+        }
+        try:
+            loaded = self._worker.call("load", arguments)
+        except BaseException:
+            self.close()
+            raise
+        self._program_bytes = loaded["program_bytes"]
+        self.cache_bytes = batch * loaded["cells"] * self._token_bytes
+
+    def fill(self, numbers: RandomKV) -> None:
+        """Gives it the past of all sequences, one after the other."""
+        size = state.num_bytes(numbers)
+        for sequence in range(numbers.batch):
+            pieces = state.pieces(numbers, sequence, transposed=not self._flash)
+            self._worker.call("fill", {"sequence": sequence, "size": size}, pieces)
+
+    def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
+        """As `KeyholeSystem.logits`."""
+        rows = []
+        columns = [[prompt[-1] for prompt in prompts], *([token] * len(prompts) for token in given)]
+        for i, column in enumerate(columns):
+            self._forward(column, self._context + i, give_logits=True)
+            data = bytearray(self._worker.receive(4 * len(column) * self._vocab_size))
+            rows.append(torch.frombuffer(data, dtype=torch.float32).view(len(column), -1))
+        self.rest()
+        return torch.stack(rows, 1)
+
+    def start(self, prompts: list[list[int]], steps: int) -> None:
+        """Sets the token that the next step begins with."""
+        self._next = [prompt[-1] for prompt in prompts]
+
+    def step(self) -> None:
+        """One token for every sequence, greedy; `step_ms` and `peak_bytes` are those of this."""
+        done = self._forward(self._next, self._context, give_logits=False)
+        self._next, self.step_ms, self.peak_bytes = done["tokens"], done["ms"], done["peak_bytes"]
+
+    def settle(self) -> None:
+        """Waits until threads that have worked do not spin any more."""
+        time.sleep(_SETTLE_S)
+
+    def rest(self) -> None:
+        """Takes steps back."""
+        self._worker.call("take_back", {"position": self._context})
+        self.settle()
+
+    def cost(self) -> dict[str, Any]:
+        """What one step must read, and what the process should take."""
+        stated = self._program_bytes + self._file_bytes + self.cache_bytes
+        return {
+            "policy": None,
+            "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
+            "other_bytes": 0.0,
+            "attended_fraction": 1.0,
+            "launches": launches.said(0, launches.OUTSIDE),
+            "weight_bytes": self._file_bytes,
+            "cache_bytes": self.cache_bytes,
+            "workspace_bytes": 0,
+            "stated_bytes": stated,
+        }
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._worker.close()
+
+    def _forward(self, tokens: list[int], position: int, *, give_logits: bool) -> dict[str, Any]:
+        arguments = {"tokens": tokens, "position": position, "give_logits": give_logits}
+        return self._worker.call("step", arguments)
+
+
+def _cells(tokens: int) -> int:
+    return -(-tokens // _CELLS) * _CELLS
+
+
+def _token_bytes(model: Model) -> int:
+    config = model.network.config
+    width = config.num_key_value_heads * config.head_dim
+    return int(2 * config.num_hidden_layers * width * _ITEM_BYTES)

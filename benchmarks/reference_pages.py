@@ -1,0 +1,180 @@
+"""Writes the documents that the program itself knows: `python -m benchmarks.reference_pages`.
+
+    docs/cli.md         every command with its help
+    docs/methods.md     every policy and reuse method: the idea, the cost, the differences from the
+                        paper, the settings
+    docs/python-api.md  its tables of settings; the rest is written by people
+
+Tests compare them with `render()` and `with_settings()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keyhole.cli import build_parser
+from keyhole.cli.common import show
+from keyhole.cli.common.parser import Formatter, Parser
+from keyhole.cli.methods import settings_of, summary
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.policies import available_policies
+from keyhole.reuse import available_reuse_methods
+
+_WIDTH = 100
+_BEGIN, _END = "<!-- combinations: python -m tests.combinations -->", "<!-- end of combinations -->"
+_SETTINGS = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end of settings -->)", re.DOTALL)
+_DIFFERENCES = "Differences (theirs | ours | effect measured):"
+_WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
+
+
+def render(combinations: str = "") -> dict[str, str]:
+    """Text of each generated document, by its path from the root of the repository.
+
+    combinations: a table that stands in docs/methods.md and is made elsewhere.
+    """
+    return {"docs/cli.md": _commands(), "docs/methods.md": _methods(combinations)}
+
+
+def combinations_in(text: str) -> str:
+    """The table of combinations in the text of docs/methods.md; nothing if there is none."""
+    _, found, rest = text.partition(f"{_BEGIN}\n")
+    return rest.partition(f"\n{_END}")[0] if found else ""
+
+
+def with_combinations(text: str, table: str) -> str:
+    """The text of docs/methods.md with this table."""
+    before, _, rest = text.partition(_BEGIN)
+    return f"{before}{_BEGIN}\n{table}\n{_END}{rest.partition(_END)[2]}"
+
+
+def with_settings(text: str) -> str:
+    """The text of docs/python-api.md with a table of settings behind each of its marks."""
+    classes = {cls.__name__: cls for cls in (EngineConfig, SamplingParams)}
+    return _SETTINGS.sub(lambda m: f"{m[1]}{_settings(classes[m[2]])}\n{m[3]}", text)
+
+
+def main() -> None:
+    """Writes them below the repository that this file is in."""
+    root = Path(__file__).parents[1]
+    api = root / "docs" / "python-api.md"
+    api.write_text(with_settings(api.read_text()))
+    print("written: docs/python-api.md")
+    page = root / "docs" / "methods.md"
+    combinations = combinations_in(page.read_text()) if page.is_file() else ""
+    for name, text in render(combinations).items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+        print(f"written: {name}")
+
+
+def _commands() -> str:
+    parser = build_parser()
+    parts = [
+        f"{_WRITTEN_BY}\n\n# Commands",
+        "Errors are one line on stderr and exit status 2; `--debug` after a command shows where\n"
+        "they came from. `--json` prints one object with the names of the Python interface.",
+        _help(parser),
+    ]
+    for command in parser.commands().values():
+        parts.append(_section(command, "##"))
+        parts += [_section(action, "###") for action in command.commands().values()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(command: Parser, mark: str) -> str:
+    return f"{mark} {command.prog}\n\n{_help(command)}"
+
+
+def _help(parser: argparse.ArgumentParser) -> str:
+    # The width of a page, not of the terminal that `make docs` happens to run in.
+    parser.formatter_class = functools.partial(Formatter, width=_WIDTH)
+    return f"```\n{parser.format_help().rstrip()}\n```"
+
+
+def _methods(combinations: str) -> str:
+    parts = [
+        f"{_WRITTEN_BY}\n\n# Methods",
+        "A policy says what a decode step attends to. Prefill is exact under every policy, and\n"
+        "with a budget of at least the length every policy is full attention.",
+        *_table(available_policies(), "policy", "what a step reads"),
+        "# Reuse methods",
+        "A reuse method says what a prompt keeps of stored documents, and what it computes again\n"
+        "in view of the other documents (`LLM.ask`, `keyhole documents ask`). The answer is then\n"
+        "decoded under any policy.",
+        *_table(available_reuse_methods(), "reuse method", "what a prompt keeps"),
+        "# What works together",
+        "Every policy was run with every kind of model, ragged requests side by side: on prompts,\n"
+        "with offloaded layers (RAM or disk), in transformers' own `generate`, and over stored\n"
+        "documents by every reuse method. *Yes*: a budget above the length gives the logits of\n"
+        "full attention, and a smaller one gives each request what it gets alone, offloaded or\n"
+        "not. All else is refused when the program starts, with the reason below.",
+        f"{_BEGIN}\n{combinations}\n{_END}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
+    """A table of our methods of a kind, and a section of each."""
+    ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
+    rows = [
+        f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(summary(cls))} |"
+        for name, cls in ours.items()
+    ]
+    heads = f"| {kind} | class | {what} |\n|---|---|---|"
+    return ["\n".join([heads, *rows]), *(_method(name, cls) for name, cls in ours.items())]
+
+
+def _method(name: str, cls: type[Any]) -> str:
+    """Module docstring and settings of one method."""
+    about = inspect.getdoc(sys.modules[cls.__module__]) or ""
+    parts = [f"## {name}", with_differences(about)]
+    if dataclasses.fields(cls):
+        parts.append(_settings(cls))
+    return "\n\n".join(parts)
+
+
+def _settings(cls: type[Any]) -> str:
+    """The settings of a dataclass as a table."""
+    rows = [
+        f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(text)} |"
+        for field, text in settings_of(cls)
+    ]
+    return "\n".join(["| setting | default | |\n|---|---|---|", *rows])
+
+
+def with_differences(about: str) -> str:
+    """The text of a docstring, with its list of differences as a Markdown table.
+
+    The list is a paragraph whose first line is `_DIFFERENCES`; each row begins with "- ", goes on
+    in indented lines and has three cells between " | ". AssertionError for a row of another form.
+    """
+    parts = []
+    for part in about.split("\n\n"):
+        first, _, rest = part.partition("\n")
+        if first == _DIFFERENCES:
+            rows = [" ".join(row.split()) for row in f"\n{rest}".split("\n- ")[1:]]
+            assert rows, "differences without a row"
+            for row in rows:
+                assert row.count(" | ") == 2, f"three cells, not: {row}"
+            heads = "| theirs | ours | effect measured |\n|---|---|---|"
+            parts += ["**Differences**", "\n".join([heads, *(f"| {row} |" for row in rows)])]
+        else:
+            parts.append(part)
+    return "\n\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    """A text as one cell of a table: one line, without column marks."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What kernels and steps are to reach, as ratios of one run (medians, the machine's best path)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.bench.measure import Result
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number wanted: at least, or at most."""
+
+    name: str
+    value: float
+    wanted: float
+    at_least: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a line of results."""
+        met = self.value >= self.wanted if self.at_least else self.value <= self.wanted
+        wanted = f"{'>=' if self.at_least else '<='} {self.wanted}"
+        return {"bar": self.name, "value": self.value, "wanted": wanted, "met": met}
+
+
+def bars(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
+    """Every bar whose operations were measured on `path`."""
+    found: list[Target] = []
+    everything = [r for r in results if r["op"] == "attend" and r["selected"] is None]
+    longest = max((r["tokens"] for r in everything), default=0)
+    times = {r["system"]: r for r in everything if r["tokens"] == longest}
+    if path in times:
+        ours = times[path]
+        who = f"attend, {ours['about']}"
+        found.append(Target(f"{who}: share of read bandwidth", ours["bandwidth_share"], 0.6))
+        found.append(Target(f"{who}: times torch sdpa", times["torch sdpa"]["ms"] / ours["ms"], 8))
+    found += [
+        Target(f"attend, {r['about']}: share of read bandwidth", r["bandwidth_share"], 0.5)
+        for r in results
+        if r["op"] == "attend" and r["unit"] == 1 and r["system"] == path
+    ]
+    scored = {r["system"]: r["ms"] for r in results if r["op"] == "attend_and_score"}
+    if path in scored:
+        ratio = scored[path] / scored[f"{path} attend"]
+        found.append(
+            Target("attend_and_score: time by that of attend", ratio, 1.25, at_least=False)
+        )
+    return [bar.as_dict() for bar in found]

@@ -1,0 +1,1 @@
+"""Operations that PyTorch composes of others, on every device."""

@@ -1,0 +1,104 @@
+"""Keys in clusters, and what a query makes of their centroids (ClusterKV).
+
+Plain PyTorch on every device, but for the scores. Sums over the keys of a cluster are matrix
+products, so that the same keys give the same clusters on a GPU too, where scattered additions come
+in any order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keyhole.kernels.composite.gathered_attention import gather_tokens
+from keyhole.kernels.composite.summaries import spread_scores, summary_scores
+
+#: Rounds of k-means. The authors' limit is 20; what a query finds hardly changes after a few.
+ITERATIONS = 10
+
+# Numbers of similarity at once (64 MiB in float32).
+_NUMBERS = 1 << 24
+
+# A cluster's number stands beside the keys in an integer of their width.
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def cluster_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Keys [n, Hkv, D] in `count` clusters per head, 1 <= count <= n, by cosine similarity.
+
+    k-means from evenly spaced keys (key i n // count is the first centroid i): ITERATIONS times
+    every key joins the centroid that it has the largest cosine with (the earlier one of equals),
+    and every centroid becomes the mean of its keys; one without keys stays. Returns the means,
+    float32 [Hkv, count, D], and int64 [Hkv, n], the cluster of each key.
+    """
+    keys = keys.transpose(0, 1)
+    heads, n, _ = keys.shape
+    place = torch.arange(count, device=keys.device)
+    means = keys[:, place * n // count].float()
+    clusters = place.new_zeros(heads, n)
+    rows = max(1, _NUMBERS // (heads * count))
+    for _ in range(ITERATIONS if count > 1 else 1):  # one cluster has all keys from the start
+        # The length of a key scales its products with all centroids alike.
+        directions = F.normalize(means, dim=-1).transpose(1, 2)
+        sums, sizes = torch.zeros_like(means), means.new_zeros(heads, count, 1)
+        for start in range(0, n, rows):
+            part = keys[:, start : start + rows].float()
+            similarity = part @ directions
+            nearest = similarity.argmax(-1, keepdim=True)
+            member = similarity.zero_().scatter_(-1, nearest, 1.0).transpose(1, 2)
+            sums += member @ part
+            sizes += member.sum(-1, keepdim=True)
+            clusters[:, start : start + rows] = nearest.squeeze(-1)
+        means = torch.where(sizes > 0, sums / sizes.clamp(min=1), means)
+    return means, clusters
+
+
+def form_clusters(
+    key_pages: Tensor,
+    centroids: Tensor,
+    clusters: Tensor,
+    pages: Tensor,
+    tokens: tuple[int, int],
+    numbers: tuple[int, int],
+) -> None:
+    """Puts tokens (first, end) of a sequence into clusters (first, end) of it, in place.
+
+    key_pages [P, Hkv, page_size, D]; centroids [P, m, Hkv, D]: cluster i stands at i % m of page
+    i // m of the sequence; clusters [P, Hkv, page_size], each token's cluster, as integers in the
+    bits of numbers; pages int64 [M], the sequence's pages in order.
+    """
+    size, slots = clusters.shape[2], centroids.shape[1]
+    token = torch.arange(*tokens, device=pages.device)
+    number = torch.arange(*numbers, device=pages.device)
+    means, found = cluster_keys(gather_tokens(key_pages, pages, token), len(number))
+    centroids[pages[number // slots], number % slots] = means.transpose(0, 1).to(centroids.dtype)
+    bits = _as_integers(clusters)
+    bits[pages[token // size], :, token % size] = (found.T + numbers[0]).to(bits.dtype)
+
+
+def cluster_scores(
+    query: Tensor,
+    centroids: Tensor,
+    clusters: Tensor,
+    page_table: Tensor,
+    first: int,
+    ends: Tensor,
+    count: int,
+) -> Tensor:
+    """The score of each token's cluster, q . centroid, float32 [B, Hkv, N]; infinite without one.
+
+    The largest over each group of query heads. query [B, Hq, D]; centroids and clusters as in
+    `form_clusters`; page_table int32 [B, M]; ends int32 [B]: tokens before `first` and from `ends`
+    on are in none; count: at least the clusters of any sequence. N = M * page_size.
+    """
+    _, slots, heads, _ = centroids.shape
+    used = page_table[:, : -(-count // slots)]
+    everything = torch.full_like(ends, used.shape[1] * slots)
+    products = summary_scores(query, centroids, used, everything)
+    scores = products.unflatten(1, (heads, -1)).amax(2)
+    return spread_scores(scores, _as_integers(clusters), page_table, first, ends)
+
+
+def _as_integers(numbers: Tensor) -> Tensor:
+    return numbers.view(_INTEGERS[numbers.itemsize])

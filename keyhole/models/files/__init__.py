@@ -1,0 +1,1 @@
+"""The files of a model: where they are and what they say, without torch."""
