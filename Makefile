@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-lm-eval test-kvpress lint docs reference site serve-docs licences package lock gpu \
+.PHONY: help demo check test test-all test-lm-eval test-kvpress lint docs reference site serve-docs licences package lock gpu \
   bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -23,9 +23,18 @@ help: ## this list
 demo: $(READY) ## a first look, on the bundled model
 	@.venv/bin/keyhole demo
 
+# While you write; what a change breaks further away is for `make test`.
+check: lint ## under a minute: ruff, mypy and the tests of what changed; SINCE=commit for more than the last
+	@.venv/bin/python -m tests.changed --since $(or $(SINCE),HEAD)
+
 # Two at a time, and no file waits for another.
-test: lint ## ruff, mypy and all tests
-	@.venv/bin/python -m pytest --numprocesses=2 --dist=worksteal
+PYTEST := .venv/bin/python -m pytest --numprocesses=2 --dist=worksteal
+
+test: lint ## ruff, mypy and the tests, but for the slow ones: five minutes on two cores
+	@$(PYTEST) -m "not slow"
+
+test-all: $(READY) ## the slow tests: with `make test` before it, everything
+	@$(PYTEST) -m slow
 
 # The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
 test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .venv-lm-eval

@@ -20,6 +20,26 @@ if settings is not None:
     settings.load_profile("in-ci" if os.environ.get("CI") else "here")
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all but one in n of the cases of a test marked `one_in(n)`.
+
+    Where parameters cross, the cases that stay are diagonals: those whose places in the sorted
+    lists of values add up to a multiple of n. So each value of a list is there if another list has
+    n values or more.
+    """
+    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") is not None:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for same in cases.values():
+        lists = [sorted(set(ids)) for ids in zip(*(i.callspec._idlist for i in same), strict=True)]
+        for item in same:
+            places = map(list.index, lists, item.callspec._idlist)
+            if sum(places) % item.get_closest_marker("one_in").args[0]:
+                item.add_marker("slow")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -84,6 +84,7 @@ def test_it_is_the_same_model_over_the_same_past(
         assert result["stated_bytes"] > result["cache_bytes"] + result["weight_bytes"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("any_llama")
 @pytest.mark.parametrize("module", [state, llama_file])
 def test_keys_or_weights_in_another_order_are_refused(

@@ -49,6 +49,7 @@ def test_each_output_is_looked_at_by_itself() -> None:
     assert ESCAPE not in run_on_terminal(*wrong, err=False).err
 
 
+@pytest.mark.slow
 def test_a_table_says_the_same_with_and_without(path: str, run: Run) -> None:
     plain = run(*VERIFY, path)
     assert ESCAPE not in plain.out

@@ -69,6 +69,7 @@ def test_json_has_every_outcome(run: Run, tmp_path: Path) -> None:
     assert found["verdicts"] == []  # full attention is wrong here: there is nothing to compare with
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short")
 def test_a_control_has_the_dense_layers_and_the_budget_of_its_method(
     run: Run, tmp_path: Path
@@ -84,6 +85,7 @@ def test_a_control_has_the_dense_layers_and_the_budget_of_its_method(
         assert controls[method]["sink_size"] == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("_short")
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_without_matplotlib_there_is_no_picture_and_all_else(

@@ -146,6 +146,7 @@ def test_nothing_is_loaded_before_the_question_is_checked(
     assert run("documents", "ask", "--documents", "a", stdin=" ").status == 2
 
 
+@pytest.mark.slow
 def test_200_documents_of_one_token(documents: Documented, tmp_path: Path, llm: LLM) -> None:
     for number in range(200):
         (tmp_path / f"{number:03}").write_text(chr(33 + number % 90))

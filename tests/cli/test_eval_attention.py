@@ -45,6 +45,7 @@ def test_the_bundled_model_reads_derivations(run: Run, tmp_path: Path) -> None:
     assert (told["stored"], told["refused"], len(told["lines"])) == (6, [], 6)
 
 
+@pytest.mark.slow
 def test_files_are_read_and_every_policy_is_measured(path: str, run: Run, tmp_path: Path) -> None:
     for name in ("one", "two"):
         text = "".join(f"{n * n % 97} {name}, {n} pears; " for n in range(40))

@@ -64,6 +64,7 @@ def lines(folder: Path, benchmark: str) -> list[dict[str, Any]]:
     return [line for line in found if line["benchmark"] == benchmark]
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_nothing_gets_no_recommendation(
     reader: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_the_bundled_model_from_end_to_end(
     assert {line["task"] for line in lines(tmp_path, "eval")} == {"tiny_passkey"}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_under_the_same_command(
     reader: str,
     run: Run,

@@ -54,6 +54,7 @@ def shares(said: str) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     """`bench decode` said nothing while it made weights, a minute for larger shapes."""

@@ -51,6 +51,7 @@ def test_an_object_runs(
     assert 0 < float(capsys.readouterr().out.split()[-1]) < 1
 
 
+@pytest.mark.slow
 def test_it_enters_the_table_and_passes_the_conformance_tests(installed: Path) -> None:
     (command,) = blocks("add-a-policy.md", "sh")
     python, *arguments = command.split()

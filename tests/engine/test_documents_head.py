@@ -181,6 +181,7 @@ def wanted_choice(
     return chosen, set(there)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("inputs", "case"),
     [("tokens+features", case) for case in CASES if case not in ("recompute", "no bias")]

@@ -161,6 +161,7 @@ def test_positions_are_the_limit_and_so_is_memory(checkpoint: str, tmp_path: Pat
     small.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_many_tiny_documents(llm: LLM) -> None:
     for i in range(200):
         llm.documents.add(f"note {i}", chr(65 + i % 26))

@@ -107,6 +107,7 @@ def serve(
     return requests, seen
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize(
     ("kind", "policy"),

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -136,5 +137,10 @@ class Machine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+class TestFew(Machine.TestCase):
+    settings = settings(max_examples=6, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+class TestMachine(Machine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -41,6 +41,7 @@ from tests.policies.recording import PAGE, Recording, make_engine
 __all__ = ["model", "models", "zeros"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_repeated_steps_leave_what_single_steps_leave(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -61,6 +62,7 @@ def test_repeated_steps_leave_what_single_steps_leave(
         assert all(other.evicted_pages for _, other in pair.requests)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["windows", "latent"])
 @pytest.mark.parametrize("name", ["delta", "quest", "spe_context", "raas"])
 def test_other_kinds_of_attention_are_repeated_too(
@@ -109,6 +111,7 @@ def offload_settings(model: Model, policy: Policy, folder: Path, max_batch: int)
     raise AssertionError("no memory is enough")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", BELOW)
 def test_steps_with_layers_below_are_repeated_too(
     monkeypatch: pytest.MonkeyPatch, model: Model, tmp_path: Path, name: str
@@ -128,6 +131,7 @@ def test_steps_with_layers_below_are_repeated_too(
     assert (pair.repeated_below > 10) == (not BELOW[name].reads_keys)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "name"),
     # Not SpeContext's lists per query head over latents: buffers for them are all the memory.

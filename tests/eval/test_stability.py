@@ -93,6 +93,7 @@ def plain_scores(path: str, documents: list[list[int]]) -> list[int]:
     return scores
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_attention_maps() -> None:
     model = load(keyhole.tiny(), device="cpu")
     tasks = ("recall", "vartrack", "multivalue")

@@ -46,6 +46,7 @@ def test_every_policy_of_the_table_passes(kind: str, tmp_path: Path) -> None:
     assert {check.policy for check in checks} == set(available_policies())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_to_16_bits_is_allowed_for(dtype: str, tmp_path: Path) -> None:
     checks = verify(make_model("llama", tmp_path), device="cpu", dtype=dtype)
@@ -101,6 +102,7 @@ class RoundedInput(torch.nn.Linear):
         return torch.nn.functional.linear(x.bfloat16().to(x.dtype), self.weight)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("rounded", [Rounded, RoundedInput])
 def test_quantised_weights_are_judged_by_the_models_own_noise(

@@ -50,6 +50,7 @@ def test_stream(run: Run) -> None:
     assert re.search(r"^\d+ tokens, [\d.]+ ms each", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_compare_policies(run: Run) -> None:
     rows = [line.split() for line in run("compare_policies").splitlines()[1:]]
     found = {row[0]: (int(row[1]), float(row[-1].rstrip("%"))) for row in rows}
@@ -68,6 +69,7 @@ def test_batch(run: Run) -> None:
     assert min(known) > 900
 
 
+@pytest.mark.slow
 def test_logprobs(run: Run) -> None:
     printed = run("logprobs")
     for name in ("full", "delta", "streaming_llm"):
@@ -82,6 +84,7 @@ def test_own_policy(run: Run) -> None:
     assert 0 < share < 50
 
 
+@pytest.mark.slow
 def test_beyond_memory(run: Run) -> None:
     printed = run("beyond_memory")
     assert "same answer: True" in printed

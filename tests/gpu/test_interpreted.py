@@ -19,11 +19,14 @@ KERNELS = ("tests/gpu/test_kernels.py", "tests/gpu/test_moves.py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
 
 
-def test_the_kernels_equal_their_twins_under_the_interpreter() -> None:
-    printed = run_tests({"TRITON_INTERPRET": "1"})
-    assert re.search(r"^\d+ passed(, \d+ warnings?)? in", printed, re.MULTILINE), printed
+@pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_kernels_equal_their_twins_under_the_interpreter(part: str) -> None:
+    printed = run_tests({"TRITON_INTERPRET": "1"}, "-m", part)
+    closing = r"^\d+ passed(, \d+ deselected)?(, \d+ warnings?)? in"
+    assert re.search(closing, printed, re.MULTILINE), printed
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     chosen = {"KEYHOLE_COMPILE_ONLY": "few", "TRITON_CACHE_DIR": str(tmp_path)}
     printed = run_tests(chosen, "-p", "tests.gpu.compile_only")

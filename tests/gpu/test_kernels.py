@@ -26,6 +26,7 @@ from tests.gpu.operands import (
 pytestmark = MARKS
 
 
+@pytest.mark.one_in(3)
 @cases(SHAPES)
 @pytest.mark.parametrize("window", [None, 20])
 def test_attend_to_everything_or_a_window(
@@ -38,6 +39,7 @@ def test_attend_to_everything_or_a_window(
     check(found, reference.attend(*cache.paged, **options), dtype)
 
 
+@pytest.mark.one_in(3)
 @cases(SHAPES[:3])
 @pytest.mark.parametrize("unit", [1, PAGE])
 @pytest.mark.parametrize("per_head", [False, True])
@@ -65,6 +67,7 @@ def compare_selected(
     check(found, wanted, cache.dtype)
 
 
+@pytest.mark.one_in(2)
 @cases(LATENTS)
 @pytest.mark.parametrize("unit", [1, PAGE])
 def test_latents_with_a_selection(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> None:
@@ -84,6 +87,7 @@ def test_latents_with_a_selection_per_query_head(
     compare_selected(cache, cache.selection(48, 1, heads))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["softcap"] if COMPILED == "few" else ["window", "softcap", "sinks"]
 )
@@ -105,6 +109,7 @@ def test_each_option_alone(name: str, selected: bool) -> None:
     assert (wanted - plain).abs().max() > 0.01  # the option matters here
 
 
+@pytest.mark.one_in(2)
 @cases(SHAPES[:4:3])
 @pytest.mark.parametrize("full", [False, True])
 def test_attend_and_score(shape: tuple[int, ...], dtype: torch.dtype, full: bool) -> None:
@@ -153,6 +158,7 @@ def bounded(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> tuple[Cach
     return cache, torch.cat(rows).long(), filled.long()
 
 
+@pytest.mark.one_in(2)
 @cases(SHAPES[:3])
 @pytest.mark.parametrize("size", [5, 32])
 def test_page_bounds(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
@@ -164,6 +170,7 @@ def test_page_bounds(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> N
     assert bounds[0].isnan().sum() == 1
 
 
+@pytest.mark.one_in(2)
 @cases(SHAPES[:3])
 @pytest.mark.parametrize("size", [5, 32])
 def test_scores_of_page_bounds(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:

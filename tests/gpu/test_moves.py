@@ -12,6 +12,7 @@ from tests.gpu.operands import DEVICE, DTYPES, EACH_DTYPE, INTERPRETED, MARKS, P
 pytestmark = MARKS
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", [1, 5, PAGE])
@@ -31,6 +32,7 @@ def test_append(dtype: torch.dtype, shared: bool, size: int) -> None:
         torch.testing.assert_close(found_values, wanted_values, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("pairs", [12, 20])
 @pytest.mark.parametrize("last", [False, True])
@@ -56,6 +58,7 @@ def test_rotate(dtype: torch.dtype, pairs: int, last: bool) -> None:
         torch.testing.assert_close(found, wanted, rtol=rounding, atol=2e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("dim", [20, 64])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -80,6 +83,7 @@ def test_rotary(dtype: torch.dtype, dim: int, batch: int) -> None:
     assert [x.shape[2] for x in none] == [0, 0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else EACH_DTYPE)
 @pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize("shared", [False, True])

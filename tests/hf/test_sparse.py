@@ -32,6 +32,7 @@ from tests.policies.models import with_head
 __all__ = ["network"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_everything_read_a_left_padded_batch_is_as_without_us(kind: str) -> None:
     network, inputs = make_network(make_config(kind)), prompts(33, 1, 17)
@@ -57,6 +58,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", available_policies())
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3"])
 def test_under_a_policy_logits_are_those_of_the_engine(

@@ -77,6 +77,7 @@ def test_in_a_ragged_batch(checkpoint: Path, texts: list, expected: list[Tensor]
     assert_equal(run(many, [add(many, text) for text in texts]), expected)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("chunk", [1, PAGE - 1, PAGE, PAGE + 1])
 def test_in_prompt_chunks(
     checkpoint: Path, texts: list, expected: list[Tensor], chunk: int

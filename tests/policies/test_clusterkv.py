@@ -95,6 +95,7 @@ def chosen(
 FIRST = {"token_budget": 24, "cluster_size": 5}, 3, 5, 8, (0, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "settings", "sinks", "size", "every", "full"),
     [

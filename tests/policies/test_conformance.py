@@ -123,6 +123,7 @@ def same(one: Tensor, other: Tensor, within: float = 1e-4) -> None:
 # A budget that covers everything
 
 
+@pytest.mark.one_in(3)
 def test_a_budget_above_the_length_is_dense_attention(
     name: str, model: Model, dense: Tensor
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_budget_above_the_length_is_dense_attention(
     same(forced_logits(model, make(name, LARGE), PROMPT, GIVEN), dense, 1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("adaptive", [n for n in POLICIES if "recall" in fields(n)])
 def test_a_least_budget_above_the_length_is_dense_attention(
     adaptive: str, model: Model, dense: Tensor
@@ -149,6 +151,7 @@ def test_a_budget_that_covers_all_is_dense_beside_longer_ones(name: str, gqa: Mo
     assert len(long.logits) == 13
 
 
+@pytest.mark.one_in(3)
 def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> None:
     after_prompt = forced_logits(model, make(name, SMALL), PROMPT, [], prefill_chunk=7)
     same(after_prompt, dense[:1], 2e-5)
@@ -157,6 +160,7 @@ def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> N
 # A small budget
 
 
+@pytest.mark.one_in(3)
 def test_a_small_budget_changes_the_logits(name: str, model: Model, dense: Tensor) -> None:
     recording = Recording(inner=make(name, SMALL))
     sparse = forced_logits(model, recording, PROMPT, GIVEN)
@@ -190,6 +194,7 @@ def recorded(model: Model, policy: Policy) -> tuple[list[Call], list[Request]]:
     return recording.calls, requests
 
 
+@pytest.mark.one_in(3)
 def test_selections_are_well_formed_and_within_the_budget(
     name: str, model: Model, kind: str, ragged: tuple[list[Call], list[Request]]
 ) -> None:
@@ -259,6 +264,7 @@ def test_the_number_of_entries_is_fixed(name: str, gqa: Model) -> None:
     assert len(widths) == len({layer for layer, _ in widths})
 
 
+@pytest.mark.one_in(3)
 def test_what_is_read_is_counted(name: str, model: Model) -> None:
     recording = Recording(inner=make(name, SMALL))
     engine = make_engine(model, recording)
@@ -294,6 +300,7 @@ def test_what_is_read_is_counted(name: str, model: Model) -> None:
 # The same whatever happens around it
 
 
+@pytest.mark.one_in(2)
 def test_two_runs_are_equal_to_the_bit(name: str, gqa: Model) -> None:
     first, second = (recorded(gqa, make(name, SMALL)) for _ in range(2))
     for one, other in zip(first[1], second[1], strict=True):
@@ -301,6 +308,7 @@ def test_two_runs_are_equal_to_the_bit(name: str, gqa: Model) -> None:
     assert [call.entries(0) for call in first[0]] == [call.entries(0) for call in second[0]]
 
 
+@pytest.mark.one_in(5)
 def test_neighbours_change_nothing(
     name: str, model: Model, ragged: tuple[list[Call], list[Request]]
 ) -> None:
@@ -309,6 +317,7 @@ def test_neighbours_change_nothing(
         same(torch.stack(request.logits), forced_logits(model, policy, prompt, given))
 
 
+@pytest.mark.one_in(2)
 def test_preemption_and_replay_change_nothing(name: str, gqa: Model) -> None:
     policy = make(name, SMALL)
     probe = make_engine(gqa, policy)
@@ -333,6 +342,7 @@ def test_preemption_and_replay_change_nothing(name: str, gqa: Model) -> None:
     assert engine.cache.available == engine.max_pages
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("length", [30, 32])
 def test_a_known_prompt_changes_nothing(name: str, model: Model, length: int) -> None:
     """Also one that ends with a page: its last token is computed again, into a page of its own.

@@ -37,6 +37,7 @@ from tests.policies.recording import (
 from tests.policies.shapes import shape
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -67,6 +67,7 @@ def formula(
     return choose
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "fields", "filters"),
     [
@@ -111,6 +112,7 @@ def test_any_layers_and_any_budget(
 LENGTHS = [len(prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama_group3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize(("sink", "window"), [(0, None), (2, 5)])
 def test_all_generated_tokens_may_be_read_beside_the_budget(

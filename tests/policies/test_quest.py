@@ -16,6 +16,7 @@ from tests.policies.models import PROMPTS, prompt, twins
 from tests.policies.recording import GREEDY, PAGE, check_against, make_engine, steps
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -123,6 +123,7 @@ class Simulation:
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counted", [False, True], ids=["prompt beside", "prompt counted"])
 @pytest.mark.parametrize(
     ("kind", "fields", "alpha"),

@@ -86,6 +86,7 @@ GENERATED = {"token_budget": 16, "rank": 0, "keep_generated": True}
 PUBLISHED = {"keep_generated": True, "always_beside": True, "chunk_size": 2}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "settings", "chunk", "numbers", "rank"),
     [  # numbers: outlier chunks, newest chunks

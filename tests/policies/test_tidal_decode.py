@@ -57,6 +57,7 @@ def formula(
     return choose
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "fields", "selecting"),
     [
@@ -120,6 +121,7 @@ def test_each_query_head_reads_its_own_tokens(
     assert check_against(formula({0, 1}, {2, 4}, 9, share=False), model, network, policy, PROMPTS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("sink", "window"), [(3, None), (0, 5), (2, 9)])
 def test_sinks_and_window_are_within_the_budget(

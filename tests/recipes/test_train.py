@@ -64,6 +64,7 @@ def test_a_run_is_not_overwritten_by_accident(settings):
         train(settings)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
     torch.set_num_threads(1)
     train(replace(settings, tokens=1, ranks=2))

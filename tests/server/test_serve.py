@@ -70,6 +70,7 @@ def test_a_signal_lets_what_runs_finish(path: str) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with process("--model", path) as (server, address, _):
         assert main(["serve", "--model", path, "--port", address.rpartition(":")[2]]) == 2

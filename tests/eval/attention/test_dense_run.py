@@ -125,6 +125,7 @@ def test_mass_and_error_are_those_of_plain_transformers(kind: str, tmp_path: Pat
         assert checked == STEPS * len(model.geometry(PAGE).full_attention)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_reads_what_it_reads_alone(name: str, model: Model) -> None:
     """Up to its first sparse layer a policy's own run has the queries and keys of the dense one."""
@@ -162,6 +163,7 @@ def test_a_policy_reads_what_it_reads_alone(name: str, model: Model) -> None:
     assert narrow or name == "full"
 
 
+@pytest.mark.slow
 def test_policies_beside_each_other_do_not_meet(model: Model) -> None:
     names = [name for name in POLICIES if name != "full"]
     together = observed(model, [small(name) for name in names])

@@ -121,6 +121,7 @@ def test_a_control_is_what_it_is_alone(
                 assert own == pytest.approx(other, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_not_measured_again(model: Model, tmp_path: Path) -> None:
     path, names = tmp_path / "lines", ["streaming_llm", "quest"]
     first = suite(model, path, names[:1])

@@ -51,6 +51,7 @@ COUNTERS: dict[str, tuple[CountTokens, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counter", COUNTERS)
 @pytest.mark.parametrize("name", tasks())
 def test_a_sample_fills_its_length_and_does_not_exceed_it(name: str, counter: str) -> None:
