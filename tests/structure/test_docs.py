@@ -91,7 +91,6 @@ PRIVATE_PHRASES = [
     "for everybody",
     "nobody's rows",
     "harms nobody",
-    "what nobody",
     "stands for pages",
     "stand for pages",
     "to the bit",
