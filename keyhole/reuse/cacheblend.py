@@ -20,8 +20,8 @@ Differences (theirs | ours | effect measured):
 - the paper's set shrinks from layer to layer, the code's is chosen once | chosen once | at layer 1:
   chosen once 2.1 % (0.4 to 10.9), shrinking 4.2 % (1.2 to 14.0); at layer 2 none
 - 16 % in the code, about 15 % in the paper | `recompute_ratio`, 15 % | none
-- tokens of the question compete in the code, but for the last one | all of the question is
-  computed, beside the share | none in right answers; median error .040 against .038 at layer 1
+- tokens of the question compete in the code, except the last one | all of the question is computed,
+  beside the share | none in right answers; median error .040 against .038 at layer 1
 - the code's mask is aligned to the lower right corner, as if the tokens computed were the last ones
   | each token sees what stands before its own place | none in right answers; median error .040
   against .038 at layer 1

@@ -1,5 +1,6 @@
 """The documents are true: links lead somewhere, generated pages are what the program says."""
 
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -39,6 +40,14 @@ def stale(rendered: dict[str, str], root: Path) -> list[str]:
     ]
 
 
+@functools.cache
+def prose(file: Path) -> str:
+    """A file in lower case and in one line, without marks of comments at line starts."""
+    return " ".join(
+        re.sub(r"^\s*(//|#:?)", "", file.read_text(), flags=re.MULTILINE).split()
+    ).lower()
+
+
 def test_every_relative_link_leads_somewhere() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert not [link for page in pages for link in broken_links(page)]
@@ -73,6 +82,49 @@ def test_nobody_has_to_decode_a_phrase(phrase: str) -> None:
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "keyhole").rglob("*.py")]
     files += (ROOT / "tests" / "golden").glob("*.txt")
     found = [file for file in files if phrase in " ".join(file.read_text().split())]
+    assert not [str(file.relative_to(ROOT)) for file in found]
+
+
+PRIVATE_PHRASES = [
+    "whoever ends",
+    "as everybody calls",
+    "for everybody",
+    "nobody's rows",
+    "harms nobody",
+    "stands for pages",
+    "stand for pages",
+    "to the bit",
+    "in any places",
+    "at any places",
+    "where it lies",
+    "come up again",
+    "comes up again",
+    "the layers below",
+    "a layer below",
+    "found out once",
+    "left as they are",
+    "the earlier one of equals",
+    "gives up a page",
+    "outgrew the budget",
+    "a text that is read whole",
+    "the choice is made anew",
+    "a known start of a prompt",
+    "makes room for others",
+    "takes away",
+    "what a policy is",
+    "is meaningless",
+    "are meaningless",
+]
+
+
+@pytest.mark.parametrize("phrase", PRIVATE_PHRASES)
+def test_private_phrases_do_not_come_back(phrase: str) -> None:
+    """Phrases that only we understood: prose uses the field's words, in code and documents."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    files += [*(ROOT / "keyhole").rglob("*.py"), *(ROOT / "keyhole").rglob("*.pyi")]
+    files += [*(ROOT / "keyhole").rglob("*.h"), *(ROOT / "keyhole").rglob("*.cpp")]
+    files += (ROOT / "tests" / "golden").glob("*.txt")
+    found = [file for file in files if phrase in prose(file)]
     assert not [str(file.relative_to(ROOT)) for file in found]
 
 

@@ -28,7 +28,7 @@ def extreme_keys(keys: Tensor, block_size: int) -> Tensor:
     """For each block and head the k keys farthest from their mean, [N, k, Hkv, D] of keys' dtype.
 
     keys: [n, Hkv, D]; the last block may be short. k: block_size / 8, rounded up; the farthest
-    first, of equals the earlier, and again where a block has fewer than k.
+    first, ties go to the earlier, and again where a block has fewer than k.
     """
     step = block_size * max(1, _PIECE // (block_size * keys[0].numel()))
     return torch.cat([_extremes(piece, block_size) for piece in keys.split(step)])

@@ -48,7 +48,7 @@ def share(scores: Tensor, alpha: Tensor, received: Tensor, ends: Tensor) -> Tens
     local blocks, at least one; the others are its middle, at least one.
     (max - anchor) / (max - min) if min < anchor <= max, else 0: anchor is the score of the mean of
     the ends' mean keys, max that of the middle block of smallest alpha, min that of the one that
-    receives least; of equals the earlier.
+    receives least; ties go to the earlier.
     """
     scores, middle = scores.double(), ~ends
     anchor = scores[:, ends].mean(1)  # the product is linear: the mean's score is the mean score
