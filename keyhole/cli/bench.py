@@ -94,6 +94,7 @@ def measured(
     """
     outputs.check(Output("--output", arguments.output, outputs.LINES))
     file = LineFile(arguments.output)
+    show.status("loading torch and transformers ...")
     flags.quiet()
     from keyhole.bench import measure
 

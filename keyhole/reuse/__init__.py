@@ -34,6 +34,11 @@ def available_reuse_methods() -> dict[str, type[Reuse]]:
     return _REUSES.classes()
 
 
+def reuse_names() -> list[str]:
+    """Every reuse method's name; none is imported, as most import torch."""
+    return _REUSES.names()
+
+
 def reuse_name(name: str) -> str:
     """The name in the table for SamKV, Multi-InfLLM and the like; what is not there stays."""
     return _REUSES.canonical(name)

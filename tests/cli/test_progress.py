@@ -69,6 +69,13 @@ def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     assert "%|" not in ran.out
 
 
+def test_a_command_says_what_it_loads(path: str) -> None:
+    """`generate` and `calibrate` were silent for 14 s while torch and transformers came in."""
+    ran = run_on_terminal("generate", "a fox", "--model", path, "--device", "cpu", out=False)
+    assert ran.status == 0
+    assert ran.err.startswith(f"loading {path} ...")
+
+
 def test_a_long_prompt_moves_a_bar(path: str) -> None:
     options = ("--device", "cpu", "--max-tokens", "4", "--prefill-chunk", "16", "--json")
     ran = run_on_terminal("generate", "fox " * 40, "--model", path, *options, out=False)
@@ -78,5 +85,7 @@ def test_a_long_prompt_moves_a_bar(path: str) -> None:
 
 
 def test_a_pipe_gets_no_bars(path: str, run: Run) -> None:
-    assert "%|" not in run("verify", "--device", "cpu", "--model", path).err
+    said = run("verify", "--device", "cpu", "--model", path).err
+    assert "%|" not in said
+    assert "loading" not in said
     assert streaming.tqdm is tqdm.auto.tqdm
