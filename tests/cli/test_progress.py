@@ -84,6 +84,17 @@ def test_a_long_prompt_moves_a_bar(path: str) -> None:
     assert len(json.loads(ran.out)["token_ids"]) <= 4
 
 
+def test_a_document_moves_a_bar(tmp_path: Path) -> None:
+    """A document of 12,000 tokens was encoded for 100 s without a word: bars began at 16,384."""
+    text = tmp_path / "long.txt"
+    text.write_text("the fox owns lamp . " * 420)
+    store = ("--store", str(tmp_path / "store"), "--device", "cpu")
+    ran = run_on_terminal("documents", "add", "long", str(text), *store, out=False)
+    assert ran.status == 0, ran.err
+    assert len(shares(ran.err)["encode"]) > 1
+    assert "stored: long" in ran.out
+
+
 def test_a_pipe_gets_no_bars(path: str, run: Run) -> None:
     said = run("verify", "--device", "cpu", "--model", path).err
     assert "%|" not in said

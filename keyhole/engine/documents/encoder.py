@@ -26,9 +26,6 @@ from keyhole.policies.controls.full import Full
 from keyhole.reuse.blocks.extremes import extreme_keys
 from keyhole.reuse.blocks.statistics import BlockMeans, ReceivedAttention, block_means
 
-# A document is encoded with a progress bar from here on: below, it takes a moment.
-_LONG = 16384
-
 
 def encode(
     model: Model,
@@ -57,8 +54,10 @@ def encode(
     try:
         watch = _Watch(cache, len(tokens), block_size, model.device)
         table = torch.tensor(pages, device=model.device)
-        quiet = None if len(tokens) >= _LONG else True
-        with tqdm(total=len(tokens), unit="token", desc="encode", disable=quiet) as bar:
+        # A short document takes a moment, before which there is no bar.
+        with tqdm(
+            total=len(tokens), unit="token", desc="encode", leave=False, delay=1, disable=None
+        ) as bar:
             for start in range(0, len(tokens), chunk):
                 part = tokens[start : start + chunk]
                 _run(model, cache, watch, table, part, start, head)
