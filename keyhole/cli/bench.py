@@ -28,7 +28,7 @@ Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 Table = tuple[Columns, int]
 
 #: Benchmarks by name: their settings, and the flags that are theirs alone.
-_SETTINGS: dict[str, type[Any]] = {"decode": DecodeSettings, "offload": OffloadSettings}
+SETTINGS: dict[str, type[Any]] = {"decode": DecodeSettings, "offload": OffloadSettings}
 _OWN = {
     "decode": ("systems", "token_budget", "layers"),
     "offload": ("budgets", "policies", "words", "items", "folder", "context", "memory", "trace"),
@@ -37,11 +37,11 @@ _OWN = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
-    parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(_SETTINGS))
+    parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(SETTINGS))
     add_common(parser)
     flags.add_settings(parser, BenchSettings, "what is measured")
     for benchmark, names in _OWN.items():
-        flags.add_settings(parser, _SETTINGS[benchmark], f"{benchmark} only", names)
+        flags.add_settings(parser, SETTINGS[benchmark], f"{benchmark} only", names)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +56,10 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints tables as results come, and adds a line to the stored ones."""
     name = arguments.benchmark
-    if name not in _SETTINGS:
-        raise UnknownNameError("benchmark", name, _SETTINGS)
+    if name not in SETTINGS:
+        raise UnknownNameError("benchmark", name, SETTINGS)
     _check_own(arguments, name)
-    settings: Any = _SETTINGS[name](**flags.settings_of(arguments, _SETTINGS[name]))
+    settings: Any = SETTINGS[name](**flags.settings_of(arguments, SETTINGS[name]))
     outputs.check(Output("--trace", arguments.trace, outputs.TRACE))
     return measured(name, settings, arguments, _RUNS[name])
 
@@ -128,7 +128,7 @@ def measured(
 def _check_own(arguments: argparse.Namespace, name: str) -> None:
     """Refuses flags of another benchmark."""
     owners: dict[str, list[str]] = {}
-    for benchmark, cls in _SETTINGS.items():
+    for benchmark, cls in SETTINGS.items():
         for field in dataclasses.fields(cls):
             owners.setdefault(field.name, []).append(benchmark)
     for field_name, benchmarks in owners.items():
