@@ -44,6 +44,10 @@ class Registry(Generic[Method]):
         """Every class by name: built-in ones in the order of the table, then entry points."""
         return {name: self._load(name, place) for name, place in self._places().items()}
 
+    def names(self) -> list[str]:
+        """Every name in the same order; no method is imported."""
+        return list(self._places())
+
     def make(
         self, method: Method | str | Path | None, settings: Mapping[str, Any] | None = None
     ) -> Method:

@@ -36,7 +36,7 @@ Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 Table = tuple[Columns, int]
 
 #: Benchmarks by name: their settings, and the flags that are theirs alone.
-_SETTINGS: dict[str, type[Any]] = {
+SETTINGS: dict[str, type[Any]] = {
     "decode": DecodeSettings,
     "offload": OffloadSettings,
     "admission": AdmissionSettings,
@@ -50,11 +50,11 @@ _OWN = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
-    parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(_SETTINGS))
+    parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(SETTINGS))
     add_common(parser)
     flags.add_settings(parser, BenchSettings, "what is measured")
     for benchmark, names in _OWN.items():
-        flags.add_settings(parser, _SETTINGS[benchmark], f"{benchmark} only", names)
+        flags.add_settings(parser, SETTINGS[benchmark], f"{benchmark} only", names)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +69,10 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints tables as results come, and adds a line to the stored ones."""
     name = arguments.benchmark
-    if name not in _SETTINGS:
-        raise UnknownNameError("benchmark", name, _SETTINGS)
+    if name not in SETTINGS:
+        raise UnknownNameError("benchmark", name, SETTINGS)
     _check_own(arguments, name)
-    settings: Any = _SETTINGS[name](**flags.settings_of(arguments, _SETTINGS[name]))
+    settings: Any = SETTINGS[name](**flags.settings_of(arguments, SETTINGS[name]))
     outputs.check(Output("--trace", arguments.trace, outputs.TRACE))
     return measured(name, settings, arguments, _RUNS[name])
 
@@ -119,6 +119,7 @@ def measured(
     """
     outputs.check(Output("--output", arguments.output, outputs.LINES))
     file = LineFile(arguments.output)
+    show.status("loading torch and transformers ...")
     flags.quiet()
     from keyhole.bench import measure
 
@@ -152,7 +153,7 @@ def measured(
 def _check_own(arguments: argparse.Namespace, name: str) -> None:
     """Refuses flags of another benchmark."""
     owners: dict[str, list[str]] = {}
-    for benchmark, cls in _SETTINGS.items():
+    for benchmark, cls in SETTINGS.items():
         for field in dataclasses.fields(cls):
             owners.setdefault(field.name, []).append(benchmark)
     for field_name, benchmarks in owners.items():

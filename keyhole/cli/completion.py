@@ -10,8 +10,13 @@ from __future__ import annotations
 import argparse
 
 from keyhole import cli
+from keyhole.cli import bench
 from keyhole.cli.common.parser import Parser
+from keyhole.cli.eval import SUITES
 from keyhole.errors import UnknownNameError
+from keyhole.models.files.checkpoint import ITEMSIZES
+from keyhole.policies import available_policies
+from keyhole.reuse import reuse_names
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -35,4 +40,23 @@ def _filled(parser: Parser) -> Parser:
     """The parser with the arguments of all commands; help texts in their final form."""
     for command in parser.commands().values():
         _filled(command)
+        for action in command._actions:
+            # Only here: a value may also have settings behind a name, or be a file.
+            action.choices = _names(command.prog, action.dest) or action.choices
     return parser
+
+
+def _names(prog: str, dest: str) -> list[str]:
+    """What may stand at an argument of a command; nothing where there is no list of it."""
+    policies = list(available_policies())
+    if prog == "keyhole methods":
+        return [*policies, *reuse_names()] if dest == "name" else []
+    names = {
+        "benchmark": list(bench.SETTINGS),
+        "dtype": ["auto", *ITEMSIZES],
+        "policy": policies,
+        "reuse": reuse_names(),
+        "shell": list(SHELLS),
+        "suite": list(SUITES),
+    }
+    return names.get(dest, [])

@@ -15,6 +15,7 @@ from keyhole import drawing
 from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError
+from keyhole.models.files.bundled import TINY
 
 if TYPE_CHECKING:
     from keyhole.eval.demo import Demo, DemoOutcome
@@ -37,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table, and writes the picture or says what it needs."""
-    flags.quiet()
     outputs.check(Output("--output", arguments.output, outputs.PICTURE))
+    show.status(f"loading {TINY} ...")
+    flags.quiet()
     missing = _missing()
     from keyhole.eval import demo
     from keyhole.models.loading import load
@@ -48,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(_text(found, demo.BUDGET), flush=True)
     if missing is None:
+        show.status(f"\ndrawing {arguments.output} ...")
         _draw(model, asked[-1], found, arguments.output)
     if arguments.json:
         print(_json(found, None if missing else arguments.output, missing))

@@ -146,8 +146,18 @@ def load(
     tokenizer: an object or its folder or id, instead of the checkpoint's own.
     ModelError for a model that cannot be found, is damaged or is of an unsupported family.
     """
+    place, number = _device(device), _dtype(dtype)  # before the hub is asked
+    return load_files(locate(name), place, number, tokenizer)
+
+
+def load_files(
+    found: ModelFiles,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    tokenizer: Any = None,
+) -> Model:
+    """`load` of a model that `locate` has found."""
     place, number = _device(device), _dtype(dtype)
-    found = locate(name)
     name, cached = found.name, found.unreachable is not None
     if found.has_adapter and not is_peft_available():
         raise ignored_adapter(name)

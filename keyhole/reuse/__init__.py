@@ -35,6 +35,11 @@ def available_reuse_methods() -> dict[str, type[Reuse]]:
     return _REUSES.classes()
 
 
+def reuse_names() -> list[str]:
+    """Every reuse method's name; none is imported, as most import torch."""
+    return _REUSES.names()
+
+
 def reuse_name(name: str) -> str:
     """The table's name for spellings such as SamKV or Multi-InfLLM; unknown names stay."""
     return _REUSES.canonical(name)

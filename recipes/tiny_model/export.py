@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from keyhole.eval.tiny_language.vocabulary import BOS, EOS, PAD, WORD_IDS, build_tokenizer
+from keyhole.eval.tiny_language.tokenizer import build_tokenizer
+from keyhole.eval.tiny_language.vocabulary import BOS, EOS, PAD, WORD_IDS
 from recipes.tiny_model import snapshot
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -105,6 +106,32 @@ def test_a_completion_knows_commands_and_flags(shell: str, run: Run) -> None:
     assert ran.status == 0
     for word in ("generate", "documents", "total-memory"):
         assert word in ran.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ("generate --policy d", {"delta"}),
+        ("documents ask --reuse e", {"epic"}),
+        ("methods sa", {"sam_kv"}),
+        ("eval --suite p", {"paper"}),
+        ("bench ", {"decode", "offload"}),
+        ("completion f", {"fish"}),
+    ],
+)
+def test_a_completion_knows_names(typed: str, names: set[str], run: Run, tmp_path: Path) -> None:
+    """It promised the names of methods and had none."""
+    script = tmp_path / "completion"
+    script.write_text(run("completion", "bash").out)
+    words = ["keyhole", *typed.split(" ")]
+    listed = " ".join(f"'{word}'" for word in words)
+    code = (
+        f"source {script}; COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; "
+        "$(complete -p keyhole | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo \"${COMPREPLY[@]}\""
+    )
+    done = subprocess.run(["bash", "-c", code], check=True, capture_output=True, text=True)
+    assert names <= set(done.stdout.split()), done.stderr
+    assert all(name.startswith(words[-1]) for name in done.stdout.split())
 
 
 def test_an_unknown_shell_is_refused(run: Run) -> None:

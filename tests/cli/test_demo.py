@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import keyhole
 from keyhole.eval import demo
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.eval.tiny_language.vocabulary import build_tokenizer
+from keyhole.eval.tiny_language.tokenizer import build_tokenizer
 from recipes.tiny_model.shape import llama_config
 from tests.cli.conftest import Run
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,41 @@ def test_every_command_has_its_mistakes() -> None:
 def test_a_nearly_right_model_is_offered(path: str, run: Run) -> None:
     ran = run("generate", "x", "--model", path.removesuffix("-0") + "-1")
     assert "did you mean 'llama-0'?" in ran.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "generate x",
+        "chat",
+        "serve",
+        "verify",
+        "eval",
+        "eval --suite paper",
+        "eval --suite attention",
+        "documents ask question --documents one",
+    ],
+)
+def test_an_unknown_model_is_answered_before_torch_is_imported(line: str, tmp_path: Path) -> None:
+    """It took 5 s, most of them for imports of what the model was never loaded with."""
+    code = (
+        "import sys\n"
+        "from keyhole.cli import main\n"
+        f"assert main({[*line.split(), '--model', 'some/body']!r}) == 2\n"
+        "assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unknown model 'some/body'" in done.stderr
+    assert "HF_HUB_OFFLINE forbids" in done.stderr
 
 
 def test_more_logprobs_than_tokens_are_refused(path: str, run: Run) -> None:

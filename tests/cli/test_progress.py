@@ -69,6 +69,13 @@ def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     assert "%|" not in ran.out
 
 
+def test_a_command_says_what_it_loads(path: str) -> None:
+    """`generate` and `calibrate` were silent for 14 s while torch and transformers came in."""
+    ran = run_on_terminal("generate", "a fox", "--model", path, "--device", "cpu", out=False)
+    assert ran.status == 0
+    assert ran.err.startswith(f"loading {path} ...")
+
+
 def test_a_long_prompt_moves_a_bar(path: str) -> None:
     options = ("--device", "cpu", "--max-tokens", "4", "--prefill-chunk", "16", "--json")
     ran = run_on_terminal("generate", "fox " * 40, "--model", path, *options, out=False)
@@ -77,6 +84,19 @@ def test_a_long_prompt_moves_a_bar(path: str) -> None:
     assert len(json.loads(ran.out)["token_ids"]) <= 4
 
 
+def test_a_document_moves_a_bar(tmp_path: Path) -> None:
+    """A document of 12,000 tokens was encoded for 100 s without a word: bars began at 16,384."""
+    text = tmp_path / "long.txt"
+    text.write_text("the fox owns lamp . " * 420)
+    store = ("--store", str(tmp_path / "store"), "--device", "cpu")
+    ran = run_on_terminal("documents", "add", "long", str(text), *store, out=False)
+    assert ran.status == 0, ran.err
+    assert len(shares(ran.err)["encode"]) > 1
+    assert "stored: long" in ran.out
+
+
 def test_a_pipe_gets_no_bars(path: str, run: Run) -> None:
-    assert "%|" not in run("verify", "--device", "cpu", "--model", path).err
+    said = run("verify", "--device", "cpu", "--model", path).err
+    assert "%|" not in said
+    assert "loading" not in said
     assert streaming.tqdm is tqdm.auto.tqdm

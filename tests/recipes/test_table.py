@@ -8,15 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from keyhole.eval.results.paired import wilson
 from keyhole.eval.tiny_language import table
 from keyhole.eval.tiny_language.tasks import TASKS, is_correct, make, shared
 
 
 def test_intervals_are_wilsons() -> None:
     # Wilson's score interval at z = 1.96, to the four digits written here.
-    assert table.interval(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
-    assert table.interval(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
-    assert table.interval(100, 100) == pytest.approx((0.9630, 1.0), abs=1e-4)
+    assert wilson(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
+    assert wilson(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
+    assert wilson(100, 100) == pytest.approx((0.9630, 1.0), abs=1e-4)
 
 
 def test_a_reader_says_what_greedy_generation_would() -> None:

@@ -1,13 +1,8 @@
 import pytest
 
 from keyhole.eval.tiny_language.tasks import TASKS, make
-from keyhole.eval.tiny_language.vocabulary import (
-    BOS,
-    PAD,
-    VOCABULARY_SIZE,
-    WORD_IDS,
-    build_tokenizer,
-)
+from keyhole.eval.tiny_language.tokenizer import build_tokenizer
+from keyhole.eval.tiny_language.vocabulary import BOS, PAD, VOCABULARY_SIZE, WORD_IDS
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import show
@@ -19,8 +19,9 @@ from keyhole.config import (
     read_setting,
 )
 from keyhole.models.files.bundled import TINY, is_tiny
+from keyhole.models.files.locate import ModelFiles, locate
 from keyhole.policies import available_policies, make_policy
-from keyhole.reuse import available_reuse_methods
+from keyhole.reuse import reuse_names
 from keyhole.settings_file import require_depth
 
 if TYPE_CHECKING:
@@ -87,29 +88,42 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 def add_reuse(parser: argparse.ArgumentParser) -> None:
     """--reuse."""
     what = "what a prompt keeps and computes of documents"
-    _add_method(parser, "reuse", "sam_kv", what, available_reuse_methods())
+    _add_method(parser, "reuse", "sam_kv", what, reuse_names())
 
 
 def _add_method(
-    parser: argparse.ArgumentParser, kind: str, default: str, what: str, table: Mapping[str, Any]
+    parser: argparse.ArgumentParser, kind: str, default: str, what: str, names: Iterable[str]
 ) -> None:
     group = parser.add_argument_group(f"{kind}: {what}")
     text = (
-        f"{', '.join(table)}; with settings behind the name, NAME:SETTING=VALUE,SETTING=VALUE, as "
+        f"{', '.join(names)}; with settings behind the name, NAME:SETTING=VALUE,SETTING=VALUE, as "
         "`keyhole methods NAME` lists them; or a settings file, NAME.json"
     )
     group.add_argument(f"--{kind}", default=default, metavar="NAME", help=text)
 
 
+def find_model(arguments: argparse.Namespace) -> ModelFiles:
+    """Where the model is that the arguments name; the hub is asked once.
+
+    `load_model` begins with it, before torch and transformers are imported, so that a wrong name
+    is answered at once. Commands that import them earlier call it themselves.
+    """
+    if "model_files" not in arguments:
+        arguments.model_files = locate(TINY if arguments.model is None else arguments.model)
+    found: ModelFiles = arguments.model_files
+    return found
+
+
 def load_model(arguments: argparse.Namespace) -> Model:
     """The model that the arguments name."""
+    found = find_model(arguments)
+    show.status(f"loading {arguments.model or TINY} ...")
     quiet()
     from keyhole.bench import measure
-    from keyhole.models.loading import load
+    from keyhole.models.loading import load_files
 
     measure.device(arguments.device)  # before the weights
-    name = TINY if arguments.model is None else arguments.model
-    return load(name, arguments.device, arguments.dtype)
+    return load_files(found, arguments.device, arguments.dtype)
 
 
 def is_bundled(model: str | None) -> bool:

@@ -50,6 +50,12 @@ def error(text: str) -> None:
     print(f"{colours.styled('error:', colours.ERROR, sys.stderr)} {text}", file=sys.stderr)
 
 
+def status(text: str) -> None:
+    """Says on a terminal what the user waits for; nothing where stderr is a pipe or a file."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 def to_json(value: Any) -> str:
     """One JSON object; dataclasses become objects with their Python names."""
     return json.dumps(value, indent=2, default=dataclasses.asdict)

@@ -62,11 +62,12 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Streams the answer, or prints one JSON object."""
     question, params = _question(arguments), flags.sampling_of(arguments)
-    reuse = make_reuse(arguments.reuse)
     if not arguments.documents:
         raise ConfigError(
             "no documents; name stored ones: --documents NAME NAME, see `keyhole documents list`"
         )
+    flags.find_model(arguments)  # reuse methods import torch
+    reuse = make_reuse(arguments.reuse)
     llm = open_llm(arguments)
     names = expand(arguments.documents, (info.name for info in llm.documents.list()))
     reuse = reuse.resolve(llm.engine.geometry)

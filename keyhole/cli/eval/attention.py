@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         Output("--output", arguments.output, outputs.LINES),
         Output("--html", arguments.html, outputs.PAGE),
     )
+    flags.find_model(arguments)  # before scipy and matplotlib are imported
     paired.require_scipy()  # of the intervals; before hours of work
     file = LineFile(arguments.output)
     page = None

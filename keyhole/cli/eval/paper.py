@@ -67,7 +67,6 @@ def _written(value: object) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Gate, estimate, measurements, verdicts."""
     given = flags.settings_of(arguments, EvalSettings)
-    eval_tasks.require_statistics()
     html = Path(arguments.html or Path(arguments.output).with_suffix(".html"))
     outputs.check(
         Output("--output", arguments.output, outputs.LINES),
@@ -75,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         Output("--settings", arguments.settings, outputs.POLICY),
     )
     file = LineFile(arguments.output)
+    flags.find_model(arguments)  # before scipy and matplotlib are imported
+    eval_tasks.require_statistics()
     page = importlib.import_module("keyhole.eval.paper.page")
     drawing.matplotlib()
     model = flags.load_model(arguments)

@@ -28,10 +28,6 @@ from keyhole.policies.controls.full import Full
 from keyhole.reuse.blocks.extremes import extreme_keys
 from keyhole.reuse.blocks.statistics import BlockMeans, ReceivedAttention, block_means
 
-# A document is encoded with a progress bar from here on: below, it takes a moment.
-_LONG = 16384
-
-
 #: Yields after each piece of work how many tokens it computed, and returns the record.
 Encoding = Generator[int, None, DocumentRecord]
 
@@ -102,8 +98,10 @@ def encode_in_pieces(
     head = None if lookahead is None or named is None else HeadEncoding(lookahead)
     watch = _Watch(cache, len(tokens), block_size, model.device)
     table = torch.tensor(pages, device=model.device)
-    quiet = None if len(tokens) >= _LONG else True
-    with tqdm(total=len(tokens), unit="token", desc="encode", disable=quiet) as bar:
+    # A short document takes a moment, before which there is no bar.
+    with tqdm(
+        total=len(tokens), unit="token", desc="encode", leave=False, delay=1, disable=None
+    ) as bar:
         start = 0
         while start < len(tokens):
             part = tokens[start : start + size(len(tokens) - start)]

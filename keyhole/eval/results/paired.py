@@ -19,13 +19,22 @@ from typing import Any
 import numpy as np
 
 from keyhole.errors import ConfigError
-from keyhole.eval.tiny_language.table import interval as wilson
 
 __all__ = ["Gain", "gain", "newcombe", "p_value", "require_scipy", "wilson"]
 
+#: Standard normal quantile of a 95 % interval.
+_Z = 1.96
 _RESAMPLES = 9999
 #: Numbers of a batch of resamples: thousands of samples would need gigabytes otherwise.
 _BATCH = 2**20
+
+
+def wilson(right: int, items: int) -> tuple[float, float]:
+    """Wilson's 95 % confidence interval of a share."""
+    share, z2 = right / items, _Z * _Z
+    middle = (share + z2 / (2 * items)) / (1 + z2 / items)
+    half = _Z * math.sqrt(share * (1 - share) / items + z2 / (4 * items**2)) / (1 + z2 / items)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 @dataclass(frozen=True, kw_only=True)

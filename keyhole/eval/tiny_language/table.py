@@ -10,7 +10,6 @@ which is read once. Every finished cell is written down; the command goes on whe
 
 import argparse
 import json
-import math
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from keyhole.eval.results.paired import wilson
 from keyhole.eval.tiny_language.tasks import TASKS, Item, make, shared
 from keyhole.eval.tiny_language.vocabulary import BOS, EOS, WORD_IDS
 from keyhole.models.files.bundled import TINY_FOLDER
@@ -34,16 +34,6 @@ _LAST_SHARED = "majority"
 """The task of the shared context that is written down last."""
 _LONGEST_WALK = 2048
 """Words of a walk through all names there are; longer texts would be the same."""
-_Z = 1.96
-"""Standard normal quantile of a 95 % interval."""
-
-
-def interval(right: int, items: int) -> tuple[float, float]:
-    """Give Wilson's 95 % confidence interval of a share."""
-    share, z2 = right / items, _Z * _Z
-    middle = (share + z2 / (2 * items)) / (1 + z2 / items)
-    half = _Z * math.sqrt(share * (1 - share) / items + z2 / (4 * items**2)) / (1 + z2 / items)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 class ContextReader:
@@ -121,7 +111,7 @@ def card(text: str, found: list[dict[str, Any]]) -> str:
 
 def _entry(cell: dict[str, Any]) -> str:
     share = cell["right"] / cell["items"]
-    low, high = interval(cell["right"], cell["items"])
+    low, high = wilson(cell["right"], cell["items"])
     text = f"{share:.0%}" if share >= 0.9 else f"**{share:.0%}**"
     return f"{text} ({low:.0%}–{high:.0%})"
 

@@ -1,4 +1,4 @@
-"""The words of the bundled model's world, and the tokenizer that reads them.
+"""The words of the bundled model's world, and how its tokenizer reads them.
 
 One word is one token, so text and token positions can be compared by eye. The tokenizer writes
 `<bos>` in front of every encoded text, as Llama's does: `tokenizer(prompt).input_ids` is what the
@@ -7,12 +7,6 @@ model expects. Pieces that are joined afterwards (documents, a second turn) are 
 """
 
 from itertools import product
-
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
@@ -72,24 +66,3 @@ and (add_generation_prompt or not loop.last) -%}
 {%- endif -%}
 {%- endfor -%}"""
 """Messages joined by spaces; `answer :` after a user's question unless it already stands there."""
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Give the word-level tokenizer, complete with chat template, ready for `save_pretrained`."""
-    tokenizer = Tokenizer(WordLevel(WORD_IDS, unk_token=PAD))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{BOS} $A",
-        pair=f"{BOS} $A $B",
-        special_tokens=[(BOS, WORD_IDS[BOS])],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=PAD,
-        model_max_length=16384,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )

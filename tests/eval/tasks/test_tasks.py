@@ -22,7 +22,8 @@ from keyhole.eval.tasks import (
     tasks,
     token_counter,
 )
-from keyhole.eval.tiny_language.vocabulary import WORD_IDS, build_tokenizer
+from keyhole.eval.tiny_language.tokenizer import build_tokenizer
+from keyhole.eval.tiny_language.vocabulary import WORD_IDS
 from tests.checkpoints import make_tokenizer
 from tests.eval.tasks.readers import read
 from tests.recipes.solver import solve
