@@ -304,7 +304,7 @@ def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again(tmp_pat
     for _ in steps(engine):
         if first.num_computed == 12:  # somebody else takes its third page, the first to go
             page = first.pages[2]
-            engine.prefix.insert(first.tokens[:12], first.pages[:3], 6)
+            engine.prefix.insert(first.tokens[:12], first.pages[:3], 6, by=first.under.policy)
     assert first.stats().evicted_pages == 9 - 4
     assert engine.cache.references(page) == 1
     # The fourth page was evicted later, and those after it are not known either.

@@ -44,6 +44,7 @@ def test_there_is_something_to_hand_on() -> None:
         "wants_head",
         "shares_pages",
         "reads_queries",
+        "page_settings",
         "reads_keys",
         "selects_by_own_scores",
     ]
