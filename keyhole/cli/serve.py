@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
+import os
 import sys
+from pathlib import Path
 
 from keyhole.cli.common import flags, show
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.server.settings import ServerConfig
 
+_KEYS = "KEYHOLE_API_KEYS"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole serve`."""
+    parser.add_argument("place", nargs="?", metavar="MODEL", help="the same as --model")
     flags.add_model(parser)
     flags.add_settings(parser, ServerConfig, "server")
+    text = f"file with one key per line, besides --api-key; {_KEYS}, too, may have keys, by commas"
+    parser.add_argument("--api-key-file", metavar="FILE", help=text)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")
     group = parser.add_argument_group("documents")
@@ -28,14 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal."""
-    config = ServerConfig(**flags.settings_of(arguments, ServerConfig))
+    arguments.model = _model(arguments)
+    settings = flags.settings_of(arguments, ServerConfig)
+    keys = (*settings.get("api_key", ()), *_keys(arguments.api_key_file))
+    config = ServerConfig(**settings | {"api_key": keys})
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
     llm = flags.make_llm(arguments, documents=arguments.documents)
     from keyhole.async_llm import AsyncLLM
+    from keyhole.server import logs
     from keyhole.server.run import serve
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_format)
 
     def ready(address: str) -> None:
         print(f"{llm.engine.model.name} at {address}/v1", file=sys.stderr)
@@ -45,3 +55,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     serve(AsyncLLM(llm), config, ready)
     return 0
+
+
+def _model(arguments: argparse.Namespace) -> str | None:
+    """The one that is named, by position or by --model."""
+    place, flag = arguments.place, arguments.model
+    if place is not None and flag is not None and place != flag:
+        raise ConfigError(f"MODEL {place!r} and --model {flag!r} differ; give one of them")
+    return flag if place is None else str(place)
+
+
+def _keys(path: str | None) -> tuple[str, ...]:
+    """API keys of the environment and of a file, where a process list does not show them."""
+    found = os.environ.get(_KEYS, "").split(",")
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error}") from error
+        if not any(line.strip() for line in lines):
+            raise ConfigError(f"--api-key-file {path!r} must have at least one key")
+        found += lines
+    return tuple(key.strip() for key in found if key.strip())
