@@ -10,11 +10,15 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, show
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from keyhole.llm import LLM
 
 _KEYS = "KEYHOLE_API_KEYS"
 
@@ -50,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     def ready(address: str) -> None:
         print(f"{llm.engine.model.name} at {address}/v1", file=sys.stderr)
         print(f"policy: {show.sentence(llm.policy)}", file=sys.stderr)
-        size = llm.engine.max_pages * llm.engine.config.page_size
-        print(f"KV cache: room for {show.count(size, 'token')}", file=sys.stderr, flush=True)
+        print(_memory(llm), file=sys.stderr, flush=True)
 
     serve(AsyncLLM(llm), config, ready)
     return 0
@@ -77,3 +80,18 @@ def _keys(path: str | None) -> tuple[str, ...]:
             raise ConfigError(f"--api-key-file {path!r} must have at least one key")
         found += lines
     return tuple(key.strip() for key in found if key.strip())
+
+
+def _memory(llm: LLM) -> str:
+    """What the weights take, what the KV cache holds, and from where on layers are offloaded."""
+    from keyhole.engine.memory.plan import model_size
+
+    engine = llm.engine
+    weights = show.bytes_text(model_size(engine.model, None).weight_bytes)
+    room = show.count(engine.max_pages * engine.config.page_size, "token")
+    said = f"memory: weights {weights}; KV cache: room for {room}"
+    if engine.placement is None:
+        return said
+    plan = engine.placement.plan
+    cache, first = show.bytes_text(plan.cache_memory), show.count(plan.thresholds[0], "token")
+    return f"{said} in {cache} and beyond, the first layer is offloaded after {first}"
