@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo check test test-all test-lm-eval test-kvpress lint docs reference site serve-docs licences package lock gpu \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress lint docs reference site serve-docs licences package lock gpu \
   bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -22,6 +22,9 @@ help: ## this list
 
 demo: $(READY) ## a first look, on the bundled model
 	@.venv/bin/keyhole demo
+
+serve: $(READY) ## the bundled model over HTTP; MODEL=folder or hub id for another
+	@.venv/bin/keyhole serve $(MODEL)
 
 # While you write; what a change breaks further away is for `make test`.
 check: lint ## under a minute: ruff, mypy and the tests of what changed; SINCE=commit for more than the last

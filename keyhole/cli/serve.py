@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
+import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, show
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.server.settings import ServerConfig
 
+if TYPE_CHECKING:
+    from keyhole.llm import LLM
+
+_KEYS = "KEYHOLE_API_KEYS"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole serve`."""
+    parser.add_argument("place", nargs="?", metavar="MODEL", help="the same as --model")
     flags.add_model(parser)
     flags.add_settings(parser, ServerConfig, "server")
+    text = f"file with one key per line, besides --api-key; {_KEYS}, too, may have keys, by commas"
+    parser.add_argument("--api-key-file", metavar="FILE", help=text)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")
     group = parser.add_argument_group("documents")
@@ -28,20 +38,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal."""
-    config = ServerConfig(**flags.settings_of(arguments, ServerConfig))
+    arguments.model = _model(arguments)
+    settings = flags.settings_of(arguments, ServerConfig)
+    keys = (*settings.get("api_key", ()), *_keys(arguments.api_key_file))
+    config = ServerConfig(**settings | {"api_key": keys})
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
     llm = flags.make_llm(arguments, documents=arguments.documents)
     from keyhole.async_llm import AsyncLLM
+    from keyhole.server import logs
     from keyhole.server.run import serve
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_format)
 
     def ready(address: str) -> None:
         print(f"{llm.engine.model.name} at {address}/v1", file=sys.stderr)
         print(f"policy: {show.sentence(llm.policy)}", file=sys.stderr)
-        size = llm.engine.max_pages * llm.engine.config.page_size
-        print(f"KV cache: room for {show.count(size, 'token')}", file=sys.stderr, flush=True)
+        print(_memory(llm), file=sys.stderr, flush=True)
 
     serve(AsyncLLM(llm), config, ready)
     return 0
+
+
+def _model(arguments: argparse.Namespace) -> str | None:
+    """The one that is named, by position or by --model."""
+    place, flag = arguments.place, arguments.model
+    if place is not None and flag is not None and place != flag:
+        raise ConfigError(f"MODEL {place!r} and --model {flag!r} differ; give one of them")
+    return flag if place is None else str(place)
+
+
+def _keys(path: str | None) -> tuple[str, ...]:
+    """API keys of the environment and of a file, where a process list does not show them."""
+    found = os.environ.get(_KEYS, "").split(",")
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error}") from error
+        if not any(line.strip() for line in lines):
+            raise ConfigError(f"--api-key-file {path!r} must have at least one key")
+        found += lines
+    return tuple(key.strip() for key in found if key.strip())
+
+
+def _memory(llm: LLM) -> str:
+    """What the weights take, what the KV cache holds, and from where on layers are offloaded."""
+    from keyhole.engine.memory.plan import model_size
+
+    engine = llm.engine
+    weights = show.bytes_text(model_size(engine.model, None).weight_bytes)
+    room = show.count(engine.max_pages * engine.config.page_size, "token")
+    said = f"memory: weights {weights}; KV cache: room for {room}"
+    if engine.placement is None:
+        return said
+    plan = engine.placement.plan
+    cache, first = show.bytes_text(plan.cache_memory), show.count(plan.thresholds[0], "token")
+    return f"{said} in {cache} and beyond, the first layer is offloaded after {first}"

@@ -50,8 +50,9 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 
 
 def _handler(convert: Any) -> Any:
-    async def handle(_: Request, error: Exception) -> Response:
+    async def handle(request: Request, error: Exception) -> Response:
         answer: ApiError = convert(error)
+        state_of(request).metrics.failed(answer.kind)
         if answer.status >= 500 and not isinstance(error, ApiError):
             logger.error("a request failed", exc_info=error)
         return answer.response()

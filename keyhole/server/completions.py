@@ -34,6 +34,7 @@ _Stream = AsyncGenerator[Piece, None]
 async def chat(body: ChatBody, request: Request) -> Response:
     """The next message of a conversation."""
     state = state_of(request)
+    state.asked(body.messages)
     body.check_others()
     params = state.shares(body.n, body.chat_sampling(state.most_tokens))
     policy = body.policy(state.llm.llm.policy)
@@ -62,6 +63,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 async def complete(body: CompletionBody, request: Request) -> Response:
     """What follows a prompt, or each of several."""
     state = state_of(request)
+    state.asked(body.prompt)
     body.check_others()
     params = state.shares(body.n, body.sampling(state.most_tokens, body.logprobs))
     policy = body.policy(state.llm.llm.policy)
@@ -116,7 +118,7 @@ async def _answer(
         # What cannot be served at all has a status of its own.
         first = await anext(events)
     return StreamingResponse(
-        _after(first, events), media_type="text/event-stream", headers=_HEADERS
+        _after(state, first, events), media_type="text/event-stream", headers=_HEADERS
     )
 
 
@@ -126,7 +128,7 @@ async def _whole(state: State, answer: Answer, streams: list[_Stream]) -> Respon
         async for index, piece in pieces:
             if piece.result is not None:
                 results[index] = piece.result
-                state.metrics.finished(piece.result)
+                state.finished(piece.result)
     ordered = [results[index] for index in range(len(streams))]
     return JSONResponse(answer.whole(ordered, state.tokenizer))
 
@@ -161,13 +163,15 @@ async def _events(
                 begun.add(index)
                 if piece.result is not None:
                     results[index] = piece.result
-                    state.metrics.finished(piece.result)
+                    state.finished(piece.result)
         if usage:
             yield _event(answer.closing([results[index] for index in range(len(streams))]))
         yield "data: [DONE]\n\n"
 
 
-async def _after(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def _after(
+    state: State, first: str, events: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
     """The events behind the first one; an error in their midst ends them as an object."""
     async with aclosing(events):
         yield first
@@ -176,6 +180,7 @@ async def _after(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerato
                 yield event
         except Exception as error:
             found = api_error(error)
+            state.metrics.failed(found.kind)
             if found.status >= 500:
                 logger.exception("a stream failed")
             yield _event(found.body)

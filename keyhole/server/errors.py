@@ -44,6 +44,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
+        self.kind = kind
         self.body = {
             "error": {"message": message, "type": kind, "param": param, "code": code},
         }

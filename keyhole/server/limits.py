@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hmac
 import logging
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from keyhole.server import logs
 from keyhole.server.errors import ApiError
 from keyhole.server.metrics import Metrics
 from keyhole.server.settings import ServerConfig
@@ -65,7 +68,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, status, taken, is_refused = Headers(scope=scope), 0, 0, False
-        identity = _identity(headers)
+        identity, begin = _identity(headers), time.perf_counter()
+        record = logs.RequestRecord(identity, scope["method"], scope["path"])
+        logs.current.set(record)
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -84,18 +89,23 @@ class Gate:
             taken += len(message.get("body", b""))
             if taken > self._config.max_body and not status:
                 is_refused = True
-                await self._too_large().response()(scope, receive, answer)
+                await self._refusal(self._too_large())(scope, receive, answer)
             return {"type": "http.disconnect"} if is_refused else message
 
         try:
             refused = self._refused(scope, headers)
             if refused is not None:
-                await refused.response()(scope, receive, answer)
+                await self._refusal(refused)(scope, receive, answer)
             else:
                 await self._app(scope, counted, unless_refused)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status)
+            logs.answered(record, status, time.perf_counter() - begin)
+
+    def _refusal(self, error: ApiError) -> Response:
+        self._metrics.failed(error.kind)
+        return error.response()
 
     def _refused(self, scope: Scope, headers: Headers) -> ApiError | None:
         if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(headers):

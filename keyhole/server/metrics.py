@@ -41,6 +41,7 @@ class Metrics:
             lambda: float(engine.cache.available)
         )
         self._requests = counter("requests", "answered requests", ("path", "status"))
+        self._errors = counter("errors", "errors that were answered", ("kind",))
         self._prompt = counter("prompt_tokens", "tokens of prompts")
         self._cached = counter("cached_prompt_tokens", "of these, found in the prefix cache")
         self._generated = counter("generated_tokens", "tokens that were generated")
@@ -54,6 +55,10 @@ class Metrics:
     def answered(self, path: str, status: int) -> None:
         """Counts an answer; path: as in the route, without names."""
         self._requests.labels(path, str(status)).inc()
+
+    def failed(self, kind: str) -> None:
+        """Counts an error; kind: the type in its object."""
+        self._errors.labels(kind).inc()
 
     def finished(self, result: Result) -> None:
         """Counts a completion."""

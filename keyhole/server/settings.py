@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.errors import ConfigError
 
+LOG_FORMATS = ("text", "json")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -22,6 +24,8 @@ class ServerConfig:
     max_completions: int = setting(64, "prompts times n of one request")
     timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
     drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
+    log_format: str = setting("text", "lines of the log: text or json")
+    log_prompts: bool = setting(False, "write prompts to the log")
     served_model_name: str | None = setting(None, "name in /v1/models; None: the model's own")
 
     def __post_init__(self) -> None:
@@ -33,6 +37,8 @@ class ServerConfig:
             value = getattr(self, name)
             good = value is None or (is_number(value) and value > 0)
             require(good, name, value, right)
+        good = self.log_format in LOG_FORMATS
+        require(good, "log_format", self.log_format, " or ".join(LOG_FORMATS))
         require(all(self.api_key), "api_key", "", "at least one character")
         if not (self.api_key or self.insecure or _is_local(self.host)):
             raise ConfigError(

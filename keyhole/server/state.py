@@ -10,6 +10,8 @@ from fastapi import Request
 
 from keyhole.async_llm import AsyncLLM
 from keyhole.config import SamplingParams
+from keyhole.engine.result import Result
+from keyhole.server import logs
 from keyhole.server.errors import ApiError
 from keyhole.server.limits import Admission
 from keyhole.server.metrics import Metrics
@@ -44,6 +46,16 @@ class State:
     def most_tokens(self) -> int:
         """New tokens of a request that names no limit: as many as the model takes."""
         return int(self.llm.llm.engine.max_length)
+
+    def asked(self, prompt: Any) -> None:
+        """Keeps a prompt for the log, if prompts are logged."""
+        if self.config.log_prompts:
+            logs.asked(prompt)
+
+    def finished(self, result: Result) -> None:
+        """Counts a completion, and notes it for the log."""
+        self.metrics.finished(result)
+        logs.finished(result)
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 for another model than the one that is served."""

@@ -1,7 +1,9 @@
 """Wrong uses of every command, each with what its one line must say."""
 
 MISTAKES = [
-    ("serve tiny", "unexpected argument 'tiny'; a model is named by --model"),
+    ("serve tiny --model other", "MODEL 'tiny' and --model 'other' differ; give one of them"),
+    ("serve --api-key-file nowhere", "--api-key-file 'nowhere' cannot be read"),
+    ("serve --log-format xml", "log_format 'xml' must be text or json"),
     ("serve --port x", "--port 'x' must be a whole number"),
     ("serve --port 70000", "port 70000 must be from 0 to 65535"),
     ("serve --host 0.0.0.0", "host '0.0.0.0' can be reached from other machines; give an api_key"),

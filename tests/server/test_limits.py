@@ -125,3 +125,9 @@ def test_tokens_and_text_turn_into_each_other(address: str) -> None:
     assert wrong.status_code == 400
     for path in ("/health", "/ready", "/version", "/openapi.json"):
         assert httpx2.get(address + path).status_code == 200
+
+
+@pytest.mark.parametrize("given", [b"x" * 129, b"a\tb", "é".encode()])
+def test_an_identity_that_may_not_stand_in_a_header_is_replaced(address: str, given: bytes) -> None:
+    answer = httpx2.get(f"{address}/health", headers={b"X-Request-Id": given})
+    assert len(answer.headers["x-request-id"]) == 32

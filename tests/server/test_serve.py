@@ -48,7 +48,7 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[
 
 
 def test_a_signal_lets_what_runs_finish(path: str) -> None:
-    with process("--model", path, "--policy", "streaming_llm", "--memory", "8MiB") as (
+    with process(path, "--policy", "streaming_llm", "--memory", "8MiB") as (
         server,
         address,
         lines,
@@ -67,6 +67,8 @@ def test_a_signal_lets_what_runs_finish(path: str) -> None:
         assert last == "data: [DONE]"
     assert server.returncode == 0
     assert "policy: streaming_llm (token_budget 1024" in lines[1]
+    assert lines[2].startswith("memory: weights ")
+    assert any('path="/v1/completions" status=200' in line for line in lines[3:])
     assert not any("Traceback" in line for line in lines)
 
 

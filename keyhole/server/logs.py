@@ -1,0 +1,99 @@
+"""What a server writes to its log: one line per request, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from keyhole.engine.result import Result
+
+logger = logging.getLogger("keyhole.server.requests")
+
+
+@dataclass
+class RequestRecord:
+    """What is known of a request when it ends."""
+
+    id: str
+    method: str
+    path: str
+    prompt: Any = None
+    results: list[Result] = field(default_factory=list)
+
+    def fields(self, status: int, seconds: float) -> dict[str, Any]:
+        """As they are logged; the counts only where something was generated."""
+        found: dict[str, Any] = {
+            "id": self.id,
+            "method": self.method,
+            "path": self.path,
+            "status": status,
+            "duration_ms": round(seconds * 1e3, 1),
+        }
+        if self.results:
+            # Completions of one prompt each count it, as in /metrics.
+            stats = [result.stats for result in self.results]
+            found["prompt_tokens"] = sum(one.prompt_tokens for one in stats)
+            found["completion_tokens"] = sum(one.generated_tokens for one in stats)
+            found["finish_reason"] = ",".join(str(one.finish_reason) for one in self.results)
+        if self.prompt is not None:
+            found["prompt"] = self.prompt
+        return found
+
+
+#: Of the request that this task answers; tasks that it starts share the record.
+current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
+
+
+def finished(result: Result) -> None:
+    """Notes a completion of the current request."""
+    record = current.get()
+    if record is not None:
+        record.results.append(result)
+
+
+def asked(prompt: Any) -> None:
+    """Notes the prompt of the current request, for servers that log prompts."""
+    record = current.get()
+    if record is not None:
+        record.prompt = prompt
+
+
+def answered(record: RequestRecord, status: int, seconds: float) -> None:
+    """Writes the line of a request."""
+    fields = record.fields(status, seconds)
+    # Quoted as JSON, so that no path and no id can begin a line of its own.
+    said = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
+    logger.info("%s", said, extra={"request": fields})
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time, level, logger and message; of a request its fields in place of the message."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        request = getattr(record, "request", None)
+        line |= {"message": record.getMessage()} if request is None else request
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure(kind: str, handlers: Sequence[logging.Handler] = ()) -> None:
+    """Sends the logs of this process to stderr, or to `handlers`, as text or json."""
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    made = JsonFormatter() if kind == "json" else text
+    root = logging.getLogger()
+    for handler in handlers or (logging.StreamHandler(),):
+        handler.setFormatter(made)
+        root.addHandler(handler)
+    logger.setLevel(logging.INFO)
