@@ -57,7 +57,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ConfigError(
-        f"this needs lm-evaluation-harness: pip install keyhole[lm-eval] ({error})"
+        f"this needs lm-evaluation-harness: pip install 'keyhole[lm-eval]' ({error})"
     ) from error
 
 _ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig))

@@ -6,28 +6,32 @@ import os
 import pty
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 from keyhole.cli import main
 from tests.cli.conftest import Ran
 
+Program = Callable[[Sequence[str]], int]
 
-def run_on_terminal(*arguments: str, out: bool = True, err: bool = True) -> Ran:
+
+def run_on_terminal(
+    *arguments: str, out: bool = True, err: bool = True, program: Program = main
+) -> Ran:
     """What `keyhole` writes where stdout, stderr or both are a terminal; the others are pipes."""
     with _written(out) as (stdout, written), _written(err) as (stderr, said):
-        status = _run(arguments, stdout, stderr)
+        status = _run(program, arguments, stdout, stderr)
     return Ran(status, b"".join(written).decode(), b"".join(said).decode())
 
 
-def _run(arguments: tuple[str, ...], stdout: int, stderr: int) -> int:
+def _run(program: Program, arguments: tuple[str, ...], stdout: int, stderr: int) -> int:
     with (
         open(stdout, "w", closefd=False) as out,
         open(stderr, "w", closefd=False) as err,
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        return main(arguments)
+        return program(arguments)
 
 
 @contextmanager

@@ -345,5 +345,5 @@ def test_controls_without_scipy_are_refused_before_anything_runs(
     output = tmp_path / "eval.jsonl"
     ran = run("eval", "--model", path, *PASSKEY, "--controls", "--output", str(output))
     assert ran.status == 2
-    assert "exact tests need SciPy: pip install keyhole[eval]" in ran.err
+    assert "exact tests need SciPy: pip install 'keyhole[eval]'" in ran.err
     assert not output.exists()

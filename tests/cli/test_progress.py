@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import tqdm
 
+from benchmarks.kernels import __main__ as kernels
 from keyhole.bench import measure
+from keyhole.cli import main
 from keyhole.cli.common import streaming
 from tests.cli.conftest import Run
 from tests.cli.terminal import run_on_terminal
@@ -22,6 +24,7 @@ COMMANDS = {
         ("bench", "decode", *SMALL, "--systems", "transformers_sdpa,delta"),
         {"weights", "fill caches", "contexts", "measure"},
     ),
+    "kernels": ((*SMALL, "--ops", "append"), {"operations", "measure"}),
     "offload": (
         ("bench", "offload", "--items", "1", "--words", "96", "--budgets", "64", "--repeat", "8"),
         {"budgets", "compare", "measure"},
@@ -54,13 +57,13 @@ def shares(said: str) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     """`bench decode` said nothing while it made weights, a minute for larger shapes."""
     line, bars = COMMANDS[command]
     more = ("--model", path) if command == "verify" else ("--output", str(tmp_path / "lines"))
-    ran = run_on_terminal(*line, *more, out=False)
+    program = (lambda given: kernels.main([*given])) if command == "kernels" else main
+    ran = run_on_terminal(*line, *more, out=False, program=program)
     assert ran.status == 0, ran.err
     found = shares(ran.err)
     assert bars <= set(found)

@@ -112,7 +112,7 @@ def require_scipy() -> Any:
     try:
         from scipy import stats
     except ImportError as error:
-        raise ConfigError("exact tests need SciPy: pip install keyhole[eval]") from error
+        raise ConfigError("exact tests need SciPy: pip install 'keyhole[eval]'") from error
     return stats
 
 

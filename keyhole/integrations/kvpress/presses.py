@@ -34,7 +34,7 @@ try:
         TOVAPress,
     )
 except ImportError as error:
-    raise ConfigError(f"this needs kvpress: pip install keyhole[kvpress] ({error})") from error
+    raise ConfigError(f"this needs kvpress: pip install 'keyhole[kvpress]' ({error})") from error
 
 _RATIO = "compression_ratio"
 
