@@ -65,6 +65,8 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        #: Documents that are being encoded, whose pages come back.
+        self.encoding = 0
         self._cache = cache
         self._prefix = prefix
         self._config = config
@@ -271,7 +273,7 @@ class Scheduler:
         """Brings a prompt's stored documents into pages; evicts cached prefixes for them."""
         while not self._prepare(sequence):
             if self._prefix is None or not self._prefix.evict(self._cache.capacity):
-                if self.running:
+                if self.running or self.encoding:
                     return False
                 raise CapacityError(
                     f"what is kept of {len(sequence.prompt)} tokens of documents and question does "

@@ -7,6 +7,8 @@ for the attention that tokens receive and for the mean query of each block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,15 +40,20 @@ def encode(
     block_size: int,
     chunk: int,
     lookahead: HeadRunner | None = None,
+    lock: AbstractContextManager[Any] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> DocumentRecord:
     """The record of a document, its tensors on the CPU.
 
     tokens: int64 [n]; chunk: tokens that run at once. lookahead: whose head's keys are stored too,
-    where they cannot be made from tokens alone. CapacityError if n tokens do not fit into the
-    cache.
+    where they cannot be made from tokens alone. lock: held for one chunk at a time, so that steps run
+    between them. progress: called between chunks with the tokens that are done; what it raises ends
+    the work. CapacityError if n tokens do not fit into the cache.
     """
     size = cache.page_size
-    pages = cache.allocate(-(-len(tokens) // size))
+    lock = nullcontext() if lock is None else lock
+    with lock:
+        pages = cache.allocate(-(-len(tokens) // size))
     if pages is None:
         raise CapacityError(
             f"a document of {len(tokens)} tokens does not fit into the KV cache, where "
@@ -61,12 +68,19 @@ def encode(
         with tqdm(total=len(tokens), unit="token", desc="encode", disable=quiet) as bar:
             for start in range(0, len(tokens), chunk):
                 part = tokens[start : start + chunk]
-                _run(model, cache, watch, table, part, start, head)
+                with lock:
+                    _run(model, cache, watch, table, part, start, head)
                 bar.update(len(part))
+                if progress is not None:
+                    progress(start + len(part))
         every = torch.arange(len(tokens), device=model.device)
-        layers = [watch.record(layer, table, every) for layer in range(len(cache.keys))]
+        layers = []
+        for layer in range(len(cache.keys)):
+            with lock:
+                layers.append(watch.record(layer, table, every))
     finally:
-        cache.release(pages)
+        with lock:
+            cache.release(pages)
     heads = {} if head is None or named is None else {named: head.record()}
     return DocumentRecord(torch.from_numpy(tokens), block_size, layers, heads)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from keyhole.config import is_count, require
 from keyhole.documents.defaults import BLOCK_SIZE, default_place
 from keyhole.documents.record import DocumentRecord
+from keyhole.documents.source import metadata_text
 from keyhole.documents.store import (
     DocumentInfo,
     DocumentStore,
@@ -25,6 +28,11 @@ from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import RopeShift
 from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
+
+# Between looks at whether requests have given pages back.
+_PAUSE_S = 0.01
+#: Called with the tokens that are done, and all.
+Progress = Callable[[int, int], None]
 
 
 class Documents:
@@ -51,12 +59,17 @@ class Documents:
         overwrite: bool = False,
         pinned: bool = False,
         block_size: int = BLOCK_SIZE,
+        metadata: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
     ) -> DocumentInfo:
         """Encodes a document and stores it under `name`.
 
         text: text, or {"prompt_token_ids": [...]}. pinned: never evicted. block_size: tokens of a
         block, by which methods choose. Known under this name with another text: an
-        error unless `overwrite`; with the same text: nothing is done.
+        error unless `overwrite`; with the same text: nothing is done. metadata: JSON that is kept
+        with it; None: that of the same text before. progress: called while it is encoded, beside
+        requests of other threads, with the tokens that are done and all; what it raises ends the
+        work.
         RequestError for an empty document, PromptTooLongError for one that the model cannot take.
         """
         require(is_count(block_size), "block_size", block_size, "at least 1")
@@ -66,10 +79,16 @@ class Documents:
         if known is not None and known.block_size == block_size:
             if pinned:
                 self.store.pin(name)
+            if metadata is not None:
+                self.store.describe(name, metadata)
             return self.store.info(name)
-        record = self._encode(name, source, block_size)
+        if metadata is not None:
+            metadata_text(metadata)  # wrong ones are told before the work
+        record = self._encode(name, source, block_size, progress)
         overwrite = overwrite or known is not None  # the same text, in other blocks
-        return self.store.add(name, source, record, overwrite=overwrite, pinned=pinned)
+        return self.store.add(
+            name, source, record, overwrite=overwrite, pinned=pinned, metadata=metadata
+        )
 
     def get(self, name: str) -> DocumentInfo:
         """What is known of a document; UnknownNameError with the nearest name."""
@@ -78,6 +97,14 @@ class Documents:
     def list(self) -> builtins.list[DocumentInfo]:
         """All documents, by name."""
         return self.store.list()
+
+    def text(self, name: str) -> str:
+        """The text that a document was made from; of one made from token ids, what they say."""
+        source = self.store.source(name)
+        if isinstance(source, str):
+            return source
+        tokenizer = self._engine.model.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(source))
 
     def remove(self, name: str) -> None:
         """Forgets a document."""
@@ -133,11 +160,13 @@ class Documents:
                 "or choose another policy"
             ) from error
 
-    def _encode(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
-        with self._engine.lock:
-            return self._encoded(name, source, block_size)
-
-    def _encoded(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
+    def _encode(
+        self,
+        name: str,
+        source: str | Sequence[int],
+        block_size: int,
+        progress: Progress | None = None,
+    ) -> DocumentRecord:
         engine = self._engine
         tokens = self._tokens(name, source)
         wrong = [t for t in tokens if not 0 <= t < engine.model.vocab_size]
@@ -151,18 +180,47 @@ class Documents:
                 f"document {name!r} has {len(tokens)} tokens, this model takes at most "
                 f"{engine.max_length - 1} in one piece ({engine.model.length_reason}); cut it"
             )
-        size = engine.config.page_size
-        pages = -(-len(tokens) // size)
-        if engine.prefix is not None and pages > engine.cache.available:
-            engine.prefix.evict(pages - engine.cache.available)
-        return encode(
-            engine.model,
-            engine.cache,
-            np.asarray(tokens, np.int64),
-            block_size=block_size,
-            chunk=engine.config.prefill_chunk,
-            lookahead=engine.lookahead,
-        )
+
+        def report(done: int) -> None:
+            if progress is not None:
+                progress(done, len(tokens))
+
+        report(0)
+        with self._room(len(tokens), report if progress is not None else None):
+            return encode(
+                engine.model,
+                engine.cache,
+                np.asarray(tokens, np.int64),
+                block_size=block_size,
+                chunk=engine.config.prefill_chunk,
+                lookahead=engine.lookahead,
+                lock=engine.lock,
+                progress=report,
+            )
+
+    @contextmanager
+    def _room(self, tokens: int, wait: Callable[[int], None] | None) -> Iterator[None]:
+        """Makes room in the cache, and says that a document is being encoded.
+
+        wait: called again and again while running requests hold the pages; None: not waited for.
+        """
+        engine = self._engine
+        pages = -(-tokens // engine.config.page_size)
+        while True:
+            with engine.lock:
+                if engine.prefix is not None and pages > engine.cache.available:
+                    engine.prefix.evict(pages - engine.cache.available)
+                busy = pages > engine.cache.available and bool(engine.scheduler.running)
+                if wait is None or not busy or pages > engine.cache.max_pages:
+                    engine.scheduler.encoding += 1
+                    break
+            wait(0)
+            time.sleep(_PAUSE_S)
+        try:
+            yield
+        finally:
+            with engine.lock:
+                engine.scheduler.encoding -= 1
 
     def _tokens(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:
         if isinstance(source, str):
