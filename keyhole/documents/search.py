@@ -49,8 +49,11 @@ class Found:
 class Retriever(Protocol):
     """Finds documents. Safe from threads."""
 
-    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str]) -> None:
-        """Makes what is searched just these documents. text: that of a name, for new ones."""
+    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
+        """Makes what is searched just these documents.
+
+        text: that of a name, for new ones; None: it cannot be read now.
+        """
 
     def search(self, query: str, top_k: int) -> list[Found]:
         """At most `top_k` documents, the best first."""
@@ -66,7 +69,7 @@ class BM25:
         self._path = path
         self._guard = threading.Lock()
 
-    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str]) -> None:
+    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
         """See `Retriever`."""
         wanted = {info.name: info.digest for info in documents}
         with self._table() as table:
@@ -75,9 +78,10 @@ class BM25:
             table.executemany("DELETE FROM texts WHERE rowid = ?", gone)
             known = {name for _, name, digest in rows if wanted.get(name) == digest}
             for name in wanted.keys() - known:
-                table.execute(
-                    "INSERT INTO texts VALUES (?, ?, ?)", (name, wanted[name], text(name))
-                )
+                found = text(name)
+                if found is not None:
+                    row = (name, wanted[name], found)
+                    table.execute("INSERT INTO texts VALUES (?, ?, ?)", row)
 
     def search(self, query: str, top_k: int) -> list[Found]:
         """See `Retriever`. No word of a query is an operator of SQLite's."""

@@ -267,8 +267,8 @@ class DocumentStore:
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
                 raise StorageFullError(
-                    f"the index of the documents at {self._place.url!r} cannot be written: {error}; "
-                    "make room on the disk"
+                    f"the index of the documents at {self._place.url!r} cannot be written: "
+                    f"{error}; make room on the disk"
                 ) from error
             raise ConfigError(
                 f"the index of the documents at {self._place.url!r} cannot be used: {error}; a new "

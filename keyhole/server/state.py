@@ -13,6 +13,7 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.config import SamplingParams
 from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
+from keyhole.errors import KeyholeError
 from keyhole.server.documents.queue import DocumentQueue
 from keyhole.server.errors import ApiError
 from keyhole.server.limits import Admission
@@ -51,7 +52,14 @@ class State:
 
     def update_search(self) -> None:
         """Makes what searches find what is stored."""
-        self.retriever.update(self.documents.list(), self.documents.text)
+
+        def text(name: str) -> str | None:
+            try:
+                return self.documents.text(name)
+            except KeyholeError:  # damaged, or removed just now; the others are found
+                return None
+
+        self.retriever.update(self.documents.list(), text)
 
     @property
     def name(self) -> str:

@@ -46,9 +46,9 @@ def encode(
     """The record of a document, its tensors on the CPU.
 
     tokens: int64 [n]; chunk: tokens that run at once. lookahead: whose head's keys are stored too,
-    where they cannot be made from tokens alone. lock: held for one chunk at a time, so that steps run
-    between them. progress: called between chunks with the tokens that are done; what it raises ends
-    the work. CapacityError if n tokens do not fit into the cache.
+    where they cannot be made from tokens alone. lock: held for one chunk at a time, so that steps
+    run between them. progress: called between chunks with the tokens that are done; what it raises
+    ends the work. CapacityError if n tokens do not fit into the cache.
     """
     size = cache.page_size
     lock = nullcontext() if lock is None else lock
