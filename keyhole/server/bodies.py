@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from keyhole.config import SamplingParams
 from keyhole.engine.request_policy import PolicySpec
@@ -149,6 +149,17 @@ class SearchedDocuments(BaseModel):
     search: SearchBody
 
 
+def _kind(given: object) -> str:
+    """Which of the two a value for `documents` means to be: errors speak of that one."""
+    return "searched" if isinstance(given, dict | SearchedDocuments) else "names"
+
+
+_Documents = Annotated[
+    Annotated[list[str], Tag("names")] | Annotated[SearchedDocuments, Tag("searched")],
+    Discriminator(_kind),
+]
+
+
 class ChatBody(SamplingBody):
     """/v1/chat/completions.
 
@@ -163,7 +174,7 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[str] | SearchedDocuments | None = None
+    documents: _Documents | None = None
     passages: bool = True
     reuse: str | dict[str, Any] | None = None
 

@@ -49,8 +49,8 @@ class Reused:
     documents: their names, in order. lengths: tokens of each. shares: SamKV's P of each, None for
     other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
     recompute_ratio: those computed again in some layer / all. tokens_not_computed: the others.
-    bytes_read: from the store, block statistics included. kept: bool [L, T], what each layer keeps of all tokens of documents.
-    written: bool [L, T], what each layer computed again of these.
+    bytes_read: from the store, block statistics included. kept: bool [L, T], what each layer keeps
+    of all tokens of documents. written: bool [L, T], what each layer computed again of these.
     """
 
     documents: Sequence[str]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import zipfile
+from importlib.util import find_spec
 from pathlib import PurePath
 
 from keyhole.server.errors import ApiError
 
 _TEXT = {".txt", ".md", ".markdown"}
-_CONVERTED = {".html", ".htm", ".pdf", ".docx"}
+#: Ending -> markitdown's class.
+_CONVERTED = {
+    ".html": "HtmlConverter",
+    ".htm": "HtmlConverter",
+    ".pdf": "PdfConverter",
+    ".docx": "DocxConverter",
+}
 #: A DOCX is an archive; one that grows by more is refused before it is unpacked.
 MOST_GROWTH = 50
 
@@ -21,9 +27,9 @@ def text_of(filename: str, data: bytes) -> str:
     if ending in _TEXT:
         return decoded(data)
     if ending not in _CONVERTED:
-        known = ", ".join(sorted(_TEXT | _CONVERTED))
+        known = ", ".join(sorted(_TEXT | _CONVERTED.keys()))
         raise ApiError(415, f"a file {filename!r} cannot be read; known are {known}", param="file")
-    if importlib.util.find_spec("markitdown") is None:
+    if find_spec("markitdown") is None:
         raise ApiError(
             415,
             f"a {ending} file needs more packages on the server: pip install 'keyhole[convert]'; "
@@ -58,9 +64,11 @@ def _check_archive(filename: str, data: bytes) -> None:
 
 def _converted(filename: str, ending: str, data: bytes) -> str:
     import markitdown
+    from markitdown import converters
 
-    # Streams only: no converter that opens a URL or a file of this machine.
-    converter = markitdown.MarkItDown(enable_plugins=False)
+    # Just the one that fits: a PDF that is none is not read as something else.
+    converter = markitdown.MarkItDown(enable_builtins=False, enable_plugins=False)
+    converter.register_converter(getattr(converters, _CONVERTED[ending])())
     kind = markitdown.StreamInfo(extension=ending)
     try:
         text = converter.convert_stream(io.BytesIO(data), stream_info=kind).text_content
