@@ -56,9 +56,8 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
         "..\\..\\outside",
         "C:outside",
         "documents/../../x",
-        "﹒﹒∕outside",  # their compatible forms are dots and a slash
+        "\ufe52\ufe52\u2215outside",  # their compatible forms are dots and a slash
         "e\u0301 and \u00e9",
-        ".",
         "con",
         "%2e%2e%2foutside",
         "'; DROP TABLE documents; --",
@@ -111,7 +110,6 @@ def test_an_answer_over_documents_is_that_of_ask(
         ("a", {"json": {"no": 1}}, "text"),
         ("a", {"content": b""}, "no text"),
         ("a%00b", {"content": b"x"}, "name"),
-        ("a%0Ab", {"content": b"x"}, "name"),
         ("%E2%80%AEa", {"content": b"x"}, "name"),
         ("%20", {"content": b"x"}, "name"),
         ("a" * 201, {"content": b"x"}, "at most 200"),
@@ -190,7 +188,7 @@ def test_passages_are_left_out_when_told_and_where_all_is_computed(
 ) -> None:
     names = [{"name": name} for name in stored]
     assert ask(client, documents=[*stored], passages=False)["documents"] == names
-    assert ask(client, documents=[*stored], reuse="full")["documents"] == names
+    assert ask(client, documents=[*stored], reuse="recompute")["documents"] == names
 
 
 def test_a_stream_says_them_with_its_usage(client: openai.OpenAI, stored: dict[str, Any]) -> None:
@@ -267,6 +265,7 @@ def test_a_file_is_stored_under_its_name_or_another(address: str, llm: LLM) -> N
         ("a.txt", b"\xff", {}, 400, "UTF-8"),
         ("a.txt", b"", {}, 400, "no text"),
         ("a.txt", b"x", {"name": "a\x00b"}, 400, "printable"),
+        ("a.txt", b"x", {"name": "a\nb"}, 400, "printable"),
         ("a.txt", b"x", {"metadata": "{"}, 400, "metadata"),
         ("a.txt", b"x", {"metadata": "[]"}, 400, "JSON object"),
     ],
