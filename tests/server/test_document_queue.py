@@ -7,13 +7,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
-from keyhole import LLM
+from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.documents.storage.local import LocalStaged
 from keyhole.engine.documents import encoder
 from keyhole.server.documents.queue import DocumentQueue, Job
@@ -223,3 +224,29 @@ def test_metadata_is_kept_and_replaced(address: str) -> None:
     headers = {"content-type": "application/json"}
     assert httpx2.put(f"{place}/m", content=raw, headers=headers).status_code == 400
     assert httpx2.delete(f"{place}/m").status_code == 200
+
+
+def test_a_document_waits_for_pages_that_a_request_holds(tmp_path: Path) -> None:
+    """It failed where nothing was free at that moment."""
+    path = make_model("llama", tmp_path, tokenizer=True, vocab_size=300)
+    llm = LLM(path, memory="256KiB", prefix_cache=False, documents=tmp_path / "documents")
+    room = llm.engine.max_pages * llm.engine.config.page_size
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    waited, pieces = threading.Event(), llm.stream("x" * (room - 16), params)
+    next(pieces)
+    text = "y" * (room // 2)
+    with pytest.raises(CapacityError, match="does not fit"):
+        llm.documents.add("now", text)
+    found: list[Any] = []
+
+    def store() -> None:
+        found.append(llm.documents.add("later", text, progress=lambda *_: waited.set()))
+
+    thread = threading.Thread(target=store)
+    thread.start()
+    assert waited.wait(60)
+    for _ in pieces:
+        pass
+    thread.join(60)
+    assert found[0].tokens == len(text)
+    llm.engine.check_integrity()

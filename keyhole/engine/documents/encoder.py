@@ -42,18 +42,21 @@ def encode(
     lookahead: HeadRunner | None = None,
     lock: AbstractContextManager[Any] | None = None,
     progress: Callable[[int], None] | None = None,
+    pages: list[int] | None = None,
 ) -> DocumentRecord:
     """The record of a document, its tensors on the CPU.
 
     tokens: int64 [n]; chunk: tokens that run at once. lookahead: whose head's keys are stored too,
     where they cannot be made from tokens alone. lock: held for one chunk at a time, so that steps
     run between them. progress: called between chunks with the tokens that are done; what it raises
-    ends the work. CapacityError if n tokens do not fit into the cache.
+    ends the work. pages: allocated for it, given back here; None: allocated here. CapacityError if
+    n tokens do not fit into the cache.
     """
     size = cache.page_size
     lock = nullcontext() if lock is None else lock
-    with lock:
-        pages = cache.allocate(-(-len(tokens) // size))
+    if pages is None:
+        with lock:
+            pages = cache.allocate(-(-len(tokens) // size))
     if pages is None:
         raise CapacityError(
             f"a document of {len(tokens)} tokens does not fit into the KV cache, where "

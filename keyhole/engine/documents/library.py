@@ -186,7 +186,7 @@ class Documents:
                 progress(done, len(tokens))
 
         report(0)
-        with self._room(len(tokens), report if progress is not None else None):
+        with self._room(len(tokens), report if progress is not None else None) as pages:
             return encode(
                 engine.model,
                 engine.cache,
@@ -196,11 +196,14 @@ class Documents:
                 lookahead=engine.lookahead,
                 lock=engine.lock,
                 progress=report,
+                pages=pages,
             )
 
     @contextmanager
-    def _room(self, tokens: int, wait: Callable[[int], None] | None) -> Iterator[None]:
-        """Makes room in the cache, and says that a document is being encoded.
+    def _room(
+        self, tokens: int, wait: Callable[[int], None] | None
+    ) -> Iterator[builtins.list[int] | None]:
+        """Pages for a document that is being encoded, None where it does not fit.
 
         wait: called again and again while running requests hold the pages; None: not waited for.
         """
@@ -213,11 +216,12 @@ class Documents:
                 busy = pages > engine.cache.available and bool(engine.scheduler.running)
                 if wait is None or not busy or pages > engine.cache.max_pages:
                     engine.scheduler.encoding += 1
+                    taken = engine.cache.allocate(pages)
                     break
             wait(0)
             time.sleep(_PAUSE_S)
         try:
-            yield
+            yield taken
         finally:
             with engine.lock:
                 engine.scheduler.encoding -= 1
