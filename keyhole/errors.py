@@ -8,6 +8,7 @@
     │   ├── PromptTooLongError  more tokens than the model can take
     │   └── RecordError         a stored document that cannot be read (cache/document_problem.py)
     ├── CapacityError           memory is out; says what helps              (a MemoryError)
+    │   └── StorageFullError    the disk, or the limit of stored documents
     └── NumericalError          the model gave NaN or infinite logits       (an ArithmeticError)
 
 A message says what is wrong, which value was given and what would be right, in one line.
@@ -51,6 +52,10 @@ class PromptTooLongError(RequestError):
 
 class CapacityError(KeyholeError, MemoryError):
     """Memory is out: says how much was needed and which setting helps."""
+
+
+class StorageFullError(CapacityError):
+    """No room for a document where documents are stored; those that are there stay."""
 
 
 class NumericalError(KeyholeError, ArithmeticError):

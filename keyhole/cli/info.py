@@ -18,6 +18,7 @@ _EXTRAS = {
     "plot": "matplotlib",
     "eval": "scipy",
     "serve": "fastapi",
+    "convert": "markitdown",
     "lm-eval": "lm_eval",
     "kvpress": "kvpress",
 }

@@ -23,7 +23,7 @@ from keyhole.documents.integrity_error import RecordError
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.documents.storage import Entry, StorageBackend
 from keyhole.documents.storage.lock import Lease, is_free, locked
-from keyhole.errors import CapacityError, UnknownNameError
+from keyhole.errors import StorageFullError, UnknownNameError
 
 __all__ = ["Catalogue"]
 
@@ -42,16 +42,16 @@ class Catalogue:
 
     def __init__(self, place: StorageBackend, cache_folder: Path | None) -> None:
         self.place = place
-        self._folder = place.folder or _index_folder(place.url, cache_folder)
-        self._leases = self._folder / "leases"
-        (self._folder if place.folder else self._leases).mkdir(parents=True, exist_ok=True)
+        self.folder = place.folder or _index_folder(place.url, cache_folder)
+        self._leases = self.folder / "leases"
+        (self.folder if place.folder else self._leases).mkdir(parents=True, exist_ok=True)
         with self.locked():
-            self.index = Index(self._folder / "index.sqlite")
+            self.index = Index(self.folder / "index.sqlite")
             self._reconcile()
 
     def locked(self) -> AbstractContextManager[None]:
         """Excludes all other processes of this machine that change the store. Do not nest."""
-        return locked(self._folder / "lock")
+        return locked(self.folder / "lock")
 
     def _reconcile(self) -> None:
         self._clean()
@@ -210,11 +210,11 @@ class Catalogue:
         self.index.forget_records(gone)
 
     def require_room(self, more_bytes: int, limit_bytes: int, keep: Collection[str]) -> None:
-        """CapacityError unless `evict` can free this many bytes."""
+        """StorageFullError unless `evict` can free this many bytes."""
         total = self.index.total_bytes()
         free = sum(size for _, size in self._free_records(keep))
         if total + more_bytes - free > limit_bytes:
-            raise CapacityError(
+            raise StorageFullError(
                 f"{more_bytes} bytes more do not fit into the limit of {limit_bytes} bytes of the "
                 f"documents at {self.place.url!r}: {total - free} of the {total} bytes there are "
                 "texts, or records that are pinned or in use; raise limit_bytes, or unpin or "

@@ -8,6 +8,7 @@ opens its own connection, which makes it safe for threads and forks.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
@@ -20,13 +21,14 @@ from keyhole.documents.source import SourceFile
 
 __all__ = ["DocumentInfo", "Index", "record_file"]
 
-_VERSION = 1
+_VERSION = 2
 _WAIT_S = 60.0
 _SCHEMA = f"""
 CREATE TABLE documents (
   name TEXT PRIMARY KEY, file TEXT NOT NULL UNIQUE, digest TEXT NOT NULL,
   model TEXT NOT NULL, tokens INTEGER NOT NULL, block_size INTEGER NOT NULL,
   created REAL NOT NULL, pinned INTEGER NOT NULL,
+  metadata TEXT NOT NULL DEFAULT '{{}}',
   size_bytes INTEGER NOT NULL, stamp TEXT NOT NULL, hits INTEGER NOT NULL DEFAULT 0,
   last_used REAL NOT NULL);
 CREATE INDEX by_digest ON documents (digest);
@@ -35,6 +37,13 @@ CREATE TABLE records (
   block_size INTEGER, size_bytes INTEGER NOT NULL, last_used REAL NOT NULL);
 CREATE INDEX of_digest ON records (digest);
 PRAGMA user_version = {_VERSION};
+"""
+# A new index would have forgotten how often documents were used.
+_FROM_1 = f"""
+BEGIN;
+ALTER TABLE documents ADD COLUMN metadata TEXT NOT NULL DEFAULT '{{}}';
+PRAGMA user_version = {_VERSION};
+COMMIT;
 """
 _INFO = """
 SELECT d.*, own.file IS NOT NULL AS encoded, own.tokens AS own_tokens,
@@ -64,7 +73,7 @@ class DocumentInfo:
     record, or, where it has none, as the model counted that stored the document. size_bytes: its
     source and all models' records. created, last_used: seconds since 1970, UTC. hits: how often it
     was opened. records: the models that have a record, by the digest of their fingerprint.
-    encoded: whether this model has one.
+    encoded: whether this model has one. metadata: JSON that was stored with it.
     """
 
     name: str
@@ -78,6 +87,7 @@ class DocumentInfo:
     digest: str
     records: tuple[str, ...]
     encoded: bool
+    metadata: dict[str, Any]
 
 
 class Index:
@@ -98,8 +108,11 @@ class Index:
     def _is_sound(self) -> bool:
         try:
             with closing(self._connect()) as connection:
-                version = connection.execute("PRAGMA user_version").fetchone()[0]
                 checked = connection.execute("PRAGMA quick_check").fetchone()[0]
+                version = connection.execute("PRAGMA user_version").fetchone()[0]
+                if (version, checked) == (1, "ok"):
+                    connection.executescript(_FROM_1)
+                    version = _VERSION
                 return bool(version == _VERSION and checked == "ok")
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
@@ -310,4 +323,5 @@ def _info(row: sqlite3.Row) -> DocumentInfo:
         digest=row["digest"],
         records=tuple(sorted((row["models"] or "").split(","))) if row["models"] else (),
         encoded=bool(row["encoded"]),
+        metadata=json.loads(row["metadata"]),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,13 @@ from keyhole.documents.digest import canonical, is_sealed, seal, sha256
 from keyhole.documents.integrity_error import RecordError
 from keyhole.errors import ConfigError
 
-__all__ = ["HEAD_BYTES", "Source", "SourceFile", "check_name", "file_of"]
+__all__ = ["HEAD_BYTES", "Source", "SourceFile", "check_name", "file_of", "metadata_text"]
 
 #: Every first line ends before this byte.
-HEAD_BYTES = 4096
+HEAD_BYTES = 8192
 _MOST_NAME_LENGTH = 200
+# As it stands in the first line: the rest of it is far shorter than what is left.
+_MOST_METADATA_BYTES = 4096
 # No UTF-8 text begins with this byte, so no text has the digest of a list of token ids.
 _TOKEN_IDS_MARK = b"\xff"
 
@@ -69,7 +71,7 @@ class SourceFile:
     """The first line of the file.
 
     tokens, block_size: as counted by the model `model` when it stored the document. created:
-    seconds since 1970, UTC.
+    seconds since 1970, UTC. metadata: a JSON object.
     """
 
     name: str
@@ -79,6 +81,7 @@ class SourceFile:
     block_size: int
     created: float
     pinned: bool
+    metadata: str = "{}"
 
     @property
     def file(self) -> str:
@@ -87,7 +90,10 @@ class SourceFile:
 
     def line(self) -> bytes:
         """The sealed line, as written."""
-        return canonical(seal(dataclasses.asdict(self))) + b"\n"
+        fields = dataclasses.asdict(self)
+        if self.metadata == "{}":  # as versions before it wrote it
+            fields.pop("metadata")
+        return canonical(seal(fields)) + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> SourceFile:
@@ -132,3 +138,17 @@ def check_name(name: str) -> str:
             f"{_MOST_NAME_LENGTH} characters"
         )
     return name
+
+
+def metadata_text(metadata: Mapping[str, Any]) -> str:
+    """As it is kept; ConfigError unless it is a JSON object that is not too long."""
+    right = f"a JSON object of at most {_MOST_METADATA_BYTES} bytes"
+    try:
+        text = canonical(dict(metadata)).decode()
+        same = json.loads(text) == dict(metadata)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"metadata of a document must be {right}: {error}") from error
+    size = len(canonical(text))
+    if not same or size > _MOST_METADATA_BYTES:
+        raise ConfigError(f"metadata of a document must be {right}; this takes {size}")
+    return text

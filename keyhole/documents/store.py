@@ -12,10 +12,11 @@ may read and add at once.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
+from typing import Any
 
 from keyhole.config import is_count, require
 from keyhole.documents import file as document_file
@@ -26,10 +27,10 @@ from keyhole.documents.integrity import absent, header_of, nameless, problems
 from keyhole.documents.integrity_error import Problem, RecordError
 from keyhole.documents.reader import StoredDocument
 from keyhole.documents.record import DocumentRecord, validate
-from keyhole.documents.source import Source, SourceFile, check_name
+from keyhole.documents.source import Source, SourceFile, check_name, metadata_text
 from keyhole.documents.storage.remote import open_place
 from keyhole.documents.writer import Writer
-from keyhole.errors import CapacityError, ConfigError
+from keyhole.errors import ConfigError, StorageFullError
 
 __all__ = ["DocumentInfo", "DocumentStore", "Problem", "RecordError", "StoredDocument"]
 
@@ -70,6 +71,11 @@ class DocumentStore:
             self._catalogue = Catalogue(self._place, Path(cache_folder) if cache_folder else None)
             self._writer = Writer(self._catalogue, self.fingerprint, limit_bytes)
 
+    @property
+    def folder(self) -> Path:
+        """A folder of this machine that belongs to this store alone: the place, if it is one."""
+        return self._catalogue.folder
+
     # Adding.
 
     def stored(
@@ -94,27 +100,39 @@ class DocumentStore:
         *,
         overwrite: bool = False,
         pinned: bool = False,
+        metadata: Mapping[str, Any] | None = None,
     ) -> DocumentInfo:
         """Stores a document; when this returns, it is on the disk.
 
-        Adding the same name and source again changes only the pin, unless the stored files are
-        damaged.
+        Adding the same name and source again changes only the pin and the metadata, unless the
+        stored files are damaged.
         overwrite: put `record` in place of whatever is there of this name, records of its old text
-        by all models included. pinned: it is never evicted.
+        by all models included. pinned: it is never evicted. metadata: JSON that is kept
+        with it; None: that of the same text before, else none.
 
         Raises ConfigError for a bad name or source, for a name that has another source, and for a
-        record whose shapes disagree; NumericalError for NaN; CapacityError if it does not fit.
+        record whose shapes disagree; NumericalError for NaN; StorageFullError if it does not fit.
         In all these cases the store is unchanged.
         """
         check_name(name)
+        described = None if metadata is None else metadata_text(metadata)
         origin = Source.of(source)
         validate(record)
         with self._told("written"):
             same = self._writer.same(name, origin, overwrite=overwrite)
             if same is None or overwrite or not self._writer.is_whole(same):
-                return self._writer.add(name, origin, record, overwrite=overwrite, pinned=pinned)
+                return self._writer.add(
+                    name,
+                    origin,
+                    record,
+                    overwrite=overwrite,
+                    pinned=pinned,
+                    metadata=described,
+                )
         if pinned:
             self.pin(name)
+        if metadata is not None:
+            self.describe(name, metadata)
         return self.info(name)
 
     # Reading.
@@ -214,7 +232,13 @@ class DocumentStore:
     def pin(self, name: str, pinned: bool = True) -> None:
         """A pinned document is never evicted."""
         with self._told("written"):
-            self._writer.pin(name, pinned)
+            self._writer.change(name, pinned=pinned)
+
+    def describe(self, name: str, metadata: Mapping[str, Any]) -> None:
+        """Keeps other metadata with a document; ConfigError for what is no JSON, or too much."""
+        described = metadata_text(metadata)
+        with self._told("written"):
+            self._writer.change(name, metadata=described)
 
     def remove(self, name: str) -> None:
         """Removes a document, with the records of all models unless another name has its source.
@@ -235,12 +259,17 @@ class DocumentStore:
             reason = error.strerror or str(error)
             where = f"documents at {self._place.url!r} cannot be {how}: {reason}"
             if error.errno in _NO_SPACE:
-                raise CapacityError(
+                raise StorageFullError(
                     f"{where}; all that was stored is as it was; make room on the disk, remove "
                     "documents, or choose another place"
                 ) from error
             raise ConfigError(where) from error
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+                raise StorageFullError(
+                    f"the index of the documents at {self._place.url!r} cannot be written: "
+                    f"{error}; make room on the disk"
+                ) from error
             raise ConfigError(
                 f"the index of the documents at {self._place.url!r} cannot be used: {error}; a new "
                 "start makes a new one if it is damaged"

@@ -76,11 +76,20 @@ class Writer:
         return bool(header.extremes)  # one of an older version is written anew
 
     def add(
-        self, name: str, origin: Source, record: DocumentRecord, *, overwrite: bool, pinned: bool
+        self,
+        name: str,
+        origin: Source,
+        record: DocumentRecord,
+        *,
+        overwrite: bool,
+        pinned: bool,
+        metadata: str | None,
     ) -> DocumentInfo:
         """Stores a record that was validated; see `DocumentStore.add`."""
         old = self._catalogue.find(name)
         same = self.same(name, origin, overwrite=overwrite)
+        if metadata is None:
+            metadata = "{}" if same is None else same.metadata
         head = SourceFile(
             name=name,
             digest=origin.digest,
@@ -89,6 +98,7 @@ class Writer:
             block_size=record.block_size,
             created=same.created if same is not None else time.time(),
             pinned=pinned or (old is not None and old.pinned),
+            metadata=metadata,
         )
         pieces = document_file.serialise(
             record,
@@ -118,7 +128,13 @@ class Writer:
         same = self.same(head.name, origin, overwrite=overwrite)
         self._require_room(head, origin, size)
         staged.commit()
-        if same is None or head.pinned != same.pinned or overwrite or not self._has_text(same):
+        told = (head.pinned, head.metadata)
+        if (
+            same is None
+            or told != (same.pinned, same.metadata)
+            or overwrite
+            or not self._has_text(same)
+        ):
             self._write_source(head, origin.body)
         catalogue.index.put_records({file: size}, head.tokens, head.block_size)
         catalogue.index.used(file)
@@ -140,14 +156,15 @@ class Writer:
         more -= sum(leaving.values()) + index.source_bytes(head.name)
         self._catalogue.require_room(more, self._limit_bytes, {file, *leaving})
 
-    def pin(self, name: str, pinned: bool) -> None:
+    def change(self, name: str, **fields: bool | str) -> None:
         """Writes the document's file anew; the text in it must be right (RecordError)."""
         with self._catalogue.locked():
             found = self._catalogue.source(name)
-            if found.pinned != pinned:
+            changed = dataclasses.replace(found, **fields)  # type: ignore[arg-type]
+            if changed != found:
                 data = self._catalogue.place.read(f"documents/{found.file}")
                 body = found.source(data).body
-                self._write_source(dataclasses.replace(found, pinned=pinned), body)
+                self._write_source(changed, body)
 
     def remove(self, name: str) -> None:
         """Deletes the document's file, and records that no other document has."""

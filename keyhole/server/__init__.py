@@ -4,7 +4,7 @@
     bodies.py      what requests may say
     answers.py     what answers say
     completions.py /v1/chat/completions and /v1/completions
-    documents.py   /v1/documents
+    documents/     /v1/documents, and what answers took from documents
     errors.py      every error as OpenAI's error object
     limits.py      how many requests may wait, and who may ask
     metrics.py     /metrics for Prometheus

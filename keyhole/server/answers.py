@@ -12,6 +12,8 @@ from typing import Any
 from keyhole.engine.result import Piece, Result
 from keyhole.engine.sequence import Stats
 
+#: What a prompt took from each of its documents.
+_Documents = list[dict[str, Any]]
 #: Counters of an answer, by whether those of several completions are added or averaged.
 _ADDED = ("kv_bytes_read", "other_bytes_read", "moved_bytes", "store_bytes_read", "evicted_pages")
 _MEAN = ("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio")
@@ -42,7 +44,9 @@ class Answer:
             "model": self.model,
         }
 
-    def whole(self, results: Sequence[Result], tokenizer: Any) -> dict[str, Any]:
+    def whole(
+        self, results: Sequence[Result], tokenizer: Any, documents: _Documents | None = None
+    ) -> dict[str, Any]:
         """All of it at once."""
         choices = []
         for index, result in enumerate(results):
@@ -56,7 +60,7 @@ class Answer:
                     "finish_reason": result.finish_reason,
                 }
             )
-        return {**self.head(), "choices": choices, "usage": usage(results)}
+        return {**self.head(), "choices": choices, "usage": usage(results, documents)}
 
     def piece(self, index: int, piece: Piece, tokenizer: Any, *, first: bool) -> dict[str, Any]:
         """One of a stream's."""
@@ -67,9 +71,11 @@ class Answer:
         choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
         return {**self.head(chunk=True), "choices": [choice]}
 
-    def closing(self, results: Sequence[Result]) -> dict[str, Any]:
+    def closing(
+        self, results: Sequence[Result], documents: _Documents | None = None
+    ) -> dict[str, Any]:
         """The piece with the usage, behind all others."""
-        return {**self.head(chunk=True), "choices": [], "usage": usage(results)}
+        return {**self.head(chunk=True), "choices": [], "usage": usage(results, documents)}
 
     def _logprobs(
         self, tokens: Sequence[int], found: Sequence[dict[int, float]] | None, tokenizer: Any
@@ -99,8 +105,12 @@ class Answer:
         }
 
 
-def usage(results: Sequence[Result]) -> dict[str, Any]:
-    """Tokens, and in `keyhole` what was read for them. A prompt of several completions is one."""
+def usage(results: Sequence[Result], documents: _Documents | None = None) -> dict[str, Any]:
+    """Tokens, and in `keyhole` what was read for them. A prompt of several completions is one.
+
+    documents: what they took from documents, None without any.
+    """
+    found = {} if documents is None else {"documents": documents}
     stats = [result.stats for result in results]
     prompts = {tuple(result.prompt_token_ids): result.stats for result in reversed(results)}
     prompt = sum(one.prompt_tokens for one in prompts.values())
@@ -111,7 +121,7 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "keyhole": counters(stats),
+        "keyhole": counters(stats) | found,
     }
 
 

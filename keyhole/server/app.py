@@ -14,9 +14,10 @@ from starlette.exceptions import HTTPException
 
 import keyhole
 from keyhole.async_llm import AsyncLLM
-from keyhole.server import completions, documents, errors
+from keyhole.server import completions, errors
 from keyhole.server.answers import Answer
 from keyhole.server.bodies import DetokenizeBody, TokenizeBody
+from keyhole.server.documents import routes as documents
 from keyhole.server.errors import ApiError
 from keyhole.server.limits import Gate
 from keyhole.server.settings import ServerConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from keyhole.config import SamplingParams
 from keyhole.engine.request_policy import PolicySpec
@@ -132,11 +132,40 @@ class SamplingBody(BaseModel):
                 logger.warning("request field %.80r is unknown and ignored", name)
 
 
+class SearchBody(BaseModel):
+    """A search for documents. query: None is the last message of the user."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    query: str | None = None
+    top_k: int = Field(8, ge=1, le=100)
+
+
+class SearchedDocuments(BaseModel):
+    """Documents that are found by a search."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    search: SearchBody
+
+
+def _kind(given: object) -> str:
+    """Which of the two a value for `documents` means to be: errors speak of that one."""
+    return "searched" if isinstance(given, dict | SearchedDocuments) else "names"
+
+
+_Documents = Annotated[
+    Annotated[list[str], Tag("names")] | Annotated[SearchedDocuments, Tag("searched")],
+    Discriminator(_kind),
+]
+
+
 class ChatBody(SamplingBody):
     """/v1/chat/completions.
 
-    documents: names of stored ones, which stand before the last message. reuse: a method's name,
-    or an object of "method" and its settings.
+    documents: names of stored ones, or a search for them; they stand before the last message.
+    reuse: a method's name, or an object of "method" and its settings. passages: whether the usage
+    says which passages were kept and computed again.
     """
 
     messages: list[dict[str, Any]]
@@ -145,7 +174,8 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[str] | None = None
+    documents: _Documents | None = None
+    passages: bool = True
     reuse: str | dict[str, Any] | None = None
 
     def chat_sampling(self, default_max_tokens: int) -> SamplingParams:
@@ -190,8 +220,9 @@ class DetokenizeBody(BaseModel):
 
 
 class DocumentBody(BaseModel):
-    """A document. overwrite: in place of another text of that name."""
+    """A document. overwrite: in place of another text of that name. metadata: kept with it."""
 
     text: str
     overwrite: bool = True
     pinned: bool = False
+    metadata: dict[str, Any] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -16,7 +17,9 @@ from keyhole.engine.result import Piece, Result
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.server.answers import Answer
-from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody
+from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody, SearchedDocuments
+from keyhole.server.documents.passages import passages_of
+from keyhole.server.documents.routes import search
 from keyhole.server.errors import ApiError, api_error
 from keyhole.server.state import State, state_of
 
@@ -28,6 +31,8 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE = 499
 
 _Stream = AsyncGenerator[Piece, None]
+#: What a finished prompt took from its documents.
+_Told = Callable[[Result], list[dict[str, Any]]]
 
 
 @router.post("/v1/chat/completions")
@@ -51,11 +56,13 @@ async def chat(body: ChatBody, request: Request) -> Response:
         ]
     else:
         question, reuse = _question(body.messages), _reuse(body.reuse)
-        names = body.documents
+        names = await _names(state, body.documents, question)
         streams = [
             state.llm.stream_ask(question, names, reuse=reuse, params=one, chat=True, policy=policy)
             for one in params
         ]
+        told = functools.partial(_told, state, names, passages=body.passages)
+        return await _answer("chat.completion", body, request, streams, told)
     return await _answer("chat.completion", body, request, streams)
 
 
@@ -86,6 +93,30 @@ def _question(messages: Sequence[dict[str, Any]]) -> str:
     return content
 
 
+async def _names(state: State, given: list[str] | SearchedDocuments, question: str) -> list[str]:
+    """Names of documents; those that a search finds, the best first."""
+    if isinstance(given, list):
+        return given
+    query = question if given.search.query is None else given.search.query
+    found = await search(state, query, given.search.top_k)
+    if not found:
+        raise ApiError(
+            400,
+            f"no stored document has a word of {query[:80]!r}; give other words, or names",
+            param="documents",
+        )
+    return [one.name for one in found]
+
+
+def _told(
+    state: State, names: list[str], result: Result, *, passages: bool
+) -> list[dict[str, Any]]:
+    """Of each document its name, and the passages that were used; not where all was computed."""
+    if result.reused is None or not passages:
+        return [{"name": name} for name in names]
+    return passages_of(state.documents, result.reused, state.tokenizer)
+
+
 def _reuse(given: str | dict[str, Any] | None) -> Reuse | None:
     if given is None or isinstance(given, str):
         return None if given is None else make_reuse(given)
@@ -97,7 +128,11 @@ def _reuse(given: str | dict[str, Any] | None) -> Reuse | None:
 
 
 async def _answer(
-    kind: str, body: SamplingBody, request: Request, streams: list[_Stream]
+    kind: str,
+    body: SamplingBody,
+    request: Request,
+    streams: list[_Stream],
+    told: _Told | None = None,
 ) -> Response:
     state = state_of(request)
     state.check_model(body.model)
@@ -112,9 +147,9 @@ async def _answer(
     with ExitStack() as stack:
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
-            return await _unless_gone(request, lambda: _whole(state, answer, streams))
+            return await _unless_gone(request, lambda: _whole(state, answer, streams, told))
         usage = body.stream_options is not None and body.stream_options.include_usage
-        events = _events(state, answer, streams, stack.pop_all(), usage=usage)
+        events = _events(state, answer, streams, stack.pop_all(), told, usage=usage)
         # What cannot be served at all has a status of its own.
         first = await anext(events)
     return StreamingResponse(
@@ -122,7 +157,9 @@ async def _answer(
     )
 
 
-async def _whole(state: State, answer: Answer, streams: list[_Stream]) -> Response:
+async def _whole(
+    state: State, answer: Answer, streams: list[_Stream], told: _Told | None
+) -> Response:
     results: dict[int, Result] = {}
     async with asyncio.timeout(state.config.timeout), aclosing(merged(streams)) as pieces:
         async for index, piece in pieces:
@@ -130,7 +167,8 @@ async def _whole(state: State, answer: Answer, streams: list[_Stream]) -> Respon
                 results[index] = piece.result
                 state.finished(piece.result)
     ordered = [results[index] for index in range(len(streams))]
-    return JSONResponse(answer.whole(ordered, state.tokenizer))
+    documents = None if told is None else await asyncio.to_thread(told, ordered[0])
+    return JSONResponse(answer.whole(ordered, state.tokenizer, documents))
 
 
 async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
@@ -151,7 +189,13 @@ async def _left(request: Request) -> None:
 
 
 async def _events(
-    state: State, answer: Answer, streams: list[_Stream], stack: ExitStack, *, usage: bool
+    state: State,
+    answer: Answer,
+    streams: list[_Stream],
+    stack: ExitStack,
+    told: _Told | None,
+    *,
+    usage: bool,
 ) -> AsyncGenerator[str, None]:
     """Server-sent events, the last of them "[DONE]"; stack: left when the stream is."""
     results: dict[int, Result] = {}
@@ -165,7 +209,9 @@ async def _events(
                     results[index] = piece.result
                     state.finished(piece.result)
         if usage:
-            yield _event(answer.closing([results[index] for index in range(len(streams))]))
+            ordered = [results[index] for index in range(len(streams))]
+            documents = None if told is None else await asyncio.to_thread(told, ordered[0])
+            yield _event(answer.closing(ordered, documents))
         yield "data: [DONE]\n\n"
 
 

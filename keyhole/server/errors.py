@@ -16,6 +16,7 @@ from keyhole.errors import (
     NumericalError,
     PromptTooLongError,
     RequestError,
+    StorageFullError,
 )
 
 #: Class of an error -> status, type, code; the first that fits.
@@ -23,6 +24,7 @@ _KINDS: tuple[tuple[type[KeyholeError], int, str, str | None], ...] = (
     (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),
     (ConfigError, 400, "invalid_request_error", None),
+    (StorageFullError, 507, "server_error", "insufficient_storage"),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
     (NumericalError, 500, "server_error", "numerical_error"),
     (KeyholeError, 500, "server_error", None),

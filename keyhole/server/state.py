@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fastapi import Request
 
 from keyhole.async_llm import AsyncLLM
 from keyhole.config import SamplingParams
+from keyhole.documents.search import BM25, Retriever
+from keyhole.engine.documents.library import Documents
 from keyhole.engine.result import Result
+from keyhole.errors import KeyholeError
 from keyhole.server import logs
+from keyhole.server.documents.queue import DocumentQueue
 from keyhole.server.errors import ApiError
 from keyhole.server.limits import Admission
 from keyhole.server.metrics import Metrics
@@ -31,6 +36,32 @@ class State:
         engine = self.llm.llm.engine
         self.admission = Admission(self.config.max_queue + engine.config.max_batch)
         self.metrics = Metrics(self.llm.llm, lambda: self.admission.running)
+
+    @property
+    def documents(self) -> Documents:
+        """Those that are stored; ConfigError for a model that cannot have any."""
+        return self.llm.llm.documents
+
+    @cached_property
+    def retriever(self) -> Retriever:
+        """Finds documents by their words."""
+        return BM25(self.documents.store.folder / "search.sqlite")
+
+    @cached_property
+    def encoding(self) -> DocumentQueue:
+        """Documents on their way into the store."""
+        return DocumentQueue(self.documents, self.config.max_queue, lambda _: self.update_search())
+
+    def update_search(self) -> None:
+        """Makes what searches find what is stored."""
+
+        def text(name: str) -> str | None:
+            try:
+                return self.documents.text(name)
+            except KeyholeError:  # damaged, or removed just now; the others are found
+                return None
+
+        self.retriever.update(self.documents.list(), text)
 
     @property
     def name(self) -> str:

@@ -83,3 +83,14 @@ def word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
 def _named(given: object) -> str:
     """None, or the type of what was given."""
     return "None" if given is None else type(given).__name__
+
+
+def character_spans(tokenizer: Any, text: str) -> list[tuple[int, int]] | None:
+    """First character and end of each token of `encode_text` without special ones.
+
+    None where the tokenizer does not know.
+    """
+    if tokenizer is None or not tokenizer.is_fast:
+        return None
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [(int(start), int(end)) for start, end in found["offset_mapping"]]

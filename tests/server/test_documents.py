@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import openai
 import pytest
 
 from keyhole import LLM, SamKV, SamplingParams
+from keyhole.server.documents import convert
+from keyhole.server.errors import ApiError
 
 TEXTS = {"one": "the first document " * 8, "shelf/two": "another, about pears " * 9}
 
@@ -42,15 +48,40 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
         assert "gone" in answer.json()["error"]["message"]
 
 
-def test_a_name_is_no_path(address: str, llm: LLM) -> None:
-    """Records are called by what they hold; a name stands in the index alone."""
-    folder = Path(llm.documents.place).parent
-    before = {path for path in folder.parent.rglob("*") if folder / "documents" not in path.parents}
-    place = f"{address}/v1/documents/..%2F..%2Foutside"
-    assert httpx2.put(place, content=b"x").json()["id"] == "../../outside"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../outside",
+        "/etc/outside",
+        "..\\..\\outside",
+        "C:outside",
+        "documents/../../x",
+        "\ufe52\ufe52\u2215outside",  # their compatible forms are dots and a slash
+        "e\u0301 and \u00e9",
+        "con",
+        "%2e%2e%2foutside",
+        "'; DROP TABLE documents; --",
+    ],
+)
+def test_a_name_is_no_path(address: str, llm: LLM, name: str) -> None:
+    """Files are called by digests; a name stands in them and in the index alone."""
+    store = Path(llm.documents.place)
+
+    def outside() -> set[Path]:
+        above = store.parent.parent
+        return {path for path in above.rglob("*") if store not in path.parents}
+
+    before = outside()
+    place = f"{address}/v1/documents/{quote(name, safe='')}"
+    assert httpx2.put(place, content=b"x").json()["id"] == name
+    assert [one["id"] for one in httpx2.get(f"{address}/v1/documents").json()["data"]].count(name)
+    inside = [str(path.relative_to(store)) for path in store.rglob("*")]
+    assert all(
+        re.fullmatch(r"[a-z]+(/[0-9a-f-]+(\.\w+)?)?|[a-z]+\.sqlite(-\w+)?", p) for p in inside
+    )
+    assert httpx2.get(place).json()["id"] == name
     assert httpx2.delete(place).status_code == 200
-    after = {path for path in folder.parent.rglob("*") if folder / "documents" not in path.parents}
-    assert after == before
+    assert outside() == before
 
 
 @pytest.mark.parametrize("reuse", [None, "reuse", {"method": "sam_kv", "update": "fusion"}])
@@ -79,6 +110,10 @@ def test_an_answer_over_documents_is_that_of_ask(
         ("a", {"json": {"no": 1}}, "text"),
         ("a", {"content": b""}, "no text"),
         ("a%00b", {"content": b"x"}, "name"),
+        ("%E2%80%AEa", {"content": b"x"}, "name"),
+        ("%20", {"content": b"x"}, "name"),
+        ("a" * 201, {"content": b"x"}, "at most 200"),
+        ("a", {"json": {"text": "x", "metadata": [1]}}, "metadata"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(
@@ -95,6 +130,10 @@ def test_what_cannot_be_stored_is_refused(
         ({"reuse": "nothing"}, "nothing"),
         ({"reuse": {"update": "fusion"}}, "reuse.method"),
         ({"messages": [{"role": "system", "content": "x"}]}, "one message of text"),
+        ({"documents": {"search": {"query": "zebra"}}}, "zebra"),
+        ({"documents": {"search": {"top_k": 0}}}, "top_k"),
+        ({"documents": {"find": {}}}, "search"),
+        ({"documents": ["nowhere"]}, "nowhere"),
     ],
 )
 def test_a_question_that_cannot_be_asked_is_refused(
@@ -105,3 +144,225 @@ def test_a_question_that_cannot_be_asked_is_refused(
     answer = httpx2.post(f"{address}/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+def ask(client: openai.OpenAI, **more: Any) -> dict[str, Any]:
+    made = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "are there pears?"}],
+        max_tokens=2,
+        extra_body={"ignore_eos": True, **more},
+    )
+    assert made.usage is not None
+    counted: dict[str, Any] = (made.usage.model_extra or {})["keyhole"]
+    return counted
+
+
+def per_character(passages: list[dict[str, Any]], text: str) -> list[int]:
+    """Layers of each character; each token of this model's is one."""
+    found = [0] * len(text)
+    for one in passages:
+        assert one["text"] == text[one["start"] : one["end"]]
+        assert one["tokens"] == [one["start"], one["end"]]
+        assert not any(found[one["start"] : one["end"]])
+        found[one["start"] : one["end"]] = [one["layers"]] * (one["end"] - one["start"])
+    return found
+
+
+@pytest.mark.parametrize("reuse", ["reuse", "sam_kv", "cacheblend"])
+def test_an_answer_says_which_passages_it_used(
+    client: openai.OpenAI, llm: LLM, stored: dict[str, Any], reuse: str
+) -> None:
+    told = ask(client, documents=[*stored], reuse=reuse)["documents"]
+    params = SamplingParams(max_tokens=1)
+    reused = llm.ask("are there pears?", [*stored], reuse=reuse, params=params, chat=True).reused
+    assert reused is not None
+    assert [one["name"] for one in told] == [*stored]
+    for name, marks in (("kept", reused.kept), ("recomputed", reused.written)):
+        found = [n for one in told for n in per_character(one[name], TEXTS[one["name"]])]
+        assert found == marks.sum(0).tolist()
+
+
+def test_passages_are_left_out_when_told_and_where_all_is_computed(
+    client: openai.OpenAI, stored: dict[str, Any]
+) -> None:
+    names = [{"name": name} for name in stored]
+    assert ask(client, documents=[*stored], passages=False)["documents"] == names
+    assert ask(client, documents=[*stored], reuse="recompute")["documents"] == names
+
+
+def test_a_stream_says_them_with_its_usage(client: openai.OpenAI, stored: dict[str, Any]) -> None:
+    stream = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "are there pears?"}],
+        max_tokens=2,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"documents": [*stored]},
+    )
+    *_, last = stream
+    assert last.usage is not None
+    told = (last.usage.model_extra or {})["keyhole"]["documents"]
+    assert [one["name"] for one in told] == [*stored]
+    assert all(one["kept"] for one in told)
+
+
+@pytest.mark.parametrize(
+    ("search", "names"),
+    [
+        ({}, ["shelf/two"]),
+        ({"query": None, "top_k": 8}, ["shelf/two"]),
+        ({"query": 'the FIRST "one (of them)'}, ["one"]),
+        ({"query": "pears, or a document", "top_k": 1}, ["shelf/two"]),
+    ],
+)
+def test_documents_are_found_by_a_search(
+    client: openai.OpenAI, stored: dict[str, Any], search: dict[str, Any], names: list[str]
+) -> None:
+    told = ask(client, documents={"search": search})["documents"]
+    assert [one["name"] for one in told] == names
+
+
+def test_a_search_follows_what_is_stored_and_removed(
+    address: str, llm: LLM, stored: dict[str, Any]
+) -> None:
+    place = f"{address}/v1/documents"
+
+    def found(query: str) -> list[str]:
+        answer = httpx2.get(place, params={"query": query})
+        return [one["id"] for one in answer.json()["data"]]
+
+    assert found("zebra") == []
+    assert httpx2.put(f"{place}/new", content=b"A zebra.").status_code == 201
+    assert found("zebra") == ["new"]
+    llm.documents.add("beside", "Another zebra, by another program.")
+    assert sorted(found("zebra")) == ["beside", "new"]
+    for name in ("new", "beside"):
+        assert httpx2.delete(f"{place}/{name}").status_code == 200
+    assert found("zebra") == []
+    assert httpx2.get(place, params={"query": "pears"}).json()["data"][0]["score"] > 0
+
+
+def upload(address: str, filename: str, data: bytes, **fields: str) -> httpx2.Response:
+    return httpx2.post(f"{address}/v1/documents", files={"file": (filename, data)}, data=fields)
+
+
+def test_a_file_is_stored_under_its_name_or_another(address: str, llm: LLM) -> None:
+    answer = upload(address, "notes.md", b"\xef\xbb\xbf# Notes\n", metadata='{"by": "Ann"}')
+    assert answer.status_code == 201, answer.text
+    assert (answer.json()["id"], answer.json()["metadata"]) == ("notes.md", {"by": "Ann"})
+    assert llm.documents.text("notes.md") == "# Notes\n"
+    assert upload(address, "notes.txt", b"x", name="other").json()["id"] == "other"
+    for name in ("notes.md", "other"):
+        assert httpx2.delete(f"{address}/v1/documents/{name}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("filename", "data", "fields", "status", "said"),
+    [
+        ("a.exe", b"x", {}, 415, "known are .docx"),
+        ("a", b"x", {}, 415, ".md"),
+        ("a.txt", b"\xff", {}, 400, "UTF-8"),
+        ("a.txt", b"", {}, 400, "no text"),
+        ("a.txt", b"x", {"name": "a\x00b"}, 400, "printable"),
+        ("a.txt", b"x", {"name": "a\nb"}, 400, "printable"),
+        ("a.txt", b"x", {"metadata": "{"}, 400, "metadata"),
+        ("a.txt", b"x", {"metadata": "[]"}, 400, "JSON object"),
+    ],
+)
+def test_a_file_that_cannot_be_stored_is_refused(
+    address: str, filename: str, data: bytes, fields: dict[str, str], status: int, said: str
+) -> None:
+    answer = upload(address, filename, data, **fields)
+    assert answer.status_code == status, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+def test_without_the_converter_the_error_names_the_extra(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "find_spec", lambda _: None)
+    for filename in ("a.html", "a.PDF", "a.docx"):
+        answer = upload(address, filename, b"x")
+        assert answer.status_code == 415
+        assert "keyhole[convert]" in answer.json()["error"]["message"]
+    assert upload(address, "a.md", b"x").status_code == 201
+    assert httpx2.delete(f"{address}/v1/documents/a.md").status_code == 200
+
+
+def pdf(text: str) -> bytes:
+    """The smallest file with one page of one line."""
+    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 5 0 R >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    body, places = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(body))
+        body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"xref\n0 6\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % p for p in places)
+    return body + table + b"trailer << /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % len(body)
+
+
+def docx(text: str) -> bytes:
+    """The smallest archive that is a document of one paragraph."""
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    names = "http://schemas.openxmlformats.org"
+    parts = {
+        "[Content_Types].xml": f'<Types xmlns="{names}/package/2006/content-types">'
+        '<Default Extension="rels" '
+        'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+        f'<Override PartName="/word/document.xml" ContentType="{kind}"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{names}/package/2006/relationships">'
+        f'<Relationship Id="r1" Type="{names}/officeDocument/2006/relationships/officeDocument" '
+        'Target="word/document.xml"/></Relationships>',
+        "word/document.xml": f'<w:document xmlns:w="{names}/wordprocessingml/2006/main">'
+        f"<w:body><w:p><w:r><w:t>{text}</w:t></w:r></w:p></w:body></w:document>",
+    }
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    return made.getvalue()
+
+
+FILES = {
+    "page.html": b"<h1>Lamps</h1><script>no()</script><p>A green lamp.</p>",
+    "page.pdf": pdf("A green lamp."),
+    "page.docx": docx("A green lamp."),
+}
+
+
+@pytest.mark.parametrize("filename", FILES)
+@pytest.mark.filterwarnings("ignore")  # of the packages that read these files
+def test_a_file_becomes_text(filename: str) -> None:
+    pytest.importorskip("markitdown", reason="needs keyhole[convert]")
+    text = convert.text_of(filename, FILES[filename])
+    assert "A green lamp." in text
+    assert "no()" not in text
+    if filename.endswith("html"):
+        assert text.startswith("# Lamps")
+
+
+@pytest.mark.parametrize(
+    ("filename", "data"), [("a.pdf", b"x"), ("a.docx", b"x"), ("a.html", b""), ("a.docx", b"PK")]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_broken_file_is_an_error_of_one_line(filename: str, data: bytes) -> None:
+    pytest.importorskip("markitdown", reason="needs keyhole[convert]")
+    with pytest.raises(ApiError, match=re.escape(filename)) as caught:
+        convert.text_of(filename, data)
+    assert caught.value.status == 400
+    assert "\n" not in str(caught.value)
+
+
+def test_an_archive_that_grows_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "find_spec", lambda _: True)
+    with pytest.raises(ApiError, match="unpacks to") as caught:
+        convert.text_of("bomb.docx", docx("x" * 1_000_000))
+    assert caught.value.status == 413

@@ -41,7 +41,7 @@ LAZY_FILES = {
 }
 """Files whose job is to import by name."""
 
-OPTIONAL = {"matplotlib", "scipy"}
+OPTIONAL = {"markitdown", "matplotlib", "scipy"}
 """Packages that may be absent, and so may be imported inside the function that needs them."""
 
 

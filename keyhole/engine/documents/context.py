@@ -46,14 +46,15 @@ class Context:
 class Reused:
     """What a prompt took from the store.
 
-    documents: their names, in order. shares: SamKV's P of each, None for other methods.
-    sequence_ratio: kept tokens / tokens of the documents, mean over layers. recompute_ratio: those
-    computed again in some layer / all. tokens_not_computed: the others. bytes_read: from the store,
-    block statistics included. kept: bool [L, T], what each layer keeps of all tokens of documents.
-    written: bool [L, T], what each layer computed again of these.
+    documents: their names, in order. lengths: tokens of each. shares: SamKV's P of each, None for
+    other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
+    recompute_ratio: those computed again in some layer / all. tokens_not_computed: the others.
+    bytes_read: from the store, block statistics included. kept: bool [L, T], what each layer keeps
+    of all tokens of documents. written: bool [L, T], what each layer computed again of these.
     """
 
     documents: Sequence[str]
+    lengths: Sequence[int]
     shares: tuple[float, ...] | None
     sequence_ratio: float
     recompute_ratio: float

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import builtins
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from keyhole.config import is_count, require
 from keyhole.documents.defaults import BLOCK_SIZE, default_place
 from keyhole.documents.record import DocumentRecord
+from keyhole.documents.source import metadata_text
 from keyhole.documents.store import (
     DocumentInfo,
     DocumentStore,
@@ -27,6 +29,15 @@ from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import RopeShift
 from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
+
+# Between looks at whether requests have given pages back.
+_PAUSE_S = 0.01
+#: Called with the tokens that are done, and all.
+Progress = Callable[[int, int], None]
+
+
+def _silent(done: int, tokens: int) -> None:
+    """Progress that nobody asked for."""
 
 
 class Documents:
@@ -53,12 +64,17 @@ class Documents:
         overwrite: bool = False,
         pinned: bool = False,
         block_size: int = BLOCK_SIZE,
+        metadata: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
     ) -> DocumentInfo:
         """Encodes a document and stores it under `name`.
 
         text: text, or {"prompt_token_ids": [...]}. pinned: never evicted. block_size: tokens of a
         block, by which methods choose. Known under this name with another text: an
-        error unless `overwrite`; with the same text: nothing is done.
+        error unless `overwrite`; with the same text: nothing is done. metadata: JSON that is kept
+        with it; None: that of the same text before. progress: called while it is encoded, beside
+        requests of other threads, with the tokens that are done and all; what it raises ends the
+        work.
         RequestError for an empty document, PromptTooLongError for one that the model cannot take.
         """
         require(is_count(block_size), "block_size", block_size, "at least 1")
@@ -68,10 +84,16 @@ class Documents:
         if known is not None and known.block_size == block_size:
             if pinned:
                 self.store.pin(name)
+            if metadata is not None:
+                self.store.describe(name, metadata)
             return self.store.info(name)
-        record = self._encode(name, source, block_size)
+        if metadata is not None:
+            metadata_text(metadata)  # wrong ones are told before the work
+        record = self._encode(name, source, block_size, progress)
         overwrite = overwrite or known is not None  # the same text, in other blocks
-        return self.store.add(name, source, record, overwrite=overwrite, pinned=pinned)
+        return self.store.add(
+            name, source, record, overwrite=overwrite, pinned=pinned, metadata=metadata
+        )
 
     def get(self, name: str) -> DocumentInfo:
         """What is known of a document; UnknownNameError with the nearest name."""
@@ -80,6 +102,14 @@ class Documents:
     def list(self) -> builtins.list[DocumentInfo]:
         """All documents, by name."""
         return self.store.list()
+
+    def text(self, name: str) -> str:
+        """The text that a document was made from; of one made from token ids, what they say."""
+        source = self.store.source(name)
+        if isinstance(source, str):
+            return source
+        tokenizer = self._engine.model.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(source))
 
     def remove(self, name: str) -> None:
         """Forgets a document."""
@@ -135,13 +165,24 @@ class Documents:
                 "or choose another policy"
             ) from error
 
-    def _encode(self, name: str, source: str | Sequence[int], block_size: int) -> DocumentRecord:
-        """Encodes a document, piece by piece: other threads' steps go on between two of them."""
+    def _encode(
+        self,
+        name: str,
+        source: str | Sequence[int],
+        block_size: int,
+        progress: Progress | None = None,
+    ) -> DocumentRecord:
+        """Encodes a document, piece by piece: other threads' steps go on between two of them.
+
+        progress: called between pieces with the tokens that are done, and all; what it raises ends
+        the work. With it, a document waits for pages that running requests hold.
+        """
         engine = self._engine
         with engine.lock:
             tokens = self._checked(name, source)
-            pages = self._pages(len(tokens))
-            engine.scheduler.lend(pages)
+        report = _silent if progress is None else progress
+        report(0, len(tokens))
+        pages = self._pages(len(tokens), None if progress is None else report)
         work = encode_in_pieces(
             engine.model,
             engine.cache,
@@ -151,26 +192,42 @@ class Documents:
             size=engine.scheduler.encoding_size,
             lookahead=engine.lookahead,
         )
+        done = 0
         try:
             while True:
                 with engine.lock, torch.no_grad():
                     begin = time.perf_counter()
-                    engine.pace.encoded(next(work), time.perf_counter() - begin)
-        except StopIteration as done:
-            record: DocumentRecord = done.value
+                    computed = next(work)
+                    engine.pace.encoded(computed, time.perf_counter() - begin)
+                if computed:  # else it is a layer's summary that was made
+                    done += computed
+                    report(done, len(tokens))
+        except StopIteration as finished:
+            record: DocumentRecord = finished.value
             return record
         finally:
             with engine.lock:
                 work.close()
                 engine.scheduler.take_back(pages)
 
-    def _pages(self, num_tokens: int) -> builtins.list[int]:
-        """Pages to encode a document in; known prompts make room."""
+    def _pages(self, num_tokens: int, wait: Progress | None) -> builtins.list[int]:
+        """Pages to encode a document in, lent by the scheduler; cached prefixes are evicted.
+
+        wait: called again and again while running requests hold the pages; None: not waited for.
+        """
         engine = self._engine
         wanted = -(-num_tokens // engine.config.page_size)
-        if engine.prefix is not None and wanted > engine.cache.available:
-            engine.prefix.evict(wanted - engine.cache.available)
-        return allocate(engine.cache, num_tokens)
+        while True:
+            with engine.lock:
+                if engine.prefix is not None and wanted > engine.cache.available:
+                    engine.prefix.evict(wanted - engine.cache.available)
+                busy = wanted > engine.cache.available and bool(engine.scheduler.running)
+                if wait is None or not busy or wanted > engine.cache.max_pages:
+                    pages = allocate(engine.cache, num_tokens)
+                    engine.scheduler.lend(pages)
+                    return pages
+            wait(0, num_tokens)
+            time.sleep(_PAUSE_S)
 
     def _checked(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:
         """The tokens of a document that the model can take."""

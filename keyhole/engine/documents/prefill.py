@@ -246,6 +246,7 @@ class _Prompt:
         again = plan.written.any(0)
         return Reused(
             documents=[document.info.name for document in self._context.documents],
+            lengths=[document.length for document in self._context.documents],
             shares=plan.shares,
             sequence_ratio=float(plan.kept.float().mean()),
             recompute_ratio=float(again.float().mean()),

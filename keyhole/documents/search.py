@@ -1,0 +1,128 @@
+"""Which stored documents a query is about: an interface, and BM25 by SQLite's full-text search.
+
+The table is a copy that can be made again from the texts at any time: it is brought up to date
+before each search, and made anew where it is missing or damaged.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from keyhole.config import is_count, require
+from keyhole.documents.index import DocumentInfo
+from keyhole.errors import ConfigError
+
+__all__ = ["BM25", "Found", "Retriever"]
+
+_WAIT_S = 60.0
+_SCHEMA = """
+CREATE VIRTUAL TABLE IF NOT EXISTS texts USING fts5(
+  name UNINDEXED, digest UNINDEXED, text, tokenize = 'unicode61 remove_diacritics 2')
+"""
+_SEARCH = """
+SELECT name, -bm25(texts) AS score, snippet(texts, 2, '', '', '…', 24) AS snippet
+FROM texts WHERE texts MATCH ? ORDER BY bm25(texts), name LIMIT ?
+"""
+_WORD = re.compile(r"\w+")
+# A query is a question, not a text; SQLite's own limit of an expression is far above.
+_MOST_WORDS = 256
+# Errors of a file that is no database, or no longer one.
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A document that a search found. score: larger is better. snippet: where it fits best."""
+
+    name: str
+    score: float
+    snippet: str
+
+
+class Retriever(Protocol):
+    """Finds documents. Safe from threads."""
+
+    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
+        """Makes what is searched just these documents.
+
+        text: that of a name, for new ones; None: it cannot be read now.
+        """
+
+    def search(self, query: str, top_k: int) -> list[Found]:
+        """At most `top_k` documents, the best first."""
+
+
+class BM25:
+    """Words that a query and a document share, weighted by how rare they are (Okapi BM25).
+
+    k1 is 1.2, b 0.75; upper and lower case and accents are the same. path: the table's file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._guard = threading.Lock()
+
+    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
+        """See `Retriever`."""
+        wanted = {info.name: info.digest for info in documents}
+        with self._table() as table:
+            rows = table.execute("SELECT rowid, name, digest FROM texts").fetchall()
+            gone = [(row,) for row, name, digest in rows if wanted.get(name) != digest]
+            table.executemany("DELETE FROM texts WHERE rowid = ?", gone)
+            known = {name for _, name, digest in rows if wanted.get(name) == digest}
+            for name in wanted.keys() - known:
+                found = text(name)
+                if found is not None:
+                    row = (name, wanted[name], found)
+                    table.execute("INSERT INTO texts VALUES (?, ?, ?)", row)
+
+    def search(self, query: str, top_k: int) -> list[Found]:
+        """See `Retriever`. No word of a query is an operator of SQLite's."""
+        require(is_count(top_k), "top_k", top_k, "at least 1")
+        words = list(dict.fromkeys(_WORD.findall(query.lower())))[:_MOST_WORDS]
+        if not words:
+            return []
+        either = " OR ".join(f'"{word}"' for word in words)
+        with self._table() as table:
+            rows = table.execute(_SEARCH, (either, top_k)).fetchall()
+        return [Found(name=name, score=score, snippet=snippet) for name, score, snippet in rows]
+
+    @contextmanager
+    def _table(self) -> Iterator[sqlite3.Connection]:
+        """The table in a transaction. ConfigError if it cannot be used."""
+        try:
+            with self._guard, closing(self._open()) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")  # without it, closing rolls back
+        except sqlite3.Error as error:
+            raise ConfigError(f"the table for searches {self._path} fails: {error}") from error
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return self._connect()
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:
+                raise
+        for suffix in ("", "-journal"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA secure_delete = ON")  # a removed text is gone
+            connection.execute(_SCHEMA)
+        except BaseException:
+            connection.close()
+            raise
+        return connection

@@ -1,0 +1,7 @@
+"""Documents as a service.
+
+routes.py    /v1/documents
+queue.py     encodes documents one after another, beside requests
+convert.py   files as text: Markdown, HTML, PDF, DOCX
+passages.py  what an answer took from documents, for clients that cite
+"""

@@ -1,0 +1,70 @@
+"""What an answer took from documents: the passages that were kept and computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.engine.documents.context import Reused
+from keyhole.engine.documents.library import Documents
+from keyhole.errors import KeyholeError
+from keyhole.tokenization.prompts import character_spans
+
+_Spans = Sequence[tuple[int, int]]
+
+
+def passages_of(documents: Documents, reused: Reused, tokenizer: Any) -> list[dict[str, Any]]:
+    """An object for each document of a prompt, in order.
+
+    "kept" and "recomputed" list passages: tokens beside each other that equally many layers kept,
+    or computed again. Each has "layers", "text", and "start" and "end", counted in characters of
+    the document. A text that has been replaced or removed meanwhile, or was given as token ids, has
+    passages without characters.
+    """
+    found, start = [], 0
+    for name, length in zip(reused.documents, reused.lengths, strict=True):
+        text, spans = _text(documents, name, length, tokenizer)
+        part = slice(start, start + length)
+        found.append(
+            {
+                "name": name,
+                "tokens": length,
+                "kept": _passages(reused.kept[:, part], text, spans),
+                "recomputed": _passages(reused.written[:, part], text, spans),
+            }
+        )
+        start += length
+    return found
+
+
+def _text(
+    documents: Documents, name: str, length: int, tokenizer: Any
+) -> tuple[str, _Spans | None]:
+    try:
+        text = documents.store.source(name)
+    except KeyholeError:  # gone
+        return "", None
+    spans = character_spans(tokenizer, text) if isinstance(text, str) else None
+    if spans is None or len(spans) != length:
+        return "", None
+    return str(text), spans
+
+
+def _passages(marks: Tensor, text: str, spans: _Spans | None) -> list[dict[str, Any]]:
+    """Runs of a bool [L, n] in which as many layers are marked, without those of none."""
+    layers, lengths = torch.unique_consecutive(marks.sum(0), return_counts=True)
+    found, first = [], 0
+    for count, length in zip(layers.tolist(), lengths.tolist(), strict=True):
+        end = first + length
+        if count:
+            passage: dict[str, Any] = {"layers": count, "tokens": [first, end]}
+            if spans is not None:
+                # Several tokens may make up one character.
+                begin, stop = spans[first][0], max(last for _, last in spans[first:end])
+                passage |= {"start": begin, "end": stop, "text": text[begin:stop]}
+            found.append(passage)
+        first = end
+    return found

@@ -1,0 +1,156 @@
+"""Encodes documents one after another in a thread, beside requests."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyhole.documents.store import DocumentInfo
+from keyhole.engine.documents.library import Documents
+from keyhole.server.errors import ApiError, api_error
+
+logger = logging.getLogger("keyhole.server")
+
+#: Failures that are remembered, the newest.
+_MOST_FAILED = 256
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """A document on its way into the store. status: "queued", "encoding", "ready" or "failed"."""
+
+    name: str
+    text: str
+    overwrite: bool
+    pinned: bool
+    metadata: Mapping[str, Any] | None
+    status: str = "queued"
+    done: int = 0
+    tokens: int | None = None
+    is_cancelled: bool = False
+    result: Future[DocumentInfo] = field(default_factory=Future)
+
+    @property
+    def progress(self) -> float:
+        """Share of its tokens that are encoded."""
+        return self.done / self.tokens if self.tokens else 0.0
+
+    def report(self, done: int, tokens: int) -> None:
+        """Called while it is encoded; raises what ends that."""
+        self.done, self.tokens = done, tokens
+        if self.is_cancelled:
+            raise ApiError(
+                409, f"document {self.name!r} was removed before it was ready", param="name"
+            )
+
+
+class DocumentQueue:
+    """Jobs in the order in which they came.
+
+    limit: jobs that may wait. ready: called with each document that is stored.
+    """
+
+    def __init__(
+        self, documents: Documents, limit: int, ready: Callable[[DocumentInfo], None]
+    ) -> None:
+        self._documents = documents
+        self._limit = limit
+        self._ready = ready
+        self._guard = threading.Lock()  # of what follows
+        self._jobs: deque[Job] = deque()  # the first one is being encoded
+        self._failed: dict[str, Job] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, job: Job) -> None:
+        """Takes a job; ApiError 429 if too many wait."""
+        with self._guard:
+            if len(self._jobs) > self._limit:
+                raise ApiError(
+                    429,
+                    f"{len(self._jobs)} documents wait to be encoded and at most {self._limit} "
+                    "may; try again later",
+                    kind="rate_limit_error",
+                    code="queue_full",
+                    headers={"Retry-After": "1"},
+                )
+            self._failed.pop(job.name, None)
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="documents", daemon=True)
+                self._thread.start()
+
+    def get(self, name: str) -> Job | None:
+        """The last job of this name that is not done, or failed."""
+        with self._guard:
+            waiting = (job for job in reversed(self._jobs) if job.name == name)
+            return next(waiting, None) or self._failed.get(name)
+
+    def jobs(self) -> dict[str, Job]:
+        """All of them, by name."""
+        with self._guard:
+            return {**self._failed, **{job.name: job for job in self._jobs}}
+
+    def cancel(self, name: str) -> bool:
+        """Ends the jobs of this name and forgets a failure; whether there was any. Waits."""
+        with self._guard:
+            ended = [job for job in self._jobs if job.name == name]
+            for job in ended:
+                job.is_cancelled = True
+            failed = self._failed.pop(name, None)
+        for job in ended:
+            job.result.exception()  # within a chunk
+        with self._guard:
+            self._failed.pop(name, None)
+        return bool(ended) or failed is not None
+
+    def _run(self) -> None:
+        while True:
+            with self._guard:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs[0]
+            try:
+                info = self._encode(job)
+            except Exception as error:
+                self._fail(job, error)
+            else:
+                with self._guard:
+                    self._jobs.popleft()
+                    job.status = "ready"
+                job.result.set_result(info)
+
+    def _encode(self, job: Job) -> DocumentInfo:
+        job.report(0, 0)
+        job.status = "encoding"
+        info = self._documents.add(
+            job.name,
+            job.text,
+            overwrite=job.overwrite,
+            pinned=job.pinned,
+            metadata=job.metadata,
+            progress=job.report,
+        )
+        try:
+            self._ready(info)
+        except Exception:  # the document is stored all the same
+            logger.exception("a stored document cannot be searched yet")
+        return info
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        told = api_error(error)
+        if told.status == 500:
+            logger.error("a document could not be encoded", exc_info=error)
+        with self._guard:
+            self._jobs.popleft()
+            job.status = "failed"
+            if not job.is_cancelled:
+                self._failed[job.name] = job
+                while len(self._failed) > _MOST_FAILED:
+                    del self._failed[next(iter(self._failed))]
+        job.result.set_exception(told)

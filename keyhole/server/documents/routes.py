@@ -1,0 +1,171 @@
+"""/v1/documents: store, list, search, look up and remove documents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from keyhole.documents.search import Found
+from keyhole.documents.source import check_name, metadata_text
+from keyhole.documents.store import DocumentInfo
+from keyhole.errors import UnknownNameError
+from keyhole.server.bodies import DocumentBody
+from keyhole.server.documents.convert import decoded, text_of
+from keyhole.server.documents.queue import Job
+from keyhole.server.errors import ApiError
+from keyhole.server.state import State, state_of
+
+router = APIRouter(prefix="/v1/documents")
+
+_Any = TypeVar("_Any")
+_NOT_ENCODED = "another model encoded it, this one has not; store it again"
+
+
+@router.put("/{name:path}")
+async def put(name: str, request: Request, wait: bool = True) -> Response:
+    """Stores a text: the body itself, or JSON with "text"."""
+    raw = await request.body()
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if kind != "application/json":
+        return await _store(request, name, DocumentBody(text=decoded(raw)), wait=wait)
+    try:
+        body = DocumentBody.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from error
+    return await _store(request, name, body, wait=wait)
+
+
+@router.post("")
+async def post(
+    request: Request,
+    file: Annotated[UploadFile, File()],
+    name: Annotated[str | None, Form()] = None,
+    metadata: Annotated[str | None, Form()] = None,
+    overwrite: Annotated[bool, Form()] = True,
+    pinned: Annotated[bool, Form()] = False,
+    wait: bool = True,
+) -> Response:
+    """Stores a file: text, Markdown, HTML, PDF or DOCX. name: that of the file by default."""
+    filename = file.filename or ""
+    try:
+        described = None if metadata is None else json.loads(metadata)
+    except ValueError as error:
+        raise ApiError(400, f"metadata is no JSON: {error}", param="metadata") from error
+    if described is not None and not isinstance(described, dict):
+        raise ApiError(400, f"metadata {metadata!r} must be a JSON object", param="metadata")
+    text = await _run(text_of, filename, await file.read())
+    body = DocumentBody(text=text, overwrite=overwrite, pinned=pinned, metadata=described)
+    return await _store(request, filename if name is None else name, body, wait=wait)
+
+
+@router.get("")
+async def listed(
+    request: Request, query: str | None = None, top_k: Annotated[int, Query(ge=1, le=100)] = 8
+) -> Response:
+    """All of them, by name; with a query those that it is about, the best first."""
+    state = state_of(request)
+    infos = {info.name: info for info in await _run(state.documents.list)}
+    jobs = state.encoding.jobs()
+    if query is None:
+        data = [_shown(n, infos.get(n), jobs.get(n)) for n in sorted(infos.keys() | jobs.keys())]
+        return JSONResponse({"object": "list", "data": data})
+    found = await search(state, query, top_k)
+    data = [
+        {**_shown(one.name, infos[one.name], jobs.get(one.name)), "score": one.score}
+        | {"snippet": one.snippet}
+        for one in found
+        if one.name in infos
+    ]
+    return JSONResponse({"object": "list", "data": data})
+
+
+@router.get("/{name:path}")
+async def get(name: str, request: Request) -> Response:
+    """What is known of one."""
+    state = state_of(request)
+    job = state.encoding.get(name)
+    try:
+        info = await _run(state.documents.get, name)
+    except UnknownNameError as error:
+        if job is None:
+            raise _unknown(error) from error
+        info = None
+    return JSONResponse(_shown(name, info, job))
+
+
+@router.delete("/{name:path}")
+async def remove(name: str, request: Request) -> Response:
+    """Forgets one; one that is being encoded is not stored."""
+    state = state_of(request)
+    was_queued = await _run(state.encoding.cancel, name)
+    try:
+        await _run(state.documents.remove, name)
+    except UnknownNameError as error:
+        if not was_queued:
+            raise _unknown(error) from error
+    await _run(state.update_search)
+    return JSONResponse({"id": name, "object": "document", "deleted": True})
+
+
+async def search(state: State, query: str, top_k: int) -> list[Found]:
+    """The documents that a query is about."""
+
+    def found() -> list[Found]:
+        state.update_search()
+        return state.retriever.search(query, top_k)
+
+    return await _run(found)
+
+
+async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool) -> Response:
+    """201 when it is stored, or 202 at once."""
+    state = state_of(request)
+    check_name(name)
+    if body.metadata is not None:
+        metadata_text(body.metadata)
+    job = Job(
+        name=name,
+        text=body.text,
+        overwrite=body.overwrite,
+        pinned=body.pinned,
+        metadata=body.metadata,
+    )
+    state.encoding.add(job)
+    if not wait:
+        return JSONResponse(_shown(name, None, job), 202)
+    # Shielded: a client that leaves does not undo what it stored.
+    info = await asyncio.shield(asyncio.wrap_future(job.result))
+    return JSONResponse(_shown(name, info, None), 201)
+
+
+def _unknown(error: UnknownNameError) -> ApiError:
+    return ApiError(404, str(error), kind="not_found_error", param="name")
+
+
+async def _run(work: Callable[..., _Any], *arguments: Any) -> _Any:
+    """In a thread: the store reads and writes files."""
+    return await asyncio.to_thread(work, *arguments)
+
+
+def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, Any]:
+    """What is stored under a name, and what becomes of it. One of them is there."""
+    fields = {} if info is None else {**vars(info)}
+    fields.pop("name", None)
+    status, progress, error = "ready", 1.0, None
+    if job is not None:
+        status, progress = job.status, job.progress
+        fields.setdefault("tokens", job.tokens)
+        failed = job.result.exception() if status == "failed" and job.result.done() else None
+        error = None if failed is None else str(failed)
+    elif info is not None and not info.encoded:
+        status, progress, error = "failed", 0.0, _NOT_ENCODED
+    state = {"status": status, "progress": progress, "error": error}
+    return {"id": name, "object": "document", **state, **fields}
