@@ -74,7 +74,8 @@ def device(name: str) -> torch.device:
     kind, _, number = name.partition(":")
     there = kind == "cpu" or (kind == "cuda" and cuda)
     there = there and (not number or (number.isdigit() and int(number) < torch.cuda.device_count()))
-    require(there, "device", name, "one that is here: auto, cpu, cuda or cuda:0")
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if cuda else []
+    require(there, "device", name, f"one that is here: {', '.join(('auto', 'cpu', *gpus))}")
     return torch.device(name)
 
 
