@@ -105,5 +105,5 @@ def test_scores_between_right_and_wrong_have_an_interval_of_their_mean() -> None
 
 def test_without_scipy_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ConfigError, match=r"pip install keyhole\[eval\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'keyhole\[eval\]'"):
         p_value(1, 2)
