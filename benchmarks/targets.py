@@ -10,7 +10,7 @@ from keyhole.bench.measure import Result
 
 
 @dataclass(frozen=True)
-class Target:
+class RatioTarget:
     """A number wanted: at least, or at most."""
 
     name: str
@@ -27,17 +27,19 @@ class Target:
 
 def bars(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
     """Every bar whose operations were measured on `path`."""
-    found: list[Target] = []
+    found: list[RatioTarget] = []
     everything = [r for r in results if r["op"] == "attend" and r["selected"] is None]
     longest = max((r["tokens"] for r in everything), default=0)
     times = {r["system"]: r for r in everything if r["tokens"] == longest}
     if path in times:
         ours = times[path]
         who = f"attend, {ours['about']}"
-        found.append(Target(f"{who}: share of read bandwidth", ours["bandwidth_share"], 0.6))
-        found.append(Target(f"{who}: times torch sdpa", times["torch sdpa"]["ms"] / ours["ms"], 8))
+        found.append(RatioTarget(f"{who}: share of read bandwidth", ours["bandwidth_share"], 0.6))
+        found.append(
+            RatioTarget(f"{who}: times torch sdpa", times["torch sdpa"]["ms"] / ours["ms"], 8)
+        )
     found += [
-        Target(f"attend, {r['about']}: share of read bandwidth", r["bandwidth_share"], 0.5)
+        RatioTarget(f"attend, {r['about']}: share of read bandwidth", r["bandwidth_share"], 0.5)
         for r in results
         if r["op"] == "attend" and r["unit"] == 1 and r["system"] == path
     ]
@@ -45,6 +47,6 @@ def bars(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
     if path in scored:
         ratio = scored[path] / scored[f"{path} attend"]
         found.append(
-            Target("attend_and_score: time by that of attend", ratio, 1.25, at_least=False)
+            RatioTarget("attend_and_score: time by that of attend", ratio, 1.25, at_least=False)
         )
     return [bar.as_dict() for bar in found]

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, LlamaCpp
-from benchmarks.targets import Target
+from benchmarks.targets import RatioTarget
 from keyhole.bench import decode, measure
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.settings import DecodeSettings
@@ -40,4 +40,4 @@ def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
         return []
     best = min(found, key=lambda r: float(r["ratio_to_full"]))
     name = f"full, {_TOKENS:,} tokens, batch {batch}: tokens/s by those of {best['system']}"
-    return [Target(name, best["ratio_to_full"], _WANTED[batch]).as_dict()]
+    return [RatioTarget(name, best["ratio_to_full"], _WANTED[batch]).as_dict()]

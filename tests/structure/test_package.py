@@ -1,6 +1,7 @@
 """What the package says of itself: its page, its wheel, and a build without a compiler."""
 
 import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,13 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
     }
     assert len(files) > 30
     assert not {name: number for name, number in files.items() if number > MOST_FILES}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    found: dict[str, list[str]] = {}
+    for top in ("keyhole", "benchmarks", "recipes"):
+        for path in (ROOT / top).rglob("*.py"):
+            for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):
+                found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert len(found) > 200
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}

@@ -60,7 +60,7 @@ def run(
     )
     weights = make_weights(asked)
     head = head_class.random(weights.ours.network)
-    case = _Case(
+    case = _LargeCase(
         weights=weights,
         numbers=RandomKV(weights.ours, 1, settings.context),
         room=_room(settings, weights, head),
@@ -79,7 +79,7 @@ def run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Case:
+class _LargeCase:
     """What all policies have in common. room: for keys and values above; None: no limit."""
 
     weights: Weights
@@ -101,7 +101,7 @@ def _room(settings: OffloadSettings, weights: Weights, head: RetrievalHead) -> i
 
 
 def _measure(
-    case: _Case,
+    case: _LargeCase,
     policy: Policy,
     head: RetrievalHead | None,
     theirs: Several[str],
@@ -158,7 +158,7 @@ def _measure(
 
 
 def _peers(
-    case: _Case, names: Several[str], text: ForcedText, steps: int
+    case: _LargeCase, names: Several[str], text: ForcedText, steps: int
 ) -> tuple[list[Baseline], dict[str, float]]:
     """Other people's systems, filled, compared and about to begin; their errors."""
     if not names:
