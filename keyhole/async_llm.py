@@ -275,7 +275,7 @@ class AsyncLLM:
             if any(one.sequence and not one.sequence.is_finished for one in requests):
                 try:
                     engine.step()
-                except Exception as error:  # whoever waits for this step is told
+                except Exception as error:  # every caller that waits for this step gets it
                     for request in requests:
                         self._fail(request, error)
             for request in requests:

@@ -1,7 +1,7 @@
 """A storage backend and its index, kept consistent under one lock, and eviction at a limit.
 
 The storage is authoritative; the index is a fast copy of its names. At start-up the two are
-compared: files copied in by hand or by another machine are added, missing ones are dropped, and
+compared: files copied in from elsewhere are added, missing ones are dropped, and
 leftovers of crashed writers are deleted.
 """
 

@@ -28,6 +28,7 @@ from keyhole.engine.memory.eviction import page_limit
 from keyhole.engine.memory.layer_offloader import LayerOffloader
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.model_runner import Runner
+from keyhole.engine.request_check import check_tokens, longest
 from keyhole.engine.request_policy import PolicySpec, RequestPolicy, beside, requested
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
@@ -36,8 +37,6 @@ from keyhole.errors import (
     CapacityError,
     ConfigError,
     NumericalError,
-    PromptTooLongError,
-    RequestError,
     is_out_of_memory,
 )
 from keyhole.models.loading import Model
@@ -76,7 +75,7 @@ class Engine:
         self.geometry = model.geometry(config.page_size)
         self._given, self.policy = policy, policy.resolve(self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
-        self.max_length = _max_length(model, config)
+        self.max_length = longest(model, config)
         if copies is not None and config.offload is not None:
             raise ConfigError("copies of prompts go to engines without offload=; leave one out")
         if self.policy.wants_head and head is None:
@@ -276,33 +275,7 @@ class Engine:
         num_given: how many of the last ones come after the prompt. stored: they are documents, of
         which only a part may be kept. under: as in `add`.
         """
-        if not tokens:
-            raise RequestError("the prompt is empty; give at least one token")
-        wrong = [t for t in tokens if not 0 <= t < self.model.vocab_size]
-        if wrong:
-            right = f"0 to {self.model.vocab_size - 1}"
-            raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
-        if (params.stop or params.bad_words) and self.model.tokenizer is None:
-            raise RequestError("stop texts and bad words need a tokenizer; this model has none")
-        wrong = [t for t in params.logit_bias or () if t >= self.model.vocab_size]
-        if wrong:
-            right = f"0 to {self.model.vocab_size - 1}"
-            raise RequestError(
-                f"logit_bias: token id {wrong[0]} is not one of this model's, {right}"
-            )
-        if (params.logprobs or 0) > self.model.vocab_size:
-            raise RequestError(
-                f"logprobs {params.logprobs} must be at most {self.model.vocab_size}, the tokens "
-                "of this model"
-            )
-        if len(tokens) >= self.max_length:
-            reason = self.model.length_reason
-            if self.max_length < self.model.max_length:
-                reason = "set by max_length"
-            raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens, this model takes at most "
-                f"{self.max_length - 1} and one new token ({reason})"
-            )
+        check_tokens(tokens, params, self.model, self.max_length)
         length = min(len(tokens) + params.max_tokens, self.max_length)
         prompt = len(tokens) - num_given
         policy = (under or self._own).policy
@@ -460,13 +433,3 @@ class Engine:
             sequence.counters += Counters(
                 hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
             )
-
-
-def _max_length(model: Model, config: EngineConfig) -> int:
-    if config.max_length is None:
-        return model.max_length
-    if config.max_length > model.max_length:
-        raise ConfigError(
-            f"max_length {config.max_length} is more than {model.max_length}: {model.length_reason}"
-        )
-    return config.max_length

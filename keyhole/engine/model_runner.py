@@ -101,7 +101,7 @@ class Runner:
         fraction (mean over layers), bytes of keys and values, and other bytes. Advances
         `num_computed`.
         """
-        self.evict()  # if whoever ran the last step was interrupted before
+        self.evict()  # if the last step was interrupted before it
         numbers = self._numbers(plan.decodes)
         if numbers is not None and self._recorded is not None and self._is_plain(plan):
             outputs = self._recorded.run(numbers, plan.decodes)

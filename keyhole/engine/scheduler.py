@@ -216,7 +216,7 @@ class Scheduler:
         if not self._slots:
             return None
         ready = (one for one in self.waiting if not self._is_blocked(one))
-        # Whoever waits for pages before it has a right to them.
+        # A request that already waits for pages gets them first.
         first = next(ready, None)
         return first if first is not None and first.wants_documents else None
 
@@ -231,7 +231,7 @@ class Scheduler:
 
     @property
     def _free_slots(self) -> int:
-        """Slots for sequences that come: one is for whoever's documents are being filled."""
+        """Slots for new sequences: one is reserved for the request being filled."""
         return len(self._slots) - any(one.wants_documents and one.filling for one in self.waiting)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
@@ -305,7 +305,7 @@ class Scheduler:
 
     def _reserve_all(self, sequence: Sequence) -> bool:
         """Pages for all its tokens, known ones copied if the policy wants it."""
-        # One page more for each that runs: whoever enters must not push another out at once.
+        # One spare page per running sequence: admitting one must not pre-empt another at once.
         spare = len(self.running)
         # Under a policy that evicts, what is replayed never has pages all at once.
         most = self._most(sequence, len(sequence.tokens)) * self._cache.page_size
@@ -402,7 +402,7 @@ class Scheduler:
         return min(left, chunk)
 
     def take_back(self, pages: Collection[int]) -> None:
-        """Frees pages of `lent`, for whoever waits for some."""
+        """Frees pages of `lent`; requests that wait for pages may have them."""
         gone = set(pages)
         self.lent = [page for page in self.lent if page not in gone]
         self._cache.release(pages)

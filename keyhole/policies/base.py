@@ -166,13 +166,21 @@ class Policy:
         """The full-attention layers that read everything in every step, for a resolved policy.
 
         A control of this policy keeps the same layers dense, so that the two differ only in how the
-        tokens of the other layers are selected.
+        tokens of the other layers are selected. Here: those of its setting `full_layers`, if it has
+        one.
         """
-        return geometry.full_attention if self.dense else ()
+        if self.dense:
+            return geometry.full_attention
+        full_layers: tuple[int, ...] = getattr(self, "full_layers", ())
+        return tuple(i for i in geometry.full_attention if i in full_layers)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """Layers that are read only through selections, and so can be offloaded."""
-        return () if self.dense else geometry.full_attention
+        """Layers that are read only through selections, and so can be offloaded.
+
+        Here: all except the dense ones.
+        """
+        dense = self.dense_layers(geometry)
+        return tuple(i for i in geometry.full_attention if i not in dense)
 
     def selection_heads(self, geometry: Geometry) -> int | None:
         """Lists of a selection, if there may be more than KV heads (MLA); None: there are not."""

@@ -126,10 +126,6 @@ class ClusterKV(Policy):
         require(budget >= least, "token_budget", budget, right)
         return dataclasses.replace(self, sink_size=sinks, cluster_every=every)
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError for a selection per query head."""
         if not self.share_group:
@@ -137,7 +133,7 @@ class ClusterKV(Policy):
                 f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
                 "load one list per KV head"
             )
-        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+        return super().offloadable(geometry)
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:

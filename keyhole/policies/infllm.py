@@ -125,14 +125,6 @@ class InfLLM(Policy):
             block_size=max(1, int(128 * share) // page) * page,
         )
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
-    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything."""
-        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
-
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The attention each token received, and the representative in a block's first page."""
         heads = layout.num_query_heads

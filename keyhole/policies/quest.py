@@ -83,10 +83,6 @@ class Quest(Policy):
         always_read.settled(self.sink_size, self.window_size, budget, size)
         return self
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError for a selection per query head."""
         if not self.share_group:
@@ -94,7 +90,7 @@ class Quest(Policy):
                 f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
                 "load one list per KV head"
             )
-        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+        return super().offloadable(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The lowest and the highest number of each key dimension in the page."""

@@ -135,10 +135,6 @@ class ShadowKV(Policy):
         always = [listed] if self.always_beside else []
         return " and ".join([*always, *(["all generated tokens"] if self.keep_generated else [])])
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones, if full keys are read.
 
@@ -315,7 +311,7 @@ class ShadowKV(Policy):
 
     def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
         """The layers that select."""
-        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
+        return super().offloadable(geometry)
 
 
 def _width(layout: LayerLayout) -> int:

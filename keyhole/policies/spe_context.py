@@ -83,14 +83,6 @@ class SpeContext(Policy):
         minimum = adaptive_budget.settled(self.recall, self.min_budget, self.token_budget, least)
         return dataclasses.replace(self, window_size=window, min_budget=minimum)
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`; the paper has none."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
-    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything."""
-        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
-
     def selection_heads(self, geometry: Geometry) -> int | None:
         """A selection per query head over latents that all of them share."""
         latent = any(layout.shared_values for layout in geometry.layers)

@@ -6,7 +6,7 @@ Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024
 Cost per step and layer: `token_budget` keys and values.
 
 When to use it: for unbounded streams whose distant past does not matter, and as the control that
-any selection must beat.
+a selection is compared with.
 
 Differences from the paper: tokens keep their true positions, the paper renumbers them inside the
 cache; tokens outside the window are skipped, not deleted. With `full_layers` it is the *recent*
@@ -46,14 +46,6 @@ class StreamingLLM(Policy):
         right = f"at least {least}: sink_size {self.sink_size} and the newest token"
         require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
         return self
-
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
-    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything."""
-        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""

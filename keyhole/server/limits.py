@@ -20,7 +20,7 @@ from keyhole.server.settings import ServerConfig
 
 logger = logging.getLogger("keyhole.server")
 
-#: Asked without a key: by whoever watches the process.
+#: Paths that need no key: health checks and monitoring.
 OPEN_PATHS = {"/health", "/ready"}
 _REQUEST_ID = "x-request-id"
 _MAX_ID = 128

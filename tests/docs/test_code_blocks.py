@@ -134,7 +134,7 @@ def test_the_blocks_of_a_page_run(page: str, place: Path, request: pytest.Fixtur
     if any(ADDRESS in block.code for block in blocks if not block.reason):
         address = request.getfixturevalue("server")
     if any("curl " in block.code for block in blocks) and not shutil.which("curl"):
-        pytest.skip("needs curl")
+        pytest.skip("the page shows curl commands, and curl is not installed")
     names: dict[str, Any] = dict(GIVEN.get(page, {}))
     for block in blocks:
         code = block.code.replace(ADDRESS, address)

@@ -21,8 +21,12 @@ from keyhole.eval.verify import verify
 from keyhole.models.loading import load
 from tests.checkpoints import make_model
 
-pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
-pytest.importorskip("accelerate", reason="pip install accelerate")
+pytest.importorskip(
+    "bitsandbytes", reason="real 4- and 8-bit layers need it: pip install bitsandbytes"
+)
+pytest.importorskip(
+    "accelerate", reason="transformers loads bitsandbytes through it: pip install accelerate"
+)
 pytestmark = pytest.mark.filterwarnings("default")  # bitsandbytes and accelerate have theirs
 
 KINDS = {

@@ -19,7 +19,9 @@ from keyhole.eval.verify import verify
 from keyhole.models.loading import load
 from tests.checkpoints import make_model
 
-peft = pytest.importorskip("peft", reason="pip install peft")
+peft = pytest.importorskip(
+    "peft", reason="real adapters need it, and no extra has it: pip install peft"
+)
 pytestmark = pytest.mark.filterwarnings("default")  # peft has its own
 
 WEIGHTS = "adapter_model.safetensors"

@@ -15,6 +15,7 @@ from keyhole.eval.tiny_language.tasks import TASKS, is_correct, make, shared
 
 def test_intervals_are_wilsons() -> None:
     # Wilson's score interval at z = 1.96, to the four digits written here.
+    # The published values have four digits.
     assert wilson(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
     assert wilson(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
     assert wilson(100, 100) == pytest.approx((0.9630, 1.0), abs=1e-4)

@@ -341,7 +341,9 @@ FILES = {
 @pytest.mark.parametrize("filename", FILES)
 @pytest.mark.filterwarnings("ignore")  # of the packages that read these files
 def test_a_file_becomes_text(filename: str) -> None:
-    pytest.importorskip("markitdown", reason="needs keyhole[convert]")
+    pytest.importorskip(
+        "markitdown", reason="the converter is an extra of 200 MB: pip install 'keyhole[convert]'"
+    )
     text = convert.text_of(filename, FILES[filename])
     assert "A green lamp." in text
     assert "no()" not in text
@@ -354,7 +356,9 @@ def test_a_file_becomes_text(filename: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_broken_file_is_an_error_of_one_line(filename: str, data: bytes) -> None:
-    pytest.importorskip("markitdown", reason="needs keyhole[convert]")
+    pytest.importorskip(
+        "markitdown", reason="the converter is an extra of 200 MB: pip install 'keyhole[convert]'"
+    )
     with pytest.raises(ApiError, match=re.escape(filename)) as caught:
         convert.text_of(filename, data)
     assert caught.value.status == 400

@@ -1,8 +1,8 @@
-"""Stored documents on their way into a prompt's pages: work that stops and goes on between steps.
+"""Filling a prompt's pages with stored documents, in units that may be spread over several steps.
 
-Before each unit the work tells of what kind it is, and whoever runs it decides whether that still
-fits into the step. What is written depends on the order of the units alone, not on the steps
-between them.
+Before each unit the work yields that unit's kind, and the pace decides whether the unit still
+fits into the current step. The pages depend on the order of the units alone, not on which step runs
+them.
 """
 
 from __future__ import annotations

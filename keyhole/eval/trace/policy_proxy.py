@@ -1,4 +1,4 @@
-"""`PolicyProxy(policy)`: another policy, hook by hook, for whoever wants to look on.
+"""`PolicyProxy(policy)`: forwards every hook to another policy; subclasses observe it.
 
 A subclass overrides the hooks it looks at. All others are handed on here, in one place: a hook that
 a wrapper forgot would quietly be that of `Policy`, and the model would run under something else.

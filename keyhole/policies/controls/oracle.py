@@ -40,10 +40,6 @@ class Oracle(Policy):
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         return self
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """None: a layer's weights need all its keys."""
         return ()

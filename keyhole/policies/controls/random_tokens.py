@@ -44,14 +44,6 @@ class RandomTokens(Policy):
         require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
         return self
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """`full_layers`."""
-        return tuple(i for i in geometry.full_attention if i in self.full_layers)
-
-    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All but those that read everything."""
-        return tuple(i for i in geometry.full_attention if i not in self.full_layers)
-
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return step.max_length <= self.token_budget
