@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     __version__: str
     from keyhole.async_llm import AsyncLLM
     from keyhole.config import SamplingParams
-    from keyhole.engine.documents.context import Reused
-    from keyhole.engine.result import Piece, Result
-    from keyhole.engine.sequence import Stats
+    from keyhole.engine.documents.filling import Reused
+    from keyhole.engine.sequence import Piece, Result, Stats
     from keyhole.errors import (
         CapacityError,
         ConfigError,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
         RequestError,
         UnknownNameError,
     )
-    from keyhole.hf.run import SparseRun, SparseStats
+    from keyhole.hf.hooks import SparseRun, SparseStats
     from keyhole.hf.sparse import sparse
     from keyhole.llm import LLM
     from keyhole.policies import available_policies
@@ -59,13 +58,13 @@ if TYPE_CHECKING:
 _PLACES = {
     "LLM": "keyhole.llm",
     "AsyncLLM": "keyhole.async_llm",
-    "Result": "keyhole.engine.result",
-    "Piece": "keyhole.engine.result",
+    "Result": "keyhole.engine.sequence",
+    "Piece": "keyhole.engine.sequence",
     "Stats": "keyhole.engine.sequence",
-    "Reused": "keyhole.engine.documents.context",
+    "Reused": "keyhole.engine.documents.filling",
     "sparse": "keyhole.hf.sparse",
-    "SparseRun": "keyhole.hf.run",
-    "SparseStats": "keyhole.hf.run",
+    "SparseRun": "keyhole.hf.hooks",
+    "SparseStats": "keyhole.hf.hooks",
     "SamplingParams": "keyhole.config",
     "Policy": "keyhole.policies.base",
     "available_policies": "keyhole.policies",

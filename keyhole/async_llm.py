@@ -23,14 +23,12 @@ from pathlib import Path
 from typing import Any, overload
 
 from keyhole.config import SamplingParams
-from keyhole.engine.request_policy import PolicySpec
-from keyhole.engine.result import Piece, Result, piece_of
-from keyhole.engine.sequence import Sequence
+from keyhole.engine.request import PolicySpec
+from keyhole.engine.sequence import Piece, Result, Sequence, piece_of
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM, Params, params_for
 from keyhole.reuse.base import Reuse
-from keyhole.tokenization.chat_prompt import Message, Tool
-from keyhole.tokenization.prompts import Prompt, Prompts, one_or_several
+from keyhole.tokenization import Message, Prompt, Prompts, Tool, one_or_several
 
 #: Makes the request, in the thread that runs steps; documents are open until the stack is closed.
 _Submit = Callable[[ExitStack], Sequence]

@@ -17,18 +17,25 @@ from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.engine import Engine
-from keyhole.engine.request_policy import PolicySpec
-from keyhole.engine.result import Piece, Result, piece_of, result_of
-from keyhole.engine.sequence import Sequence
+from keyhole.engine.request import PolicySpec
+from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
+from keyhole.method_settings import require_depth
 from keyhole.models.loading import Model, adopt, load
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
-from keyhole.settings_file import require_depth
-from keyhole.tokenization.chat_prompt import Message, Tool, chat_text
-from keyhole.tokenization.prompts import Prompt, Prompts, encode_text, given_ids, one_or_several
+from keyhole.tokenization import (
+    Message,
+    Prompt,
+    Prompts,
+    Tool,
+    chat_text,
+    encode_text,
+    given_ids,
+    one_or_several,
+)
 
 #: How to choose tokens: for all prompts, or for each.
 Params = SamplingParams | Several[SamplingParams] | None

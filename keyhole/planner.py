@@ -138,7 +138,7 @@ class MemoryModel:
         staging_bytes: int = 0,
         runtime_bytes: int = 0,
     ) -> MemoryModel:
-        """The terms of our own engine; `keyhole.cache.kv_size` has layers and page data.
+        """The terms of our own engine; `keyhole.cache.layout` has layers and page data.
 
         Weights count once, repeat_kv is never done, and the head keeps keys only. They are side
         data of a page, as the policy's are: `page_data_bytes` of all layers and of the head.

@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from keyhole.config import from_settings
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.method_specs import Spec, parse_one, typed
-from keyhole.settings_file import from_json, is_settings_file, method_in
+from keyhole.method_settings import Spec, from_json, is_settings_file, method_in, parse_one, typed
 
 Method = TypeVar("Method")
 

@@ -6,12 +6,11 @@ import pytest
 
 from keyhole import CacheBlend, Delta, Epic, PlainReuse, Quest, SamKV, StreamingLLM
 from keyhole.errors import ConfigError
-from keyhole.method_specs import parse, written
+from keyhole.method_settings import SettingsFile, parse, written
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
-from keyhole.settings_file import SettingsFile
 
 
 @pytest.mark.parametrize(

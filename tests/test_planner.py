@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keyhole.cache.kv_size import data_bytes, layer_memory
+from keyhole.cache.layout import data_bytes, layer_memory
 from keyhole.cache.pages import PageCache
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import load

@@ -22,7 +22,7 @@ from benchmarks.paper import documents
 from benchmarks.paper.documents import RECOMPUTE
 from benchmarks.paper.kinds import DocumentSettings
 from keyhole.bench import measure
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench.settings import SHAPES
 
 
 def main() -> None:

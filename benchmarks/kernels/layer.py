@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.settings import KernelSettings
-from keyhole.bench.settings import PAGE_SIZE
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench.settings import PAGE_SIZE, SHAPES
 from keyhole.cache import huge_pages
 from keyhole.cache.layout import LayerLayout
 from keyhole.cache.pages import keys_and_values

@@ -29,12 +29,9 @@ from benchmarks.kernels.cases import KernelCase, System
 from benchmarks.kernels.layer import Layer
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.targets import bars
-from keyhole.bench import agreement, measure, memory
-from keyhole.bench.cuda_graph_timer import capture
-from keyhole.bench.interleaved_timer import Turn, take_turns
-from keyhole.bench.measure import Report, Result
-from keyhole.bench.settings import PAGE_SIZE, require_known
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench import comparison, measure, memory
+from keyhole.bench.measure import Report, Result, Turn, capture, take_turns
+from keyhole.bench.settings import PAGE_SIZE, SHAPES, require_known
 from keyhole.errors import CapacityError
 from keyhole.kernels import cpu
 
@@ -134,7 +131,7 @@ def measure_case(
     for name, (path, system) in systems.items():
         backends.use(path, device)
         who = f"{case.op}, {case.about}: {name}"
-        errors[name] = agreement.check(who, system.outputs(0), expected, tolerance)
+        errors[name] = comparison.check(who, system.outputs(0), expected, tolerance)
     del expected
     numbers, calls = itertools.count(), _CALLS[device.type]
 

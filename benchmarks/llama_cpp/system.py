@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.llama_cpp import state
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.worker import WorkerProcess
-from keyhole.bench import launches
+from keyhole.bench import measure
 from keyhole.bench.model import RandomKV, Weights
-from keyhole.bench.systems.outside import Need
+from keyhole.bench.outside import Need
 from keyhole.models.loading import Model
 
 # The cache of a sequence is a multiple of so many tokens.
@@ -35,7 +35,7 @@ SYSTEMS = {"llama_cpp": False, "llama_cpp_flash": True}
 
 
 class LlamaCpp:
-    """llama.cpp with and without flash attention (`keyhole.bench.systems.outside.Outside`)."""
+    """llama.cpp with and without flash attention (`keyhole.bench.outside.Outside`)."""
 
     names = tuple(SYSTEMS)
 
@@ -132,7 +132,7 @@ class Llama:
             "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
             "other_bytes": 0.0,
             "attended_fraction": 1.0,
-            "launches": launches.said(0, launches.OUTSIDE),
+            "launches": measure.said(0, measure.OUTSIDE),
             "weight_bytes": self._file_bytes,
             "cache_bytes": self.cache_bytes,
             "workspace_bytes": 0,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keyhole.bench.settings import DTYPES, PAGE_SIZE, DecodeSettings, Names, require_known
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench.settings import DTYPES, PAGE_SIZE, SHAPES, DecodeSettings, Names, require_known
 from keyhole.config import is_count, require
 
 #: Policies of whole answers whose layers are offloaded as their texts grow.

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.paper.kinds import LOWERED, ThroughputSettings
-from keyhole.bench import agreement, memory
+from keyhole.bench import comparison, memory
 from keyhole.bench.model import RandomKV, prompts
-from keyhole.bench.offload.loading import WARM_UP, ForcedText, Loading, timed
+from keyhole.bench.offload_loading import WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.errors import CapacityError, ConfigError
@@ -114,7 +114,7 @@ class Lowered:
             system.engine.cache.max_pages = self._pages(count, length)
             system.fill(numbers, texts)
             found = system.logits(short)
-            error = agreement.check(self.name, [found], [expected], _TOLERANCE)
+            error = comparison.check(self.name, [found], [expected], _TOLERANCE)
             system.start(*(ForcedText(prompt=text, answer=given) for text in texts))
             times, traffic = timed({self.name: system}, self._repeat, model.device)
             loaded, launched = traffic[self.name], system.launches(self.name)

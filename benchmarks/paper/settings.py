@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper.kinds import DocumentSettings, ThroughputSettings
-from keyhole.bench.offload.loading import ELASTIC, NO_ELASTIC
+from keyhole.bench.offload_loading import ELASTIC, NO_ELASTIC
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
 from keyhole.config import parse_bytes
 

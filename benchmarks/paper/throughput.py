@@ -19,13 +19,13 @@ from typing import Any
 
 from benchmarks.paper.kinds import LOWERED, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Lowered
-from keyhole.bench import launches, measure, memory
+from keyhole.bench import measure, memory
 from keyhole.bench.comparison import WARM_UP, sit
+from keyhole.bench.keyhole_system import needed_bytes
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.memory_fit import RESERVE_BYTES, passing_layers
+from keyhole.bench.memory import RESERVE_BYTES, passing_layers
 from keyhole.bench.model import make_weights
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, require_systems
-from keyhole.bench.systems.keyhole_system import needed_bytes
 from keyhole.kernels import operations
 from keyhole.models.loading import Model
 
@@ -93,7 +93,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
         "relative_error": errors,
         "results": [
             _result(name, requests[name], lengths, spent, settings.answer)
-            | {"launches": launches.together(launched[name])}
+            | {"launches": measure.together(launched[name])}
             | ({"loads": loads[name]} if name in loads else {})
             for name, spent in step_ms.items()
         ],

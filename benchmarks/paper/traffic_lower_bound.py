@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.paper.kinds import ThroughputSettings
-from keyhole.bench.memory_fit import RESERVE_BYTES
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench.memory import RESERVE_BYTES
+from keyhole.bench.settings import SHAPES
 
 
 @dataclass(frozen=True, kw_only=True)

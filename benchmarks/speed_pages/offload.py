@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed_pages import tables
-from keyhole.bench.offload.loading import ELASTIC, NO_ELASTIC, NO_OVERLAP
+from keyhole.bench.offload_loading import ELASTIC, NO_ELASTIC, NO_OVERLAP
 from keyhole.drawing import FAINT, INK, STYLE, matplotlib
 
 Line = dict[str, Any]

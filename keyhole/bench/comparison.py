@@ -1,4 +1,4 @@
-"""One context, and the systems that are in memory beside each other: filled, compared, timed."""
+"""Systems in memory beside each other over one context: filled, compared, then timed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,45 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from keyhole.bench import agreement, memory
-from keyhole.bench.interleaved_timer import Turn, take_turns
-from keyhole.bench.memory_fit import Skipped, fitting
+from keyhole.bench import memory
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.keyhole_system import KeyholeSystem, Pages
+from keyhole.bench.measure import Turn, take_turns
+from keyhole.bench.memory import Skipped, fitting
 from keyhole.bench.model import RandomKV, Weights, prompts
+from keyhole.bench.outside import Outside, OutsidePeer
 from keyhole.bench.settings import ALL_PEERS, PEERS, DecodeSettings
-from keyhole.bench.systems.baselines import Baseline, Past
-from keyhole.bench.systems.keyhole_system import KeyholeSystem, Pages
-from keyhole.bench.systems.outside import Outside, OutsidePeer
+from keyhole.errors import KeyholeError
+
+_TINY = 1e-30  # two rows of zeros agree
+
+
+class DisagreementError(KeyholeError):
+    """Two systems give different results: no time of theirs means anything."""
+
+
+def check(who: str, found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> float:
+    """The largest relative error of what `who` gave; DisagreementError if it is too large.
+
+    Compares as many tensors as both gave.
+    """
+    error = max(relative_error(a, b) for a, b in zip(found, expected, strict=False))
+    if not error <= tolerance:  # NaN is no agreement either
+        raise DisagreementError(f"{who}: relative error {error:.2g} is above {tolerance}")
+    return error
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected| (2-norms) of the worst row; whole numbers must be equal."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.is_floating_point():
+        return 0.0 if bool((found == expected).all()) else float("inf")
+    a, b = found.float(), expected.float()
+    return float((a - b).norm(dim=-1).div(b.norm(dim=-1).clamp(min=_TINY)).max())
+
 
 #: The peer that the others' times are divided by.
 PEER = next(iter(PEERS))
@@ -125,7 +155,7 @@ def compare(
         return {}
     expected = dense.logits(texts, given)
     return {
-        peer.name: agreement.check(
+        peer.name: check(
             peer.name, [peer.logits(texts, given)], [expected], allowed(peer.name, tolerance)
         )
         for peer in peers

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, versions, time, read bandwidth, a line of results."""
+"""What every benchmark shares: the machine, versions, time, bandwidth, launches, results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from tqdm.auto import tqdm
 
 from keyhole.config import require
+from keyhole.engine.cuda_graph_runner import without_collection
+from keyhole.engine.engine import Engine
+from keyhole.errors import KeyholeError
 
 #: The repository that this file is in; meaningless where Keyhole is installed without one.
 ROOT = Path(__file__).parents[2]
@@ -180,3 +186,128 @@ def _git(*arguments: str) -> str:
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
     )
     return done.stdout
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a system does in its turn; only `call` is timed.
+
+    `told_ms` is for a system in another process, which times itself: what its last call took.
+    """
+
+    call: Callable[[], object]
+    before: Callable[[], object] = _nothing
+    after: Callable[[], object] = _nothing
+    told_ms: Callable[[], float] | None = None
+
+
+def take_turns(
+    turns: Mapping[str, Turn], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of every call, by system."""
+    names = list(turns)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in tqdm(range(rounds), desc="measure", unit="round", leave=False, disable=None):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            turn = turns[name]
+            turn.before()
+            spent = time_ms(turn.call, device)
+            times[name].append(spent if turn.told_ms is None else turn.told_ms())
+            turn.after()
+    return times
+
+
+Output = TypeVar("Output")
+
+# torch's advice: what is made on the first calls must be there before a capture.
+_WARM_UP = 3
+
+
+def capture(
+    call: Callable[[], Output], device: torch.device
+) -> tuple[Callable[[], object], Output]:
+    """What replays `call`, and its result, which each replay overwrites.
+
+    RuntimeError for a call that asks the device for anything; it may be called again then.
+    """
+    with torch.cuda.device(device):
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UP):
+                call()
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with without_collection(), torch.cuda.graph(graph):
+                result = call()
+        finally:
+            torch.cuda.set_stream(here)  # a capture that fails leaves its own
+    return graph.replay, result
+
+
+class Captured:
+    """`call` of a tensor like `given`; it must not ask the device for anything."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor], given: Tensor) -> None:
+        self._given = given.clone()
+        self._replay, self._result = capture(lambda: call(self._given), given.device)
+
+    def __call__(self, given: Tensor) -> Tensor:
+        """The result, which the next call overwrites."""
+        self._given.copy_(given)
+        self._replay()
+        return self._result
+
+
+# How the steps of a system reach a GPU: repeated as CUDA graphs, or launched one by one.
+#
+# One by one the host may take longer than the device, so that times of both kinds do not compare.
+# Every result of decode steps says which it was, and none is given of ours that should have been
+# repeated and were not.
+
+
+Launches = dict[str, Any]
+
+#: Why the peers' steps are not repeated, except where the benchmark captures them.
+THEIRS = "transformers launches its operations one by one"
+#: Of a system in another process.
+OUTSIDE = "another process computes on a CPU"
+
+
+class NotRecordedError(KeyholeError):
+    """Steps of ours were launched one by one where they could be repeated as CUDA graphs."""
+
+
+def said(replayed_steps: int, why_not: str | None) -> Launches:
+    """For a line of results: steps that were repeated, and why not all of them, if so."""
+    return {"replayed_steps": replayed_steps, "why_not": why_not}
+
+
+def checked(who: str, engine: Engine, before: int, device: torch.device) -> Launches:
+    """Of an engine's steps since it had repeated `before`, on `device`.
+
+    NotRecordedError if none was repeated on a GPU, or no more are, and nothing speaks against it.
+    """
+    replayed, why_not = engine.replayed_steps - before, engine.why_not_replayed
+    wanted = engine.config.graphs and engine.policy.capturable is True
+    # The engine itself leaves these to single launches (`Policy.reads_keys`).
+    wanted = wanted and not (engine.policy.reads_keys and engine.cache.lower_layers)
+    if device.type == "cuda" and wanted and (replayed == 0 or why_not is not None):
+        raise NotRecordedError(
+            f"{who}: {replayed} steps were repeated as CUDA graphs, the others launched one by "
+            f"one: {why_not or 'no step was of the kind that is recorded'}"
+        )
+    return said(replayed, why_not)
+
+
+def together(parts: Sequence[Launches]) -> Launches:
+    """Of several measurements of one system."""
+    reasons = [part["why_not"] for part in parts if part["why_not"] is not None]
+    steps = sum(part["replayed_steps"] for part in parts)
+    return said(steps, reasons[0] if reasons else None)

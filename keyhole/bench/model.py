@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from keyhole.bench import measure
-from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench.settings import PAGE_SIZE, SHAPES, DecodeSettings
 from keyhole.models import families
 from keyhole.models.attention import NAME
-from keyhole.models.loading import Model, speed_up
+from keyhole.models.fast_layers import speed_up
+from keyhole.models.loading import Model
 
 # Keys this wide make attention peaked, so that a wrong page changes the logits visibly.
 _KEY_SCALE = 3.0

@@ -1,9 +1,14 @@
-"""The shape of one token's keys and values, layer by layer."""
+"""The layout of keys and values: the shape of a token's, the size of an engine's."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from keyhole.planner import LayerMemory, MemoryModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +62,86 @@ class Geometry:
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
         return self.itemsize * sum(layer.numbers_per_token for layer in self.layers)
+
+
+#: Copies of a request's logits: the model's, a float32 one and a sorted one.
+_LOGIT_BYTES = 8
+#: A process holds about twice the live memory of a step, since allocators retain freed memory:
+#: measured 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
+_KEPT_BY_ALLOCATOR = 2
+#: A buffer slot stores its token, per head, as an int32.
+_ENTRY_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """A model's memory besides its KV cache.
+
+    weight_bytes: every weight once. head_weight_bytes: of its retrieval head, without shared
+    weights. vocab_size: logits of a request. step_numbers: peak live activations of a layer, per
+    token of a step; an estimate.
+    """
+
+    weight_bytes: int
+    vocab_size: int
+    step_numbers: int
+    head_weight_bytes: int = 0
+
+
+def memory_model(
+    geometry: Geometry,
+    size: ModelSize,
+    *,
+    requests: int,
+    token_budget: int,
+    prefill_chunk: int,
+    page_data: Iterable[Mapping[str, tuple[int, ...]]] = (),
+    movable: Collection[int] | None = None,
+    num_heads: int | None = None,
+) -> MemoryModel:
+    """Every memory term of an engine, for the engine and `keyhole plan` alike.
+
+    requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
+    shapes of side data per page, of all layers and of the head. movable: layers that the policy can
+    offload; None: all that can be. num_heads: as for `layer_memory`.
+    """
+    layers = layer_memory(geometry, num_heads)
+    if movable is not None:
+        layers = tuple(
+            dataclasses.replace(layer, movable=layer.movable and i in movable)
+            for i, layer in enumerate(layers)
+        )
+    step_bytes = (prefill_chunk + requests) * size.step_numbers * geometry.itemsize
+    return MemoryModel.measured(
+        layers=layers,
+        requests=requests,
+        token_budget=token_budget,
+        page_size=geometry.page_size,
+        weight_bytes=size.weight_bytes,
+        head_weight_bytes=size.head_weight_bytes,
+        page_data_bytes=data_bytes(geometry, page_data),
+        request_bytes=size.vocab_size * (geometry.itemsize + _LOGIT_BYTES),
+        runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
+    )
+
+
+def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[LayerMemory, ...]:
+    """The memory of each layer. Layers with a sliding window stay resident.
+
+    num_heads: lists of a selection where there are more than KV heads, as for `ResidentBuffer`.
+    """
+    return tuple(
+        LayerMemory(
+            token_bytes=layer.numbers_per_token * geometry.itemsize,
+            slot_bytes=(num_heads or layer.num_kv_heads)
+            * (layer.numbers_per_head * geometry.itemsize + _ENTRY_BYTES),
+            movable=layer.window is None,
+        )
+        for layer in geometry.layers
+    )
+
+
+def data_bytes(geometry: Geometry, shapes: Iterable[Mapping[str, tuple[int, ...]]]) -> int:
+    """Bytes per page of the side data of these shapes: a policy's, layer by layer, or a head's."""
+    numbers = sum(math.prod(shape) for layer in shapes for shape in layer.values())
+    return numbers * geometry.itemsize

@@ -16,13 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import keyhole
-from keyhole.bench.settings import (
-    AdmissionSettings,
-    BenchSettings,
-    DecodeSettings,
-    OffloadSettings,
-)
-from keyhole.cli.common import colours, flags, outputs, show
+from keyhole.bench.settings import AdmissionSettings, BenchSettings, DecodeSettings, OffloadSettings
+from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.results.line_file import LineFile
@@ -143,7 +138,7 @@ def measured(
         return 0
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
-        met = colours.styled(met, colours.MARKS[met], sys.stdout)
+        met = show.styled(met, show.MARKS[met], sys.stdout)
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
     bandwidth = line["read_bytes_per_s"] / 1e9
     print(f"memory is read at {bandwidth:.1f} GB/s; written: {arguments.output}")

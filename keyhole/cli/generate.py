@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt, params = _prompt(arguments), flags.sampling_of(arguments)
     llm = flags.make_llm(arguments)
     from keyhole.cli.common import streaming
-    from keyhole.engine.result import Result
+    from keyhole.engine.sequence import Result
 
     sequences: list[Sequence] = []
     for one in params.each():

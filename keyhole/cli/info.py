@@ -10,7 +10,7 @@ from typing import Any
 
 import keyhole
 from keyhole.cli.common import show
-from keyhole.documents.defaults import default_place
+from keyhole.documents.source import default_place
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "tokenizers", "numpy")
 #: Extras of the package, each with a module that only it installs.

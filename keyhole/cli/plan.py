@@ -20,12 +20,11 @@ from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.models.files.bundled import TINY
+from keyhole.models.files.locate import TINY
 from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
-    from keyhole.cache.kv_size import ModelSize
-    from keyhole.cache.layout import Geometry
+    from keyhole.cache.layout import Geometry, ModelSize
     from keyhole.models.files.checkpoint import Checkpoint
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
 
@@ -126,8 +125,8 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     """The terms of a preset for a model."""
     if settings.preset == "paper":
         return _paper(shape, settings)
-    from keyhole.cache.kv_size import ModelSize
-    from keyhole.cache.kv_size import memory_model as every_term
+    from keyhole.cache.layout import ModelSize
+    from keyhole.cache.layout import memory_model as every_term
 
     size = ModelSize(
         weight_bytes=shape.num_parameters * shape.itemsize,
@@ -152,8 +151,8 @@ def _under_policy(
     """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
     from keyhole.engine.memory import plan as memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
-    from keyhole.retrieval import head_file
-    from keyhole.retrieval.checkpoint import HeadCheckpoint as Folder
+    from keyhole.retrieval import head_files
+    from keyhole.retrieval.head_files import HeadCheckpoint as Folder
 
     calibration, head = shape.folder / CALIBRATION_FILE, None
     if calibration.is_file():
@@ -164,7 +163,7 @@ def _under_policy(
     layers = memory.movable(geometry, policy)
     if policy.wants_head and (shape.folder / HEAD_FOLDER).is_dir():
         folder = Folder.open(shape.folder / HEAD_FOLDER)
-        head, _ = head_file.read_config(folder)
+        head, _ = head_files.read_config(folder)
         numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
         size = replace(size, head_weight_bytes=numbers * shape.itemsize)
     return memory.memory_of(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,17 @@ from keyhole.documents.integrity_error import RecordError
 from keyhole.errors import ConfigError
 
 __all__ = ["HEAD_BYTES", "Source", "SourceFile", "check_name", "file_of", "metadata_text"]
+
+
+#: Tokens of a block, SamKV's unit (section 4.1).
+BLOCK_SIZE = 64
+
+
+def default_place() -> str:
+    """Where documents are stored: in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return str(Path(home) / "keyhole" / "documents")
+
 
 #: Every first line ends before this byte.
 HEAD_BYTES = 8192

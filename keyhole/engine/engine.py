@@ -14,22 +14,26 @@ from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.decode.cuda_graph_runner import Recorder
-from keyhole.engine.decode.cuda_graphs import make_recorder
-from keyhole.engine.documents.context import Context
+from keyhole.engine.cuda_graph_runner import Recorder, make_recorder
 from keyhole.engine.documents.filler import DocumentFiller
+from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
-from keyhole.engine.documents.pace import Pace
 from keyhole.engine.documents.prefill import Preparation
 from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.head_runner import HeadRunner, load_head
 from keyhole.engine.memory.allocation import allocate, too_long
-from keyhole.engine.memory.eviction import page_limit
 from keyhole.engine.memory.layer_offloader import LayerOffloader
+from keyhole.engine.memory.page_table import page_limit
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.model_runner import Runner
-from keyhole.engine.request_check import check_tokens, longest
-from keyhole.engine.request_policy import PolicySpec, RequestPolicy, beside, requested
+from keyhole.engine.request import (
+    PolicySpec,
+    RequestPolicy,
+    beside,
+    check_tokens,
+    longest,
+    requested,
+)
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
@@ -43,8 +47,7 @@ from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.tokenization.detokenizer import Detokenizer
-from keyhole.tokenization.prompts import word_ids
+from keyhole.tokenization import Detokenizer, word_ids
 
 # Policies of requests that are kept with their buffers and CUDA graphs when no request has them.
 _MOST_IDLE = 4

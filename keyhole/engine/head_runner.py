@@ -22,8 +22,7 @@ from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
-from keyhole.retrieval.head import HeadConfig, RetrievalHead
-from keyhole.retrieval.scores import group_weights
+from keyhole.retrieval.head import HeadConfig, RetrievalHead, group_weights
 
 
 class HeadRunner:

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from keyhole.cache.kept_tokens import KeptTokenRows, Thinned
 from keyhole.cache.offload.prefetch import Loads, Prefetcher, Traffic
+from keyhole.cache.page_list import RetainedPages
 from keyhole.cache.pages import PageCache
-from keyhole.cache.retained_pages import RetainedPages
-from keyhole.engine.decode.cuda_graph_runner import CudaGraphRunner, Outputs, Recorder
-from keyhole.engine.decode.inputs import DecodeInputs, numbers_of
-from keyhole.engine.decode.policy_state import SequenceState
-from keyhole.engine.decode.read_stats import counted
+from keyhole.engine.cuda_graph_runner import CudaGraphRunner, Outputs, Recorder
+from keyhole.engine.decode_inputs import DecodeInputs, SequenceState, numbers_of
 from keyhole.engine.head_runner import HeadRunner
-from keyhole.engine.memory.eviction import Eviction
-from keyhole.engine.memory.page_table import PageTable
+from keyhole.engine.memory.page_table import Eviction, PageTable
+from keyhole.engine.read_stats import counted
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels.composite.rope import Rotation

@@ -19,10 +19,9 @@ from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig
-from keyhole.engine.documents.filling import Filling
-from keyhole.engine.documents.pace import Pace
-from keyhole.engine.memory.eviction import page_limit
-from keyhole.engine.request_policy import RequestPolicy
+from keyhole.engine.documents.filling import Filling, Pace
+from keyhole.engine.memory.page_table import page_limit
+from keyhole.engine.request import RequestPolicy
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 

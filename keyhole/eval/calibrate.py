@@ -43,7 +43,7 @@ from keyhole.policies.shared.calibration import (
     place_by_recall,
     place_by_shift,
 )
-from keyhole.tokenization.prompts import Prompt
+from keyhole.tokenization import Prompt
 
 Method = Literal["optimal", "paper"]
 Measure = Literal["mass", "error"]

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.result import Result
-from keyhole.engine.sequence import Stats
+from keyhole.engine.sequence import Result, Stats
 from keyhole.eval.terms.controls import controls
 from keyhole.eval.tiny_language.tasks import Item, is_correct, make
 from keyhole.eval.trace.trace import Trace, Traced

@@ -13,13 +13,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from keyhole.config import is_count, require
-from keyhole.documents.defaults import BLOCK_SIZE
+from keyhole.documents.source import BLOCK_SIZE
 from keyhole.engine.documents.encoder import encode
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
 from keyhole.reuse.blocks.stability import NUM_STABLE, Stability, stable_layers
-from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
+from keyhole.tokenization import Prompt, encode_text, given_ids
 
 #: Blocks of a document that a text is cut into: three times what an outlier needs.
 DOCUMENT_BLOCKS = 32

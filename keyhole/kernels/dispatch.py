@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.library import Library
 
 from keyhole.kernels import cpu, cpu_attention, reference, triton
-from keyhole.kernels.composite import gathered_attention, low_rank, resident_buffer, rope, top_p
+from keyhole.kernels.composite import (
+    gathered_attention,
+    low_rank,
+    resident_buffer,
+    rope,
+    selections,
+)
 from keyhole.kernels.selection import ScoreRequest, Selection
 from keyhole.kernels.triton import paged_flash
 
@@ -90,7 +96,7 @@ def _trim(
 ) -> tuple[Tensor, Tensor]:
     # The twin recognizes padding by -1 and needs no counts.
     whole, places = Selection(indices, indices, 1), {"least": least, "first": first, "last": last}
-    left = top_p.trim(whole, scores, valid, share, **places)
+    left = selections.trim(whole, scores, valid, share, **places)
     return left.indices, left.counts
 
 

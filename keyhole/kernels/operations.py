@@ -12,15 +12,11 @@ from torch import Tensor
 from keyhole.kernels import dispatch, reference
 from keyhole.kernels.composite import (
     blocks,
-    cached_selection,
-    chunks,
     clusters,
     gathered_attention,
     low_rank,
-    page_recency,
     per_query_head,
-    prompt_weights,
-    summaries,
+    selections,
 )
 from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
 
@@ -236,13 +232,13 @@ form_clusters, cluster_scores = clusters.form_clusters, clusters.cluster_scores
 add_received, represent_blocks = blocks.add_received, blocks.represent_blocks
 block_scores, block_pages = blocks.block_scores, blocks.block_pages
 between_ends = blocks.between_ends
-keep, kept, with_newer = cached_selection.keep, cached_selection.kept, cached_selection.with_newer
-chunk_landmarks, chunk_scores = chunks.chunk_landmarks, chunks.chunk_scores
-outlier_chunks = chunks.outlier_chunks
+keep, kept, with_newer = selections.keep, selections.kept, selections.with_newer
+chunk_landmarks, chunk_scores = low_rank.chunk_landmarks, low_rank.chunk_scores
+outlier_chunks = low_rank.outlier_chunks
 attend_per_query_head = per_query_head.attend_per_query_head
 bound_scores_per_query_head = per_query_head.bound_scores_per_query_head
 cluster_scores_per_query_head = per_query_head.cluster_scores_per_query_head
-prompt_scores = prompt_weights.prompt_scores
+prompt_scores = selections.prompt_scores
 decompose = low_rank.decompose
-summary_scores, spread_scores = summaries.summary_scores, summaries.spread_scores
-renew_stamps, drop_oldest = page_recency.renew_stamps, page_recency.drop_oldest
+summary_scores, spread_scores = selections.summary_scores, selections.spread_scores
+renew_stamps, drop_oldest = selections.renew_stamps, selections.drop_oldest

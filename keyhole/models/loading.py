@@ -28,11 +28,19 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import families, linear, norms, quantised, rotary
+from keyhole.models import families, quantised
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
-from keyhole.models.files.bundled import TINY, is_tiny, named
-from keyhole.models.files.locate import ModelFiles, ignored_adapter, locate, other_format
+from keyhole.models.fast_layers import speed_up
+from keyhole.models.files.locate import (
+    TINY,
+    ModelFiles,
+    ignored_adapter,
+    is_tiny,
+    locate,
+    named,
+    other_format,
+)
 from keyhole.reuse.blocks.stability import STABILITY_FILE
 
 #: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
@@ -263,12 +271,6 @@ def _say_it_is_a_demonstration() -> None:
     logging.getLogger("keyhole").warning(
         "%r is a demonstration model: it reads the little language of its tasks, not English", TINY
     )
-
-
-def speed_up(network: Any, device: torch.device) -> None:
-    """Replaces layers of a network by the fastest kernels of a device, in place."""
-    for part in (linear, norms, rotary):
-        part.speed_up(network, device)
 
 
 def _config(found: ModelFiles) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keyhole.cache.kept_tokens import KeptTokenRows
-    from keyhole.cache.retained_pages import RetainedPages
+    from keyhole.cache.page_list import RetainedPages
     from keyhole.kernels.composite.rope import Rotation
 
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from keyhole.config import is_count, require
 from keyhole.errors import ConfigError, ModelError
-from keyhole.retrieval.checkpoint import HeadCheckpoint
 from keyhole.retrieval.config import HeadConfig
+from keyhole.retrieval.head_files import HeadCheckpoint
 from keyhole.retrieval.target import Target, feature_layers
 
 #: Maps between vocabularies: integers and flags, no parameters.

@@ -31,15 +31,122 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from keyhole import kernels
 from keyhole.config import is_count, require
-from keyhole.retrieval import eagle3, head_file
-from keyhole.retrieval.checkpoint import HeadCheckpoint
+from keyhole.kernels import Selection
+from keyhole.retrieval import eagle3, head_files
 from keyhole.retrieval.config import INPUTS, HeadConfig
-from keyhole.retrieval.rope import frequencies, rotate
+from keyhole.retrieval.head_files import HeadCheckpoint
 from keyhole.retrieval.target import Target, distinct_feature_layers
 
 __all__ = ["INPUTS", "HeadConfig", "RetrievalHead"]
+
+
+# Rotary positions of a retrieval head: plain, as its draft was trained, or stretched by YaRN.
+#
+# YaRN (Peng et al., ICLR 2024, section 3.4): slow frequencies are divided by the factor, fast ones
+# are kept, and logits are scaled by (0.1 ln(factor) + 1)^2. The formulas are transformers' own.
+
+
+def frequencies(config: HeadConfig) -> tuple[Tensor, float]:
+    """Radians per position of each pair of dimensions, float32 [D / 2], and an attention factor.
+
+    By the latter, 1 without YaRN, transformers multiplies queries and keys; here its square is in
+    `RetrievalHead.scale`.
+    """
+    D, theta = config.head_dim, config.rope_theta
+    scaling = dict(config.rope_scaling or {})
+    if config.rope_factor > 1:  # of "default" or "yarn": a HeadConfig has no other
+        scaling["factor"] = scaling.get("factor", 1.0) * config.rope_factor
+        scaling.setdefault("original_max_position_embeddings", config.trained_length)
+        scaling["rope_type"] = "yarn"
+    kind = scaling.get("rope_type", "default")
+    if kind == "default":
+        return theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D), 1.0
+    # One head as wide as the model: the formulas ask for nothing but the head size.
+    one_head = LlamaConfig(
+        hidden_size=D,
+        num_attention_heads=1,
+        head_dim=D,
+        max_position_embeddings=scaling.get(
+            "original_max_position_embeddings", config.trained_length
+        ),
+        rope_parameters=scaling | {"rope_theta": theta},
+    )
+    turns, attention_factor = ROPE_INIT_FUNCTIONS[kind](one_head, torch.device("cpu"))
+    return turns.float(), float(attention_factor)
+
+
+def rotate(x: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
+    """Every head of x [..., heads, D] rotated to its position, int64 [...]; in x's dtype.
+
+    turns: as `frequencies` gives them. Halves are paired, (0, D / 2), (1, D / 2 + 1), ..., as in
+    Llama.
+    """
+    angles = positions[..., None, None].float() * turns
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def group_weights(
+    query: Tensor,
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    groups: int,
+    scale: float,
+    there: Selection | None = None,
+) -> Tensor:
+    """Softmax weights, the largest of each group: float32 [B, groups, N].
+
+    query [B, heads, D], key_pages [P, Hkv, page_size, D] of the head; page_table int32 [B, M],
+    lengths int32 [B]; N = M * page_size. The head's query heads meet `groups` lists of the target
+    by ratio (SpeContext, section 4.2): the largest weight where several meet one, a copy where one
+    serves several. there: the existing tokens, where some were dropped (stored documents); the
+    softmax covers these alone, and the others score -1.
+    """
+    batch, heads, dim = query.shape
+    kv_heads = key_pages.shape[1]
+    lists = min(groups, heads)
+    if lists <= kv_heads:
+        weights = _scores(query, key_pages, page_table, lengths, scale, there)
+        weights = weights.unflatten(1, (lists, -1)).amax(2)
+    else:
+        # Query heads that share keys but not a list: each part of them as a sequence of its own.
+        parts = lists // kv_heads
+        query = query.view(batch, kv_heads, parts, -1, dim).transpose(1, 2).flatten(2, 3)
+        if there is not None:
+            indices, counts = (x.repeat_interleave(parts, 0) for x in (there.indices, there.counts))
+            there = Selection(indices, counts, there.unit)
+        weights = _scores(
+            query.flatten(0, 1).contiguous(),
+            key_pages,
+            page_table.repeat_interleave(parts, 0),
+            lengths.repeat_interleave(parts),
+            scale,
+            there,
+        )
+        weights = weights.unflatten(0, (batch, parts)).transpose(1, 2).flatten(1, 2)
+    spread: Tensor = weights.repeat_interleave(groups // lists, 1)
+    return spread
+
+
+def _scores(
+    query: Tensor,
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    there: Selection | None,
+) -> Tensor:
+    paged = (query, key_pages, page_table, lengths)
+    if there is None:
+        return kernels.head_scores(*paged, scale=scale)
+    return kernels.head_scores_chosen(*paged, selection=there, scale=scale)
 
 
 class RetrievalHead(nn.Module):
@@ -181,7 +288,7 @@ class RetrievalHead(nn.Module):
     def from_pretrained(cls, path: str | Path, target: nn.Module) -> RetrievalHead:
         """Loads a folder of `save_pretrained` for the network `target`, as `from_eagle3` does."""
         checkpoint, shape = HeadCheckpoint.open(path), Target.of(target)
-        config, dropped_share = head_file.read_config(checkpoint)
+        config, dropped_share = head_files.read_config(checkpoint)
         shape.check_fits(config, checkpoint.name)
         # A head on the meta device lists the required tensors.
         table = torch.empty(config.vocab_size, config.hidden_size, device="meta")
@@ -196,7 +303,7 @@ class RetrievalHead(nn.Module):
 
         Replaces a head that is there. ConfigError if it cannot be written.
         """
-        head_file.write(path, self.config, self.dropped_share, dict(self.named_parameters()))
+        head_files.write(path, self.config, self.dropped_share, dict(self.named_parameters()))
 
     @classmethod
     def random(

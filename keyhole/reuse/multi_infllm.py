@@ -41,8 +41,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
 from keyhole.reuse.blocks import Blocks, gather
-from keyhole.reuse.blocks.scoring import key_scores
-from keyhole.reuse.blocks.selection import best, fitting
+from keyhole.reuse.blocks.scoring import best, fitting, key_scores
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -64,9 +64,7 @@ from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 from keyhole.reuse.blocks import Blocks, gather
 from keyhole.reuse.blocks.extremes import extreme_scores
-from keyhole.reuse.blocks.outliers import outliers
-from keyhole.reuse.blocks.scoring import key_scores, personal_queries, share
-from keyhole.reuse.blocks.selection import choose
+from keyhole.reuse.blocks.scoring import choose, key_scores, outliers, personal_queries, share
 from keyhole.reuse.blocks.stability import Stability, last_layers
 from keyhole.reuse.fusion import fused
 

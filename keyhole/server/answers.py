@@ -9,8 +9,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keyhole.engine.result import Piece, Result
-from keyhole.engine.sequence import Stats
+from keyhole.engine.sequence import Piece, Result, Stats
 
 #: What a prompt took from each of its documents.
 _Documents = list[dict[str, Any]]

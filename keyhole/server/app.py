@@ -22,7 +22,7 @@ from keyhole.server.errors import ApiError
 from keyhole.server.limits import Gate
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State, state_of
-from keyhole.tokenization.prompts import encode_text
+from keyhole.tokenization import encode_text
 
 logger = logging.getLogger("keyhole.server")
 

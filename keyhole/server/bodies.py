@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from keyhole.config import SamplingParams
-from keyhole.engine.request_policy import PolicySpec
+from keyhole.engine.request import PolicySpec
 from keyhole.errors import UnknownNameError
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.policies.base import Policy

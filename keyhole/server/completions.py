@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from keyhole.engine.result import Piece, Result
+from keyhole.engine.sequence import Piece, Result
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.server.answers import Answer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from keyhole.engine.result import Result
+from keyhole.engine.sequence import Result
 
 logger = logging.getLogger("keyhole.server.requests")
 

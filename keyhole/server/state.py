@@ -13,7 +13,7 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.config import SamplingParams
 from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
-from keyhole.engine.result import Result
+from keyhole.engine.sequence import Result
 from keyhole.errors import KeyholeError
 from keyhole.server import logs
 from keyhole.server.documents.queue import DocumentQueue

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from keyhole.bench import comparison, decode, measure, memory, model
-from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.memory_fit import Skipped, fitting
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.comparison import DisagreementError
+from keyhole.bench.keyhole_system import KeyholeSystem, Pages, needed_bytes
+from keyhole.bench.memory import Skipped, fitting
 from keyhole.bench.model import Weights
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings
-from keyhole.bench.systems.baselines import Baseline, Past
-from keyhole.bench.systems.keyhole_system import KeyholeSystem, Pages, needed_bytes
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, UnknownNameError
 

@@ -19,7 +19,7 @@ from benchmarks.kernels.settings import OPS, KernelSettings
 from benchmarks.targets import bars
 from keyhole import kernels
 from keyhole.bench import measure, memory
-from keyhole.bench.agreement import DisagreementError, relative_error
+from keyhole.bench.comparison import DisagreementError, relative_error
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
 from keyhole.kernels import cpu

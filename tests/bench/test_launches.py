@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from benchmarks.paper.page import section
-from keyhole.bench import launches, model
-from keyhole.bench.launches import NotRecordedError, checked, said, together
-from keyhole.bench.offload.loading import ForcedText, Loading
+from keyhole.bench import measure, model
+from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.keyhole_system import KeyholeSystem, Pages
+from keyhole.bench.measure import NotRecordedError, checked, said, together
+from keyhole.bench.offload_loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
-from keyhole.bench.systems.baselines import Baseline, Past
-from keyhole.bench.systems.keyhole_system import KeyholeSystem, Pages
 from keyhole.engine import engine as core
-from keyhole.engine.decode.cuda_graph_runner import Work
+from keyhole.engine.cuda_graph_runner import Work
 from keyhole.policies.delta import Delta
 from tests.engine.run_again import RunAgain
 
@@ -136,7 +136,7 @@ def test_peers_say_what_they_do(
     peer.start(texts, 2)
     peer.step()
     peer.rest()
-    assert peer.cost()["launches"] == said(0, launches.THEIRS)
+    assert peer.cost()["launches"] == said(0, measure.THEIRS)
     captured: Any = peer._same_step
     monkeypatch.setattr(peer, "_captured", captured)
     peer.step()
@@ -157,7 +157,7 @@ def test_the_page_names_who_was_repeated() -> None:
         "speeds": {"delta": 2.0, "full": 1.0},
         "results": [
             {"system": "delta", "launches": said(9, None)},
-            {"system": "transformers_sdpa", "launches": said(0, launches.THEIRS)},
+            {"system": "transformers_sdpa", "launches": said(0, measure.THEIRS)},
         ],
         "bars": [],
         "versions": {"torch": "2", "transformers": "5"},

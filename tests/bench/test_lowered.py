@@ -11,10 +11,10 @@ import torch
 from benchmarks.paper import throughput
 from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Lowered, Steady
-from keyhole.bench import agreement, measure, memory, model
-from keyhole.bench.memory_fit import RESERVE_BYTES
+from keyhole.bench import comparison, measure, memory, model
+from keyhole.bench.memory import RESERVE_BYTES
 from keyhole.bench.settings import DecodeSettings
-from keyhole.retrieval.scores import group_weights
+from keyhole.retrieval.head import group_weights
 
 NAME = "spe_context_below"
 TOKEN_BYTES = 2 * 4 * 2 * 16 * 2  # keys and values, layers, heads, numbers, bytes of each
@@ -92,7 +92,7 @@ def test_other_logits_are_noticed(smoke: model.Weights, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         system, "_logits_above", lambda numbers, text: torch.randn(4, smoke.ours.vocab_size)
     )
-    with pytest.raises(agreement.DisagreementError, match=NAME):
+    with pytest.raises(comparison.DisagreementError, match=NAME):
         system.measure(64)
 
 

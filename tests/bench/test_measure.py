@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keyhole.bench import measure
-from keyhole.bench.interleaved_timer import Turn, take_turns
+from keyhole.bench.measure import Turn, take_turns
 from keyhole.errors import ConfigError
 
 CPU = torch.device("cpu")

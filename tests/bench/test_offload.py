@@ -13,21 +13,19 @@ import torch
 import keyhole
 from benchmarks import speed_pages
 from benchmarks.speed_pages import offload as offload_page
-from keyhole.bench import measure, offload
-from keyhole.bench.agreement import DisagreementError
-from keyhole.bench.memory_fit import RESERVE_BYTES
+from keyhole.bench import measure, offload, offload_large, offload_loading
+from keyhole.bench.comparison import DisagreementError
+from keyhole.bench.memory import RESERVE_BYTES
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.offload import large as offload_large
-from keyhole.bench.offload import trace
-from keyhole.bench.offload.loading import (
+from keyhole.bench.offload_loading import (
     ABOVE,
     ELASTIC,
     NO_ELASTIC,
     NO_OVERLAP,
     SYSTEMS,
     ForcedText,
+    SelectionOverlap,
 )
-from keyhole.bench.offload.selection_overlap import SelectionOverlap
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.offload.resident_buffer import Resident
@@ -145,7 +143,7 @@ def test_a_trace_shows_copies_beside_the_steps(
         offload_large.run(asked, str(tmp_path))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
     steps = {e["name"]: e for e in events if e["name"].startswith("step ")}
-    assert list(steps) == [f"step {i}" for i in range(trace.STEPS)]
+    assert list(steps) == [f"step {i}" for i in range(offload_loading.STEPS)]
     copies = [e for e in events if e["name"] == "keyhole::load_missing"]
     assert {e["tid"] for e in copies} != {steps["step 0"]["tid"]}
     for step in steps.values():

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.paper import throughput
 from benchmarks.paper.kinds import ThroughputSettings
 from keyhole.bench import measure, memory, model
-from keyhole.bench.memory_fit import RESERVE_BYTES
+from keyhole.bench.memory import RESERVE_BYTES
 from keyhole.bench.settings import DecodeSettings
 from keyhole.errors import ConfigError, UnknownNameError
 

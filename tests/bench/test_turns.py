@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from keyhole.bench.interleaved_timer import Turn, take_turns
+from keyhole.bench.measure import Turn, take_turns
 
 
 def test_everyone_is_first_once() -> None:

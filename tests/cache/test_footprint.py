@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.cache.kv_size import data_bytes, layer_memory
-from keyhole.cache.layout import Geometry
+from keyhole.cache.layout import Geometry, data_bytes, layer_memory
 from keyhole.cache.offload.resident_buffer import ResidentBuffer
 from keyhole.cache.pages import bytes_per_page
 from keyhole.models import families

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench.settings import SHAPES
 from keyhole.planner import MemoryModel
 from tests.checkpoints import make_config
 from tests.cli.conftest import Run

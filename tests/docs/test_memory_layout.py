@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV3Config, LlamaConfig
 
 import keyhole
-from keyhole.bench.shapes import SHAPES
+from keyhole.bench.settings import SHAPES
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import _FIRST_PAGES, PageCache, bytes_per_page
 from keyhole.models import families

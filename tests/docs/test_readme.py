@@ -12,7 +12,7 @@ import pytest
 import keyhole
 from benchmarks import speed_pages
 from keyhole.cli import build_parser
-from keyhole.engine.result import Result
+from keyhole.engine.sequence import Result
 from keyhole.models import families
 from tests.docs.markdown import anchors
 

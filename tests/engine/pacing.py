@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keyhole.engine.documents.pace import Pace
+from keyhole.engine.documents.filling import Pace
 from keyhole.engine.engine import Engine
 
 

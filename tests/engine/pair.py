@@ -12,7 +12,7 @@ import torch
 import keyhole
 from keyhole import Policy, SamplingParams
 from keyhole.engine import engine as core
-from keyhole.engine.decode.cuda_graph_runner import CudaGraphRunner
+from keyhole.engine.cuda_graph_runner import CudaGraphRunner
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model

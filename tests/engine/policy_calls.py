@@ -16,7 +16,7 @@ from keyhole import (
     SamplingParams,
 )
 from keyhole.engine.engine import Engine
-from keyhole.engine.request_policy import PolicySpec
+from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.loading import Model
 from keyhole.policies import make_policy

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keyhole.cache.pages import PageCache
-from keyhole.engine.decode.cuda_graph_runner import Outputs, Work
+from keyhole.engine.cuda_graph_runner import Outputs, Work
 
 #: Operations whose results, or the shapes of these, the host has to wait for; and numbers from it.
 WAITING = {

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from keyhole import LLM, AsyncLLM, RequestError, SamplingParams
-from keyhole.tokenization.chat_prompt import chat_text
+from keyhole.tokenization import chat_text
 from tests.checkpoints import make_tokenizer
 
 TEMPLATE = (

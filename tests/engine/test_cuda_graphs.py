@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.engine.decode.cuda_graph_runner import Outputs
-from keyhole.engine.decode.cuda_graphs import CudaGraphs, make_recorder
+from keyhole.engine.cuda_graph_runner import CudaGraphs, Outputs, make_recorder
 
 
 class Gpu:

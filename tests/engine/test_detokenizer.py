@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.tokenization.detokenizer import Detokenizer
+from keyhole.tokenization import Detokenizer
 from tests.checkpoints import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -20,7 +20,7 @@ from keyhole.models.positions import RopeShift
 from keyhole.policies import make_policy
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import RecomputePlan, Reuse
-from keyhole.tokenization.detokenizer import Detokenizer
+from keyhole.tokenization import Detokenizer
 from tests.checkpoints import make_model
 from tests.engine.asking import (
     BLOCK,

@@ -13,8 +13,8 @@ import torch
 
 from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.documents.store import RecordError
+from keyhole.engine.documents.filling import Pace
 from keyhole.engine.documents.library import Documents
-from keyhole.engine.documents.pace import Pace
 from keyhole.engine.sequence import Sequence
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from keyhole.engine.documents.pace import Pace
+from keyhole.engine.documents.filling import Pace
 
 
 class _Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("keyhole.engine.documents.pace.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("keyhole.engine.documents.filling.time.perf_counter", lambda: self.now)
 
 
 def test_units_end_before_twice_the_median(monkeypatch: pytest.MonkeyPatch) -> None:

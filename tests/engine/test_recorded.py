@@ -14,8 +14,8 @@ import torch
 
 import keyhole
 from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, ShadowKV, SpeContext
-from keyhole.engine.decode.cuda_graph_runner import batch_bucket, width_bucket
-from keyhole.engine.decode.graph_buffers import GraphBuffers
+from keyhole.engine.cuda_graph_runner import batch_bucket, width_bucket
+from keyhole.engine.decode_inputs import GraphBuffers
 from keyhole.kernels import cpu
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
@@ -355,7 +355,7 @@ def test_the_page_of_nobody_is_not_offered_to_sequences(
 def test_shapes_that_were_not_used_for_long_are_given_up(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:
-    monkeypatch.setattr("keyhole.engine.decode.cuda_graph_runner._MOST", 2)
+    monkeypatch.setattr("keyhole.engine.cuda_graph_runner._MOST", 2)
     pair = Pair(monkeypatch, model, Full())
     pair.run()
     assert len(steps_of(pair.engine)._shapes) == 2

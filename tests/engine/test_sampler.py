@@ -25,7 +25,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.sampler import _change, sample
 from keyhole.engine.sequence import Sequence
 from keyhole.policies import available_policies, make_policy
-from keyhole.tokenization.detokenizer import Detokenizer
+from keyhole.tokenization import Detokenizer
 
 VOCAB = 23
 DRAWS = 4000

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.documents.record import LayerStatistics
-from keyhole.engine.documents.context import Reused
+from keyhole.engine.documents.filling import Reused
 from keyhole.errors import ConfigError
 from keyhole.eval.charts import kept_tokens as module
 from keyhole.eval.charts.document import document_chart, ranks

@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
+from keyhole.bench import offload_loading
+from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.model import RandomKV, make_weights, prompts
-from keyhole.bench.offload import trace
 from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
-from keyhole.bench.systems.baselines import Baseline, Past
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.offload.tiers import PinnedTier
@@ -73,7 +73,7 @@ def test_a_captured_step_is_the_step_again_and_again(
 
 def test_a_trace_shows_what_ran_on_the_gpu(tmp_path: Path) -> None:
     numbers = torch.ones(1 << 20, device="cuda")
-    trace.write(tmp_path / "trace.json", lambda: numbers.mul(2), torch.device("cuda"))
+    offload_loading.write(tmp_path / "trace.json", lambda: numbers.mul(2), torch.device("cuda"))
     assert '"cat": "kernel"' in (tmp_path / "trace.json").read_text()
 
 
@@ -110,7 +110,7 @@ def test_elastic_loads_run_beside_other_work(tmp_path: Path) -> None:
 
     step()  # compiles
     file = tmp_path / "trace.json"
-    trace.write(file, step, torch.device(DEVICE))
+    offload_loading.write(file, step, torch.device(DEVICE))
     loads.close()
     assert loads.total.misses > 0
     assert beside_each_other(file)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole import kernels
-from keyhole.kernels.reference import prompt
+from keyhole.kernels.reference import attention as reference_attention
 from tests.kernels.paged import Paged, assert_close, paged
 from tests.oracle import attention, float64, visible
 
@@ -63,5 +63,5 @@ def test_a_chunk_anywhere_in_the_prompt_is_causal_attention(
 @settings(max_examples=100)
 def test_blocks_of_rows_give_the_same(case: Paged, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt, "MAX_SCORES", most)
+        patch.setattr(reference_attention, "MAX_SCORES", most)
         _check(case, 0)

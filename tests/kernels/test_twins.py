@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.kernels import ScoreRequest, Selection, reference
-from keyhole.kernels.composite import top_p
+from keyhole.kernels.composite import selections
 
 PAGE = 16
 #: Relative to the largest number: sums in another order, and one rounding to the dtype.
@@ -195,7 +195,7 @@ def test_trim_of_long_rows(n: int, k: int, share: float, distinct: int, least: i
     places = {"first": min(4, k - 1), "last": 1}
     chosen = reference.top_k(scores, valid, k, 1, **places)
     found = kernels.trim(chosen, scores, valid, share, least=least, **places)
-    wanted = top_p.trim(chosen, scores, valid, share, least=least, **places)
+    wanted = selections.trim(chosen, scores, valid, share, least=least, **places)
     assert torch.equal(found.indices, wanted.indices)
     assert torch.equal(found.counts, wanted.counts)
     assert found.indices.dtype == found.counts.dtype == torch.int32
@@ -210,7 +210,7 @@ def test_scores_in_16_bits_are_compared_as_what_they_are(dtype: torch.dtype) -> 
     wanted = reference.top_k(scores.float(), valid, 90, 1, last=1)
     assert torch.equal(chosen.indices, wanted.indices)
     found = kernels.trim(chosen, scores, valid, 0.25, last=1)
-    wanted = top_p.trim(wanted, scores.float(), valid, 0.25, last=1)
+    wanted = selections.trim(wanted, scores.float(), valid, 0.25, last=1)
     assert torch.equal(found.indices, wanted.indices)
     assert (found.counts < 90).all()
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from keyhole.errors import ModelError, UnknownNameError
 from keyhole.models import families
-from keyhole.models.files import checkpoint, config_file, parameters
+from keyhole.models.files import checkpoint, parameters
 from tests.checkpoints import KINDS, make_config, make_model, make_network
 
 #: A kind of each family, whose config class has the family's defaults.
@@ -33,7 +33,7 @@ def folder(path: Path, fields: object) -> Path:
 
 
 def test_every_supported_family_can_be_read() -> None:
-    assert set(config_file.DEFAULTS) == set(families.SUPPORTED) == set(FAMILIES)
+    assert set(checkpoint.DEFAULTS) == set(families.SUPPORTED) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,7 +46,7 @@ def test_layers_weights_and_length_are_those_of_transformers(
     if leave_out:
         cls, family = type(theirs), theirs.model_type
         derived = {"layer_types", "head_dim", "num_key_value_heads"}
-        gone = {*config_file.DEFAULTS[family], *derived, "tie_word_embeddings"}
+        gone = {*checkpoint.DEFAULTS[family], *derived, "tie_word_embeddings"}
         kept = {name: value for name, value in fields.items() if name not in gone}
         theirs = cls.from_dict(dict(kept))
         fields = kept
@@ -167,7 +167,7 @@ def test_an_unknown_model_is_named_as_by_load(tmp_path: Path) -> None:
 def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path) -> None:
     path = folder(tmp_path / "model", stored("llama"))
     code = (
-        "import sys, keyhole.cache.kv_size\n"
+        "import sys, keyhole.cache.layout\n"
         "from keyhole.models.files import checkpoint\n"
         f"checkpoint.read({str(path)!r})\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
-from keyhole.models import norms, rotary
+from keyhole.models import fast_layers
 from tests.checkpoints import make_model
 
 #: What is faster in each family: Gemma's norms count their weight from one.
@@ -36,8 +36,8 @@ def test_logits_stay_what_they_are(tmp_path: Path, kind: str) -> None:
                 parameter.normal_(generator=generator)
     tokens = torch.randint(3, 250, (2, 20), generator=generator)
     wanted = network(tokens).logits
-    for part in (norms, rotary):
-        part.speed_up(network, torch.device("cuda"))
+    for speed_up in (fast_layers.speed_up_norms, fast_layers.speed_up_rotary):
+        speed_up(network, torch.device("cuda"))
     names = {type(module).__name__ for module in network.modules()}
     has = [any(n.startswith("Fast") and part in n for n in names) for part in ("Norm", "Attention")]
     assert tuple(has) == KINDS[kind]
@@ -47,8 +47,8 @@ def test_logits_stay_what_they_are(tmp_path: Path, kind: str) -> None:
 def test_a_cpu_keeps_what_it_has(tmp_path: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(make_model("llama", tmp_path))
     before = [type(module) for module in network.modules()]
-    for part in (norms, rotary):
-        part.speed_up(network, torch.device("cpu"))
+    for speed_up in (fast_layers.speed_up_norms, fast_layers.speed_up_rotary):
+        speed_up(network, torch.device("cpu"))
     assert [type(module) for module in network.modules()] == before
 
 
@@ -62,13 +62,13 @@ def test_what_is_not_plain_is_left() -> None:
             return super().forward(x) * gate
 
     for cls in (ShiftedRMSNorm, WiderRMSNorm):
-        assert not norms.is_plain(cls(8))
-    assert norms.is_plain(modeling_llama.LlamaRMSNorm(8))
-    assert not norms.is_plain(nn.LayerNorm(8))
+        assert not fast_layers.is_plain_norm(cls(8))
+    assert fast_layers.is_plain_norm(modeling_llama.LlamaRMSNorm(8))
+    assert not fast_layers.is_plain_norm(nn.LayerNorm(8))
     # Pairs that lie side by side.
-    assert not rotary.is_plain(modeling_glm4.apply_rotary_pos_emb)
-    assert rotary.is_plain(modeling_llama.apply_rotary_pos_emb)
-    assert rotary.faster(nn.Linear) is None
+    assert not fast_layers.is_plain_rotary(modeling_glm4.apply_rotary_pos_emb)
+    assert fast_layers.is_plain_rotary(modeling_llama.apply_rotary_pos_emb)
+    assert fast_layers.faster(nn.Linear) is None
 
 
 def test_gradients_go_through(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_gradients_go_through(tmp_path: Path) -> None:
         return [parameter.grad.clone() for parameter in network.parameters()]
 
     wanted = gradients()
-    for part in (norms, rotary):
-        part.speed_up(network, torch.device("cuda"))
+    for speed_up in (fast_layers.speed_up_norms, fast_layers.speed_up_rotary):
+        speed_up(network, torch.device("cuda"))
     for ours, theirs in zip(gradients(), wanted, strict=True):
         torch.testing.assert_close(ours, theirs)

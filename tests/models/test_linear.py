@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from keyhole.models import linear
-from keyhole.models.linear import FastLinear, speed_up
+from keyhole.models import fast_layers
+from keyhole.models.fast_layers import FastLinear, speed_up_linear
 
 
 class Special(nn.Linear):
@@ -21,7 +21,7 @@ def test_plain_linear_layers_compute_the_same_with_few_and_many_tokens():
         wanted = [network.double()(x.double()) for x in inputs]
         network.bfloat16()
         kept = list(network.parameters())
-        speed_up(network, torch.device("cpu"))
+        speed_up_linear(network, torch.device("cpu"))
         assert all(type(layer) is FastLinear for layer in network)
         assert all(a is b for a, b in zip(kept, network.parameters(), strict=True))
         for x, y in zip(inputs, wanted, strict=True):
@@ -31,9 +31,9 @@ def test_plain_linear_layers_compute_the_same_with_few_and_many_tokens():
 
 def test_layers_of_other_classes_and_devices_are_left_alone():
     network = nn.Sequential(Special(4, 4), nn.Linear(4, 4))
-    speed_up(network, torch.device("cuda"))
+    speed_up_linear(network, torch.device("cuda"))
     assert type(network[1]) is nn.Linear
-    speed_up(network, torch.device("cpu"))
+    speed_up_linear(network, torch.device("cpu"))
     assert type(network[0]) is Special
 
 
@@ -44,11 +44,11 @@ def anybody(monkeypatch, tmp_path):
     def named(text: str) -> None:
         path = tmp_path / "cpuinfo"
         path.write_text(text)
-        monkeypatch.setattr(linear, "_CPUINFO", path)
-        linear.in_float32.cache_clear()
+        monkeypatch.setattr(fast_layers, "_CPUINFO", path)
+        fast_layers.in_float32.cache_clear()
 
     yield named
-    linear.in_float32.cache_clear()
+    fast_layers.in_float32.cache_clear()
 
 
 def test_many_tokens_in_float32_compute_the_same_on_every_processor(anybody):
@@ -56,7 +56,7 @@ def test_many_tokens_in_float32_compute_the_same_on_every_processor(anybody):
     network = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8, bias=False))
     x = torch.randn(3, 50, 24)
     wanted = network.double()(x.double()).detach()
-    speed_up(network.float(), torch.device("cpu"))
+    speed_up_linear(network.float(), torch.device("cpu"))
     for maker in ("GenuineIntel", "AuthenticAMD"):
         anybody(f"processor : 0\nvendor_id : {maker}\n")
         with torch.no_grad():
@@ -66,19 +66,19 @@ def test_many_tokens_in_float32_compute_the_same_on_every_processor(anybody):
 
 def test_who_computes_goes_by_the_maker(anybody, monkeypatch):
     anybody("vendor_id : GenuineIntel\n")
-    assert linear.in_float32() is functional.linear
+    assert fast_layers.in_float32() is functional.linear
     anybody("Features : neon\n")
-    assert linear.in_float32() is functional.linear
+    assert fast_layers.in_float32() is functional.linear
     anybody("vendor_id : AuthenticAMD\n")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert (linear.in_float32() is functional.linear) != torch.backends.mkldnn.is_available()
-    monkeypatch.setattr(linear, "_CPUINFO", Path("/nowhere"))
-    assert not linear.mkl_is_slow()
+    assert (fast_layers.in_float32() is functional.linear) != torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(fast_layers, "_CPUINFO", Path("/nowhere"))
+    assert not fast_layers.mkl_is_slow()
 
 
 def test_gradients_are_torchs():
     layer = nn.Sequential(nn.Linear(6, 5))
-    speed_up(layer, torch.device("cpu"))
+    speed_up_linear(layer, torch.device("cpu"))
     for tokens in (2, 40):
         x = torch.randn(tokens, 6, requires_grad=True)
         layer(x).sum().backward()

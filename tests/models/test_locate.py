@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole import LLM, ConfigError, ModelError, RequestError, SamplingParams
 from keyhole.models import loading
+from keyhole.models.fast_layers import FastLinear
 from keyhole.models.files import checkpoint
-from keyhole.models.files.bundled import is_tiny
-from keyhole.models.files.locate import locate
-from keyhole.models.linear import FastLinear
+from keyhole.models.files.locate import is_tiny, locate
 from keyhole.models.loading import load
 from tests.checkpoints import make_model, make_tokenizer
 

@@ -12,8 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from keyhole.retrieval.config import HeadConfig
-from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.rope import rotate
+from keyhole.retrieval.head import RetrievalHead, rotate
 from tests.retrieval.drafts import make_draft, make_target
 
 LLAMA3 = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from keyhole.kernels import Selection
-from keyhole.retrieval.scores import group_weights
+from keyhole.retrieval.head import group_weights
 from tests.oracle import attention, float64, in_order
 
 THERE = [[0, 1, 2, 9, 10, 14], [1, 3, 4]]

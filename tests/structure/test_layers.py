@@ -12,8 +12,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors"},
     {"config", "drawing"},
-    {"method_specs"},
-    {"settings_file"},
+    {"method_settings"},
     {"kernels", "planner", "registry", "tokenization"},
     {"cache"},
     {"documents", "retrieval"},

@@ -18,11 +18,10 @@ from keyhole.config import (
     kind_of,
     read_setting,
 )
-from keyhole.models.files.bundled import TINY, is_tiny
-from keyhole.models.files.locate import ModelFiles, locate
+from keyhole.method_settings import require_depth
+from keyhole.models.files.locate import TINY, ModelFiles, is_tiny, locate
 from keyhole.policies import available_policies, make_policy
 from keyhole.reuse import reuse_names
-from keyhole.settings_file import require_depth
 
 if TYPE_CHECKING:
     from keyhole.llm import LLM

@@ -1,4 +1,4 @@
-"""How results look on a terminal: tables, closing lines, JSON."""
+"""How results look on a terminal: colours, tables, closing lines, JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +8,38 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from keyhole.cli.common import colours
-
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Stats
     from keyhole.policies.base import Policy
     from keyhole.reuse.base import Reuse
+
+
+#: What a word of a result means, wherever it stands alone: in a cell, at the start of a line.
+MARKS = {
+    "met": "green",
+    "exact": "green",
+    "right": "green",
+    "MISSED": "bold red",
+    "DIFFERS": "bold red",
+    "wrong": "red",
+}
+HEADING = "bold"
+ERROR = "bold red"
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """The text as it is to be written to a stream: in a style, or as it stands."""
+    if not style or not stream.isatty():
+        return text
+    from rich.console import Console  # only here, so that `documents list` pays nothing for it
+    from rich.text import Text
+
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    if console.color_system is None or console.no_color:
+        return text
+    with console.capture() as captured:
+        console.print(Text(text, style), end="")
+    return captured.get()
 
 
 def table(
@@ -35,10 +61,10 @@ def table(
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
 
-    lines = [colours.styled("  ".join(padded(heads)).rstrip(), colours.HEADING, out)]
+    lines = [styled("  ".join(padded(heads)).rstrip(), HEADING, out)]
     for cells in [["-" * width for width in widths], *rows]:
         marked = [
-            text.replace(cell, colours.styled(cell, colours.MARKS.get(cell, ""), out))
+            text.replace(cell, styled(cell, MARKS.get(cell, ""), out))
             for cell, text in zip(cells, padded(cells), strict=True)
         ]
         lines.append("  ".join(marked).rstrip())
@@ -47,7 +73,7 @@ def table(
 
 def error(text: str) -> None:
     """Prints the line of an error on stderr."""
-    print(f"{colours.styled('error:', colours.ERROR, sys.stderr)} {text}", file=sys.stderr)
+    print(f"{styled('error:', ERROR, sys.stderr)} {text}", file=sys.stderr)
 
 
 def status(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tqdm.auto import tqdm
 
 from keyhole.cli.common.interrupt import Interrupt
-from keyhole.engine.result import Piece, Result, piece_of
+from keyhole.engine.sequence import Piece, Result, piece_of
 
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Sequence

@@ -9,12 +9,89 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from keyhole.cli.common import flags, show
-from keyhole.cli.documents.files import read_documents
 from keyhole.cli.documents.store import about, add_limit, add_store, open_llm, sentence
 from keyhole.config import EngineConfig, is_count, require
-from keyhole.documents.defaults import BLOCK_SIZE
+from keyhole.documents.source import BLOCK_SIZE
+from keyhole.errors import ConfigError
+
+#: What a text in another encoding begins with; the longer marks first.
+_MARKS = {
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
+
+def read_documents(name: str, files: Sequence[str]) -> dict[str, str]:
+    """Name -> text of each document: of one file `name` itself, of several `name`/FILENAME.
+
+    "-" is stdin. ConfigError for what cannot be read, is no UTF-8 text, or is empty, and for two
+    files that would get one name. All files are read before the first is encoded.
+    """
+    if len(files) == 1:
+        return {name: _text(files[0])}
+    if "-" in files:
+        raise ConfigError('stdin ("-") is one document; add it alone')
+    texts: dict[str, str] = {}
+    for file in files:
+        document = f"{name.rstrip('/')}/{Path(file).name}"
+        if document in texts:
+            raise ConfigError(
+                f"two files would be document {document!r}; add {file!r} under another name"
+            )
+        texts[document] = _text(file)
+    return texts
+
+
+def _text(file: str) -> str:
+    what = "stdin" if file == "-" else f"file {file!r}"
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        hint = "; give its files" if isinstance(error, IsADirectoryError) else ""
+        raise ConfigError(f"{what} cannot be read: {error.strerror}{hint}") from error
+    text = _decoded(data, what, "FILE" if file == "-" else file)
+    if not text.strip():
+        raise ConfigError(f"{what} is empty; a document needs at least one word")
+    return text
+
+
+def _decoded(data: bytes, what: str, file: str) -> str:
+    """Text of UTF-8 bytes, without a byte order mark."""
+    for mark, encoding in _MARKS.items():
+        if data.startswith(mark) and _is(data, encoding):
+            raise ConfigError(f"{what} is {encoding}, not UTF-8; {_convert(encoding, file)}")
+    zero = data.find(0)
+    if zero >= 0:
+        raise ConfigError(
+            f"{what} is no text: a zero byte at position {zero}; extract its text first, or, if it "
+            f"is UTF-16, {_convert('UTF-16', file)}"
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{what} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}, "
+            f"line {line}; if it is text, {_convert('WINDOWS-1252', file)}"
+        ) from error
+
+
+def _is(data: bytes, encoding: str) -> bool:
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _convert(encoding: str, file: str) -> str:
+    return f"convert it: iconv -f {encoding} -t UTF-8 {file!r} > NEW"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

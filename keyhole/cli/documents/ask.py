@@ -23,7 +23,7 @@ from keyhole.reuse import make_reuse
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keyhole.engine.documents.context import Reused
+    from keyhole.engine.documents.filling import Reused
     from keyhole.engine.sequence import Stats
 
 # Documents whose P is written out; of more, those that want something.

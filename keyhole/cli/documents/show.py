@@ -23,7 +23,7 @@ from keyhole.reuse import make_reuse
 
 if TYPE_CHECKING:
     from keyhole.documents.store import DocumentInfo
-    from keyhole.engine.documents.context import Reused
+    from keyhole.engine.documents.filling import Reused
     from keyhole.llm import LLM
     from keyhole.reuse.base import Reuse
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, show
 from keyhole.config import EngineConfig, parse_bytes
-from keyhole.documents.defaults import default_place
+from keyhole.documents.source import default_place
 from keyhole.errors import UnknownNameError
 from keyhole.policies import make_policy
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keyhole
-from keyhole import drawing, method_specs
+from keyhole import drawing, method_settings
 from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import UnknownNameError
 from keyhole.eval.results.line_file import LineFile
 from keyhole.eval.settings import EvalSettings
+from keyhole.method_settings import is_settings_file
 from keyhole.policies import available_policies, make_policy, policy_name
-from keyhole.settings_file import is_settings_file
 
 if TYPE_CHECKING:
     from keyhole.eval.methods import Method
@@ -86,16 +86,16 @@ def methods_of(settings: EvalSettings) -> list[Method]:
     from keyhole.eval.methods import Budget, Method, methods
 
     known, given = available_policies(), []
-    for spec in method_specs.parse(settings.policies):
+    for spec in method_settings.parse(settings.policies):
         name, stored = policy_name(spec.name), {}
-        label = method_specs.written(name, spec.settings)
+        label = method_settings.written(name, spec.settings)
         if is_settings_file(name):
             policy = make_policy(name)
             name, stored = policy.name, dataclasses.asdict(policy)
         if name not in known:
             raise UnknownNameError("policy", name, known)
-        own = method_specs.Spec(name, spec.settings)
-        typed = method_specs.typed(own, "policy", dataclasses.fields(known[name]))
+        own = method_settings.Spec(name, spec.settings)
+        typed = method_settings.typed(own, "policy", dataclasses.fields(known[name]))
         given.append(Method(label=label, name=name, settings={**stored, **typed}))
     return methods(given, [Budget.parse(text) for text in settings.budgets])
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from keyhole.engine.documents.filling import OutOfPages
-from keyhole.engine.documents.pace import Pace
+from keyhole.engine.documents.filling import OutOfPages, Pace
 from keyhole.engine.documents.prefill import Preparation
-from keyhole.engine.request_policy import RequestPolicy
+from keyhole.engine.request import RequestPolicy
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError, is_out_of_memory

@@ -19,7 +19,7 @@ from torch import Tensor
 from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.documents.record import HeadRecord
-from keyhole.engine.documents.context import Context
+from keyhole.engine.documents.filling import Context
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models.batch import Batch
 from keyhole.retrieval.head import RetrievalHead

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from keyhole.config import is_count, require
-from keyhole.documents.defaults import BLOCK_SIZE, default_place
 from keyhole.documents.record import DocumentRecord
-from keyhole.documents.source import metadata_text
+from keyhole.documents.source import BLOCK_SIZE, default_place, metadata_text
 from keyhole.documents.store import (
     DocumentInfo,
     DocumentStore,
@@ -28,7 +27,7 @@ from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import RopeShift
-from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
+from keyhole.tokenization import Prompt, encode_text, given_ids
 
 # Between looks at whether requests have given pages back.
 _PAUSE_S = 0.01

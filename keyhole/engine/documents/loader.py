@@ -14,7 +14,7 @@ from keyhole import kernels
 from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.documents.store import StoredDocument
-from keyhole.engine.documents.context import Context
+from keyhole.engine.documents.filling import Context
 from keyhole.models.positions import RopeShift
 from keyhole.reuse.base import LayerFacts, PlacedDocument
 

@@ -25,11 +25,17 @@ from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.documents.integrity_error import RecordError
-from keyhole.engine.documents.context import Context, Reused
-from keyhole.engine.documents.filling import Filled, Filling, OutOfPages, Units
+from keyhole.engine.documents.filling import (
+    Context,
+    Filled,
+    Filling,
+    OutOfPages,
+    Pace,
+    Reused,
+    Units,
+)
 from keyhole.engine.documents.head_keys import PlacedHead
 from keyhole.engine.documents.loader import Loader
-from keyhole.engine.documents.pace import Pace
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError

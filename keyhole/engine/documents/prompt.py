@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.documents.store import StoredDocument
-from keyhole.engine.documents.context import Context
+from keyhole.engine.documents.filling import Context
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.engine import Engine
 from keyhole.errors import RequestError
 from keyhole.reuse.base import Reuse
-from keyhole.tokenization.prompts import Prompt, encode_text, given_ids
+from keyhole.tokenization import Prompt, encode_text, given_ids
 
 # Stands in a chat message where the documents go; no template changes it.
 _MARK = "\x00documents\x00"

@@ -1,10 +1,16 @@
-"""Pages of running sequences as one array, a row per slot, kept up to date as pages are added."""
+"""The page table of running sequences, and the eviction of pages from it."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from keyhole.cache.layout import Geometry
+from keyhole.cache.page_list import NO_PAGE
+from keyhole.cache.pages import PageCache
 from keyhole.engine.sequence import Sequence
+from keyhole.policies.base import Policy
 
 
 class PageTable:
@@ -42,3 +48,132 @@ class PageTable:
             # A hole (see prompt_pages) is page 0, which nobody looks at.
             self._rows[slot, start : len(pages)] = np.maximum(pages[start:], 0)
             self._filled[slot] = len(pages)
+
+
+# Which pages of running sequences are left under a policy that evicts; frees the others.
+#
+# All on the host, a row per slot. When a page has been filled and the next token would make one
+# more than the policy allows, its oldest page goes: full-attention layers never read it again, and
+# it leaves the cache as soon as no layer with a sliding window of its own can see it either.
+
+
+class Eviction:
+    """The generated pages that each sequence still has, bounded by what the policy allows."""
+
+    def __init__(self, policy: Policy, cache: PageCache, num_slots: int) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._window = widest_window(cache.geometry)
+        width = int(self._allowed(np.ones(1, np.int64))[0])
+        self._entries = np.zeros((num_slots, width), np.int64)
+        self._counts = np.zeros(num_slots, np.int64)
+        self._pinned = np.zeros(num_slots, np.int64)
+        # Of the prompt's pages those that are there, and how many there may be with generated ones.
+        self._present = np.zeros(num_slots, np.int64)
+        self._most = np.zeros(num_slots, np.int64)
+
+    def view(
+        self, decodes: list[Sequence], position: np.ndarray, fresh: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What is left for the tokens at `position`: entries, pages, pinned, due of `Remaining`.
+
+        position int64 [B]; fresh bool [B], sequences in their first decode step: all they have is
+        prompt, but for the new token.
+        """
+        size = self._cache.page_size
+        for i in np.flatnonzero(fresh):
+            self._enter(decodes[i], int(position[i]))
+        slots = np.asarray([sequence.slot for sequence in decodes])
+        newest, pinned = position // size, self._pinned[slots]
+        begins = newest >= pinned
+        last = self._entries[slots, np.maximum(self._counts[slots] - 1, 0)]
+        begins &= (self._counts[slots] == 0) | (last != newest)
+        rows = slots[begins]
+        self._entries[rows, self._counts[rows]] = newest[begins]
+        self._counts[rows] += 1
+        counts = self._counts[slots]
+        pages = pinned + counts
+        place = np.arange(pages.max())
+        generated = np.clip(place - pinned[:, None], 0, self._entries.shape[1] - 1)
+        entries = np.take_along_axis(self._entries[slots], generated, 1)
+        entries = np.where(place < pinned[:, None], place, entries)
+        entries = np.where(place < pages[:, None], entries, -1)
+        due = (position + 1) % size == 0
+        due &= self._present[slots] + counts >= self._most[slots]
+        return entries, pages, pinned, due & (counts > 0)
+
+    def evict(self, sequences: list[Sequence], victims: np.ndarray) -> list[tuple[Sequence, int]]:
+        """Takes a page of each sequence out; returns the pages of sequences that were freed.
+
+        victims int64 [n]: which of its generated pages each one gives up.
+        """
+        slots = np.asarray([sequence.slot for sequence in sequences])
+        rows, place = self._entries[slots], np.arange(self._entries.shape[1])
+        gone = np.take_along_axis(rows, victims[:, None], 1)[:, 0]
+        moved = np.minimum(place + (place >= victims[:, None]), len(place) - 1)
+        self._entries[slots] = np.take_along_axis(rows, moved, 1)
+        self._counts[slots] -= 1
+        freed = []
+        for sequence, entry in zip(sequences, gone.tolist(), strict=True):
+            leaving = [*sequence.leaving, entry]
+            free = [e for e in leaving if self._is_unseen(e, sequence.num_computed)]
+            sequence.leaving = [e for e in leaving if e not in free]
+            self._cache.release(sequence.pages[e] for e in free)
+            for e in free:
+                sequence.pages[e] = NO_PAGE
+            sequence.evicted_pages += len(free)
+            freed += [(sequence, e) for e in free]
+        return freed
+
+    def kept(self, sequence: Sequence) -> Tensor | None:
+        """What each layer has of a sequence's tokens so far, bool [L, N]; None: everything.
+
+        For one that is to go on with all of them as its prompt.
+        """
+        pages = np.asarray(sequence.pages, np.int64)
+        there = np.tile(pages != NO_PAGE, (self._cache.geometry.num_layers, 1))
+        full = list(self._cache.geometry.full_attention)
+        there[np.ix_(full, sequence.leaving)] = False
+        kept = torch.from_numpy(there.repeat(self._cache.page_size, 1))
+        kept = kept[:, : sequence.num_computed]
+        if sequence.kept is not None:
+            kept[:, : sequence.kept.shape[1]] &= sequence.kept
+        return None if kept.all() else kept
+
+    def _enter(self, sequence: Sequence, position: int) -> None:
+        slot, size = sequence.slot, self._cache.page_size
+        pinned = -(-position // size)
+        self._pinned[slot], self._counts[slot], self._present[slot] = pinned, 0, pinned
+        if sequence.kept is not None:
+            read = np.ones(pinned * size, bool)
+            layers = list(self._cache.geometry.full_attention)
+            read[: sequence.kept.shape[1]] = sequence.kept[layers].any(0).numpy()
+            self._present[slot] = max(1, read.reshape(-1, size).any(1).sum())
+        self._most[slot] = self._allowed(self._present[slot : slot + 1])[0]
+
+    def _allowed(self, prompt_pages: np.ndarray) -> np.ndarray:
+        allowed = self._policy.page_limit(prompt_pages, self._cache.page_size)
+        assert allowed is not None
+        return allowed
+
+    def _is_unseen(self, entry: int, position: int) -> bool:
+        """Whether a token at `position`, or a later one, has a page outside of every window."""
+        return (entry + 1) * self._cache.page_size - 1 <= position - self._window
+
+
+def widest_window(geometry: Geometry) -> int:
+    """The largest sliding window of any layer, 0 without one."""
+    return max((layer.window or 0 for layer in geometry.layers), default=0)
+
+
+def page_limit(policy: Policy, geometry: Geometry, prompt: int, length: int) -> int:
+    """The most pages that a sequence of `length` tokens, `prompt` of them its prompt, ever has."""
+    size = geometry.page_size
+    pages, prompt_pages = -(-length // size), -(-prompt // size)
+    allowed = policy.page_limit(np.asarray([prompt_pages]), size)
+    if allowed is None:
+        return pages
+    window = widest_window(geometry)
+    # An evicted page stays until it has left every window, to be seen when the next one is full.
+    seen = -(-window // size) + 1 if window else 0
+    return min(pages, int(allowed[0]) + seen)

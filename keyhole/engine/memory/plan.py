@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from keyhole.cache.kv_size import ModelSize, memory_model
-from keyhole.cache.layout import Geometry
+from keyhole.cache.layout import Geometry, ModelSize, memory_model
 from keyhole.config import EngineConfig
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import ConfigError

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from keyhole.models.attention import NAME
-from keyhole.models.loading import Model, speed_up
+from keyhole.models.fast_layers import speed_up
+from keyhole.models.loading import Model
 
 SEED = 0
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from keyhole.drawing import FAINT, INK, STYLE, matplotlib
-from keyhole.engine.documents.context import Reused
+from keyhole.engine.documents.filling import Reused
 from keyhole.errors import ConfigError
 
 #: As in the other pictures: what is read, what is worked on anew, and what is not read.

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.result import Result
+from keyhole.engine.sequence import Result
 from keyhole.errors import KeyholeError
 from keyhole.eval.paper.document_question import DocumentQuestion, question_of, scores
 from keyhole.eval.results.line_file import QUESTIONS, Line, LineFile

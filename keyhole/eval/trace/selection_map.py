@@ -28,7 +28,7 @@ from keyhole.eval.trace.trace import Trace, Traced
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
-from keyhole.tokenization.prompts import Prompt
+from keyhole.tokenization import Prompt
 
 MOST_COLUMNS, MOST_ROWS = 512, 64
 #: A cell whose tokens were all read; shares are stored as whole numbers from 0 to this.

@@ -15,15 +15,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from keyhole import method_specs
+from keyhole import method_settings
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval import task_specs
 from keyhole.eval.results.line_file import LineFile
 from keyhole.eval.settings import SETUPS
 from keyhole.integrations.kvpress.evaluation import PressCell, PressEvaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
-from keyhole.method_specs import Spec
-from keyhole.models.files.bundled import TINY, is_tiny
+from keyhole.method_settings import Spec
+from keyhole.models.files.locate import TINY, is_tiny
 from keyhole.models.loading import load
 
 
@@ -82,7 +82,7 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
     """All combinations; ConfigError for what cannot be understood."""
     made = [
         make_press(spec.name, budget, _settings(spec), arguments.interval)
-        for spec in method_specs.parse(arguments.presses)
+        for spec in method_settings.parse(arguments.presses)
         for budget in _numbers(arguments.budgets, "--budgets")
     ]
     bundled = is_tiny(arguments.model)

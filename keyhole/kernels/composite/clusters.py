@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels.composite.gathered_attention import gather_tokens
-from keyhole.kernels.composite.summaries import spread_scores, summary_scores
+from keyhole.kernels.composite.selections import spread_scores, summary_scores
 
 #: Rounds of k-means. The authors' limit is 20; recall hardly changes after a few.
 ITERATIONS = 10

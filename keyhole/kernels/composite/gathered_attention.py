@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.reference import prompt
+from keyhole.kernels.reference import attention
 from keyhole.kernels.selection import ScoreRequest, Selection
 
 
@@ -64,7 +64,7 @@ def sparse_prefill(
         ]
         out = torch.stack(parts, 1)
     else:
-        rows = max(1, prompt.MAX_SCORES // (query.shape[1] * len(chosen)))
+        rows = max(1, attention.MAX_SCORES // (query.shape[1] * len(chosen)))
         blocks = zip(grouped.split(rows, 2), seen.split(rows), strict=True)
         parts = [
             reference.attend_block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)

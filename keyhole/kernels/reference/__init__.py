@@ -6,24 +6,26 @@ on another device than the operands (an offloaded layer); the tokens are then ga
 by block and copied.
 """
 
-from keyhole.kernels.reference.choosing import (
+from keyhole.kernels.reference.attention import (
+    attend,
+    attend_and_score,
+    attend_block,
+    attend_weights,
+    head_scores,
+    over_heads,
+    prefill,
+)
+from keyhole.kernels.reference.layers import apply_rope, linear
+from keyhole.kernels.reference.page_selection import (
     bound_scores,
     members,
     page_bounds,
     recent_indices,
+    spread_scores,
+    summary_scores,
     top_k,
 )
-from keyhole.kernels.reference.decode import (
-    attend,
-    attend_and_score,
-    attend_weights,
-    head_scores,
-    over_heads,
-)
-from keyhole.kernels.reference.layers import apply_rope, linear
 from keyhole.kernels.reference.pages import append, gathered
-from keyhole.kernels.reference.prompt import attend_block, prefill
-from keyhole.kernels.reference.summaries import spread_scores, summary_scores
 
 __all__ = [
     "append",

@@ -23,7 +23,7 @@ from keyhole.config import require
 from keyhole.errors import ConfigError, NumericalError
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
-from keyhole.retrieval.training import recall, selection_objective
+from keyhole.retrieval.training import attention_objective, selection_objective
 from keyhole.retrieval.training.attention_objective import attention_loss
 from keyhole.retrieval.training.corpus import SHORTEST, Corpus
 from keyhole.retrieval.training.draft import Draft, eagle_loss
@@ -182,7 +182,7 @@ class Distiller:
         if isinstance(self.module, Draft):
             loss = eagle_loss(self.module, lesson)
             with torch.no_grad():
-                logs = recall.log_weights(self.head, lesson)
+                logs = attention_objective.log_weights(self.head, lesson)
         elif self.recipe.objective == "selection":
             budget = selection_objective.draw_budget(rng, len(lesson.token_ids))
             heat = selection_objective.temperature(self.tokens / self.recipe.tokens)
@@ -192,10 +192,12 @@ class Distiller:
         with torch.no_grad():
             budget = max(SHORTEST // _PART, len(lesson.token_ids) // _PART)
             last = max(1, min(_LAST, budget // 4))
-            scores = recall.best(logs.detach(), len(lesson.mass))
-            ours = recall.chosen(scores, lesson.rows, budget, _FIRST, last)
-            plain = recall.recent(lesson.rows, budget, _FIRST)
-            shares = [float(recall.share(lesson.mass, s).mean()) for s in (ours, plain)]
+            scores = attention_objective.best(logs.detach(), len(lesson.mass))
+            ours = attention_objective.chosen(scores, lesson.rows, budget, _FIRST, last)
+            plain = attention_objective.recent(lesson.rows, budget, _FIRST)
+            shares = [
+                float(attention_objective.share(lesson.mass, s).mean()) for s in (ours, plain)
+            ]
         return loss, (shares[0], shares[1])
 
 

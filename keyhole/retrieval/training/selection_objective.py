@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training.attention_objective import mass_divergence
-from keyhole.retrieval.training.recall import best, log_weights
+from keyhole.retrieval.training.attention_objective import best, log_weights, mass_divergence
 from keyhole.retrieval.training.soft_selection import gated_logits, log_gates
 from keyhole.retrieval.training.teacher import TeacherTargets
 

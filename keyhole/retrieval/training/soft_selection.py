@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
 from keyhole.errors import NumericalError
-from keyhole.retrieval.training.recall import NOTHING
+from keyhole.retrieval.training.attention_objective import NOTHING
 from keyhole.retrieval.training.teacher import TeacherTargets, attention_weights
 
 #: Name of our function in transformers' table.

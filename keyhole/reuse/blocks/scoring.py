@@ -1,9 +1,12 @@
-"""Scores of a document's blocks for a query, and the share of blocks to keep.
+"""Scores of a document's blocks for a query, outliers among them, and which blocks to keep.
 
 SamKV, section 3, equations 1 to 3.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,3 +61,74 @@ def share(scores: Tensor, alpha: Tensor, received: Tensor, ends: Tensor) -> Tens
     between = (lowest < anchor) & (anchor <= highest)
     whole = torch.where(between, highest - lowest, 1.0)
     return torch.where(between, (highest - anchor) / whole, 0.0)
+
+
+def outliers(alpha: Tensor, sigmas: float = 3.0) -> Tensor:
+    """Where alpha is an outlier by the PauTa criterion: alpha < mean - sigmas std, bool [..., N].
+
+    alpha [..., N], of the blocks of a document and layer; smaller is more important. Mean and
+    standard deviation (divided by n) are over the finite ones; an infinite one is no outlier. One
+    of n numbers is at most sqrt(n - 1) deviations from their mean, so that with 3 sigmas an outlier
+    needs at least 11 blocks (SamKV, appendix A.1).
+    """
+    finite = alpha.isfinite()
+    number = finite.sum(-1, keepdim=True).clamp(min=1)
+    known = torch.where(finite, alpha.double(), 0.0)
+    mean = known.sum(-1, keepdim=True) / number
+    spread = torch.where(finite, known - mean, 0.0).square().sum(-1, keepdim=True) / number
+    # The last condition excludes outliers that only rounding can produce.
+    return finite & (known < mean - sigmas * spread.sqrt()) & (number - 1 > sigmas**2)
+
+
+# Selection of middle blocks: the best of each document, then the best of those over all.
+#
+# SamKV, section 3.2, last paragraph.
+
+
+def choose(
+    scores: Sequence[Tensor], shares: Sequence[float], most: int | None = None
+) -> list[Tensor]:
+    """The middle blocks to keep in each layer, per document bool [L, m].
+
+    scores: per document float32 [L, m], of its middle blocks; m may differ and be 0. shares: the
+    share of them that it wants. In every layer each of the n documents offers its
+    `ceil(share * m)` best blocks. Scores are standardised per document and layer over all its
+    middle blocks, and of all blocks offered the best are kept, at most `most`; None: their number
+    divided by n, rounded up. Equal scores: the earlier document, then the earlier block.
+    """
+    sizes = [part.shape[1] for part in scores]
+    numbers = [math.ceil(share * size) for share, size in zip(shares, sizes, strict=True)]
+    offers = [best(part, number) for part, number in zip(scores, numbers, strict=True)]
+    offered = torch.cat(offers, 1)
+    standard = torch.cat([standardised(part) for part in scores], 1)
+    room = math.ceil(sum(numbers) / len(scores)) if most is None else most
+    # Blocks that are not offered sort last and are never selected.
+    kept = best(standard.masked_fill(~offered, -torch.inf), room)
+    return list((kept & offered).split(sizes, 1))
+
+
+def best(scores: Tensor, number: int) -> Tensor:
+    """The `number` largest of each row, the first of equals, bool [L, m]; scores [L, m]."""
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :number]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
+
+
+def fitting(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
+    """The largest of each row, in order, while they have at most `room` tokens together.
+
+    scores [L, m]; sizes int64 [m], tokens of each block. The first of equals; bool [L, m].
+    """
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    fits = sizes[order].cumsum(1) <= room
+    return torch.zeros_like(fits).scatter_(1, order, fits)
+
+
+def standardised(scores: Tensor) -> Tensor:
+    """Scores [L, m] less their row's mean, by its standard deviation (divided by m; 0 counts as 1).
+
+    float64.
+    """
+    if scores.shape[1] == 0:
+        return scores.double()
+    spread, mean = torch.std_mean(scores.double(), dim=1, correction=0, keepdim=True)
+    return (scores - mean) / torch.where(spread > 0, spread, 1.0)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.engine.documents.context import Reused
+from keyhole.engine.documents.filling import Reused
 from keyhole.engine.documents.library import Documents
 from keyhole.errors import KeyholeError
-from keyhole.tokenization.prompts import character_spans
+from keyhole.tokenization import character_spans
 
 _Spans = Sequence[tuple[int, int]]
 

@@ -23,10 +23,10 @@ from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.results.conditions import settings_of
 from keyhole.eval.run import EvalOutcome
 from keyhole.eval.terms.controls import controls
+from keyhole.method_settings import SettingsFile
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
-from keyhole.settings_file import SettingsFile
 from tests.eval import eval_lines
 
 SAMPLES = 240

@@ -1,0 +1,221 @@
+"""transformers' own attention and caches as systems of the decode benchmark, over our weights.
+
+Systems with the same kind of cache share one. `DynamicCache`, a user's default, copies itself at
+every step; what a step has added is taken back after it, so that every step has the same past.
+`StaticCache` writes in place and reads all of its room under a mask. torch's flash attention over
+`in_place` keys and values is neither's, but as fast as a dense step gets without pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from keyhole.bench.measure import THEIRS, Captured, Launches, said
+from keyhole.bench.model import RandomKV, Weights, without_copying_weights
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
+from keyhole.config import require
+from keyhole.models.loading import Model
+
+# Keys and values side by side in room set aside for them, written in place and never copied.
+#
+# With torch's flash attention over exactly what is there, which `StaticCache` of transformers has
+# not (it reads all of its room under a mask, which flash attention does not take).
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
+    """room: tokens."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+        self._length = 0
+
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+        """Sets the room aside, for keys and values [B, Hkv, T, D] like these."""
+        super().lazy_initialization(keys, values)
+        self._all = [x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in (keys, values)]
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Writes new tokens behind the others; everything, as views."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        begin = self._length
+        for room, new in zip(self._all, (keys, values), strict=True):
+            room[:, :, begin : begin + new.shape[2]] = new
+        self.crop(keys.shape[2])
+        return self.keys, self.values
+
+    def crop(self, tokens: int) -> None:
+        """Changes the length by so many tokens, as a rule less."""
+        self._length += tokens
+        self.keys, self.values = (room[:, :, : self._length] for room in self._all)
+
+
+def in_place_cache(config: Any, room: int) -> DynamicCache:
+    """An empty cache for that many tokens."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_Layer(room) for _ in range(config.num_hidden_layers)]
+    return cache
+
+
+def _flash(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """One new token of each sequence sees everything: query [B, Hq, 1, D]."""
+    assert query.shape[2] == 1, "decode steps only"
+    assert mask is None, "none is registered under our name"
+    # Elsewhere torch chooses; here nothing slower may take its place.
+    only = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if query.is_cuda else contextlib.nullcontext()
+    with only:
+        out = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+# transformers takes every name with "flash" in it for a package to load.
+AttentionInterface.register("in_place", _flash)
+
+
+class _Offloaded(DynamicCache):  # type: ignore[misc] # transformers is not typed
+    """Keys and values on the host, copied a layer ahead; no copy overtakes those before it.
+
+    Later versions of transformers see to that. 5.17 begins a copy while what it reads is still on
+    its way to the host, and into memory that the step is still reading.
+    """
+
+    def update(self, keys: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        self.prefetch_stream.wait_stream(torch.cuda.default_stream(keys.device))
+        both: tuple[Tensor, Tensor] = super().update(keys, *rest, **more)
+        return both
+
+
+class Past:
+    """A cache of transformers. steps: the most that are added to one with room for them.
+
+    ConfigError for one on the host without a GPU, and for one that flash attention does not take.
+    """
+
+    def __init__(self, kind: str, model: Model, context: int, steps: int) -> None:
+        self.static, self.in_place = kind == "static", kind == "in_place"
+        self.below = kind == "offloaded"
+        config, room = model.network.config, context + steps
+        self.cache: Any
+        if self.static:
+            self.cache = StaticCache(config=config, max_cache_len=room)
+        elif self.in_place:
+            wide = model.dtype == torch.float32 and model.device.type == "cuda"
+            require(not wide, "dtype", "float32", "bfloat16 or float16 for flash attention on cuda")
+            self.cache = in_place_cache(config, room)
+        else:
+            right = "cuda where keys and values are to lie on the host"
+            good = not self.below or model.device.type == "cuda"
+            require(good, "device", str(model.device), right)
+            cls = _Offloaded if self.below else DynamicCache
+            self.cache = cls(config=config, offloading=self.below)
+
+    def fill(self, numbers: RandomKV) -> None:
+        """Stores keys and values of all prompts."""
+        for layer in range(numbers.num_layers):
+            keys, values = (
+                torch.stack([draw(layer, sequence) for sequence in range(numbers.batch)])
+                for draw in (numbers.keys, numbers.values)
+            )
+            self.cache.update(keys, values, layer)
+
+    def take_back(self, tokens: int) -> None:
+        """Forgets the newest tokens where that makes no step slower.
+
+        A static cache keeps them in its room. On the host what is left would lie in pieces, to be
+        put together before each copy.
+        """
+        if not self.static and not self.below:
+            self.cache.crop(-tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(2 * layer.keys.nbytes for layer in self.cache.layers)
+
+
+class Baseline:
+    """One way of attention in transformers, over a cache that is filled already."""
+
+    def __init__(self, name: str, weights: Weights, past: Past, context: int) -> None:
+        self.name = name
+        self._network = without_copying_weights(weights.theirs)
+        self._network.set_attn_implementation(ALL_PEERS[name][0])
+        self._past = past
+        self._token_bytes = weights.ours.geometry(PAGE_SIZE).token_bytes
+        self._device = weights.ours.device
+        self._context = context
+        self._next = torch.empty(0)
+        self._captured: Captured | None = None
+        self._replayed = 0
+
+    def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
+        """As `Ours.logits`."""
+        tokens = [[prompt[-1], *given] for prompt in prompts]
+        rows = [self._forward(torch.tensor(column)) for column in zip(*tokens, strict=True)]
+        self._past.take_back(len(rows))
+        return torch.stack(rows, 1).float().cpu()
+
+    def start(self, prompts: list[list[int]], steps: int) -> None:
+        """Sets the token that the next step begins with."""
+        self._next = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
+        if self._past.in_place and self._device.type == "cuda":
+            self._captured = Captured(self._same_step, self._next)
+
+    def step(self) -> None:
+        """One token for every sequence, greedy."""
+        if self._captured is not None:
+            self._next = self._captured(self._next)
+            self._replayed += 1
+        else:
+            self._next = self._forward(self._next).argmax(-1)
+
+    def rest(self) -> None:
+        """Takes the step back."""
+        if self._captured is None:
+            self._past.take_back(1)
+
+    def _same_step(self, tokens: Tensor) -> Tensor:
+        """The next tokens [B]; always the same step, as what it added is taken back."""
+        best = self._forward(tokens).argmax(-1)
+        self._past.take_back(1)
+        return best
+
+    def cost(self) -> dict[str, Any]:
+        """What one step must read; copies, and the room of a static cache, come on top."""
+        return {
+            "policy": None,
+            "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
+            "other_bytes": 0.0,
+            "attended_fraction": 1.0,
+            "launches": self.launches,
+        }
+
+    @property
+    def launches(self) -> Launches:
+        """How its steps reached the device: transformers itself launches one by one."""
+        captured = self._captured is not None
+        return said(self._replayed, None if captured else THEIRS)
+
+    @torch.no_grad()
+    def _forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.to(self._device)[:, None]
+        out = self._network(input_ids=tokens, past_key_values=self._past.cache, use_cache=True)
+        logits: Tensor = out.logits[:, -1]
+        return logits

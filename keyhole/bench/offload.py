@@ -1,0 +1,204 @@
+"""Offloaded layers: how much repeats from step to step, what is moved, what it costs.
+
+The bundled model works through long derivations whose right words are given, so that every system
+has the same past. In a first pass the whole answer is decoded: logits must agree between all ways
+of loading, selections and copies are counted. In a second one the last steps are timed, all
+systems in turns. Where the operating system caches the file of the offloaded layers in memory,
+times are those of copies in memory; bytes do not depend on that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from keyhole.bench import comparison, measure, offload_large, offload_loading
+from keyhole.bench.measure import Launches, Report, Result, together
+from keyhole.bench.offload_loading import (
+    ABOVE,
+    ELASTIC,
+    SYSTEMS,
+    WARM_UP,
+    ForcedText,
+    Loading,
+    SelectionOverlap,
+    at_budgets,
+    budget_of,
+    recording,
+    timed,
+)
+from keyhole.bench.settings import PAGE_SIZE, OffloadSettings
+from keyhole.cache.offload.prefetch import Traffic
+from keyhole.config import require
+from keyhole.engine.head_runner import load_head
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.models.loading import Model
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+# Attention over the same keys in another order, in float32.
+_TOLERANCE = 1e-4
+
+
+def run(
+    model: Model, settings: OffloadSettings, report: Report, head: RetrievalHead | None = None
+) -> dict[str, Any]:
+    """Measures every policy and budget; the part of a line of results that is this benchmark's own.
+
+    model: the bundled one. head: for policies that want one; None: the model's own, ConfigError if
+    it has none.
+    Gives the results of each budget to `report`.
+    """
+    asked = {name: at_budgets(name, settings.budgets) for name in settings.policies}
+    everyone = [policy for policies in asked.values() for policy in policies]
+    for policy in everyone:
+        if policy.wants_head and head is None:
+            head = load_head(policy, model)
+    largest = max(budget_of(policy) for policy in everyone)
+    texts = [_text(model, settings, largest, seed) for seed in range(settings.items)]
+    line: dict[str, Any] = {
+        "settings": asdict(settings) | {"page_size": PAGE_SIZE, "warm_up": WARM_UP},
+        "model": model.name,
+        "head": None if head is None else head.config.objective,
+        "tokens": [len(text) for text in texts],
+        "read_bytes_per_s": measure.read_bandwidth(model.device),
+        "results": [],
+    }
+    with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+        work = [(name, policy) for name, policies in asked.items() for policy in policies]
+        for name, policy in tqdm(work, desc="budgets", leave=False, disable=None):
+            found = measure_budget(model, policy, head, texts, settings.repeat, folder)
+            named = {"policy": name, "budget": budget_of(policy)}
+            line["results"] += [named | one for one in found]
+            report(line["results"][-len(found) :], [])
+        if settings.trace is not None and settings.context is None:
+            policy = next(iter(asked.values()))[-1]
+            _trace(model, policy, head, texts[0], settings.trace, folder)
+        if settings.context is not None:
+            line["large"] = offload_large.run(settings, folder)
+            about = (
+                f"{settings.shape}, random weights, {settings.context:,} tokens: nothing repeats"
+            )
+            report(line["large"], [about])
+    return line
+
+
+def measure_budget(
+    model: Model,
+    policy: Policy,
+    head: RetrievalHead | None,
+    texts: Sequence[ForcedText],
+    repeat: int,
+    folder: str,
+) -> list[Result]:
+    """A result for every system, over all texts; DisagreementError if one gives other logits."""
+    repeats, right = SelectionOverlap(), 0
+    counted: dict[str, Traffic] = {name: Traffic() for name in SYSTEMS}
+    stalled, errors = dict.fromkeys(SYSTEMS, 0.0), dict.fromkeys(SYSTEMS, 0.0)
+    times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    below = dict.fromkeys(SYSTEMS, 0)
+    launches: dict[str, list[Launches]] = {name: [] for name in SYSTEMS}
+    for text in texts:
+        with Loading(None, model, policy, head, folder, graphs=False) as system:
+            expected = system.logits(text)
+        right += int((expected[:-1].argmax(-1) == torch.tensor(text.answer)).sum())
+        repeats.forget()
+        loading = tqdm(SYSTEMS.items(), desc="compare", leave=False, disable=None)
+        for name, kind in loading:
+            if kind is None:
+                continue
+            kind = recording(repeats) if name == ELASTIC else kind
+            with Loading(kind, model, policy, head, folder, graphs=False) as system:
+                found = system.logits(text)
+                counted[name] += system.traffic or Traffic()
+                below[name] = system.layers_below
+            who = f"{policy.name}, {name}"
+            error = comparison.check(who, [found], [expected], _TOLERANCE)
+            errors[name] = max(errors[name], error)
+    for text in texts:
+        spent, loaded, launched = _timed(model, policy, head, text, repeat, folder)
+        for name, traffic in loaded.items():
+            launches[name].append(launched[name])
+            times[name] += spent[name]
+            stalled[name] += 0.0 if traffic is None else traffic.stall_ms
+    words, steps = sum(len(text.answer) for text in texts), repeats.steps
+    return [
+        {
+            "system": name,
+            "step_ms": statistics.median(times[name]),
+            "ratio_to_above": statistics.median(
+                a / b for a, b in zip(times[name], times[ABOVE], strict=True)
+            ),
+            "stall_ms": None if name == ABOVE else stalled[name] / len(times[name]),
+            "moved_bytes": None if name == ABOVE else counted[name].moved_bytes / steps,
+            "hit_rate": counted[name].hit_rate,
+            "repeat_rate": repeats.repeated / repeats.selected,
+            "right_share": right / words,
+            "layers_below": below[name],
+            "launches": together(launches[name]),
+            "steps_counted": steps,
+            "steps_timed": len(times[name]),
+            "relative_error": errors[name],
+        }
+        for name in SYSTEMS
+    ]
+
+
+def _timed(
+    model: Model,
+    policy: Policy,
+    head: RetrievalHead | None,
+    text: ForcedText,
+    repeat: int,
+    folder: str,
+) -> tuple[dict[str, list[float]], dict[str, Traffic | None], dict[str, Launches]]:
+    """Milliseconds of the last `repeat` steps of each system, what they loaded, and launches."""
+    graphs = not policy.reads_keys  # all systems the same
+    with ExitStack() as stack:
+        systems = {
+            name: stack.enter_context(Loading(kind, model, policy, head, folder, graphs=graphs))
+            for name, kind in SYSTEMS.items()
+        }
+        for system in systems.values():
+            system.start(text.last(WARM_UP + repeat))
+        times, loaded = timed(systems, repeat, model.device)
+        return times, loaded, {name: system.launches(name) for name, system in systems.items()}
+
+
+def _trace(
+    model: Model,
+    policy: Policy,
+    head: RetrievalHead | None,
+    text: ForcedText,
+    path: str,
+    folder: str,
+) -> None:
+    """Of the last steps of a text."""
+    with Loading(SYSTEMS[ELASTIC], model, policy, head, folder) as system:
+        system.start(text.last(WARM_UP + offload_loading.STEPS))
+        for _ in range(WARM_UP):
+            system.engine.step()
+        offload_loading.write(Path(path), system.engine.step, model.device)
+
+
+def _text(model: Model, settings: OffloadSettings, largest: int, seed: int) -> ForcedText:
+    """A derivation with its answer; ConfigError if it is too short to be measured."""
+    item = make("derive", settings.words, seed)
+    assert model.tokenizer is not None, "the bundled model has one"
+    prompt = model.tokenizer(item.prompt).input_ids
+    answer = model.tokenizer(item.answer, add_special_tokens=False).input_ids
+    text = ForcedText(prompt=prompt, answer=answer)
+    least = largest + WARM_UP + settings.repeat
+    right = f"so many that a derivation has more than {least} tokens: the largest budget and the "
+    right += f"timed steps (it has {len(text)}); give less budgets or a smaller repeat"
+    good = len(text) > least and len(answer) > WARM_UP + settings.repeat
+    require(good, "words", settings.words, right)
+    return text

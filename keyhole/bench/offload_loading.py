@@ -1,0 +1,316 @@
+"""Engines that differ in where keys and values are and how they are loaded; what steps repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from keyhole.bench.measure import Launches, Turn, checked, take_turns
+from keyhole.bench.model import RandomKV
+from keyhole.bench.settings import PAGE_SIZE, brings_budget
+from keyhole.cache.offload.prefetch import Prefetcher, Traffic
+from keyhole.cache.offload.resident_buffer import Resident
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.engine import Engine
+from keyhole.engine.sequence import Sequence
+from keyhole.kernels import Selection
+from keyhole.models.loading import Model
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+# A Chrome trace of some decode steps: what runs when, on every stream and thread.
+#
+# Open it in chrome://tracing or ui.perfetto.dev. On a GPU copies for later layers lie on a row of
+# their own beside the kernels; on a CPU they are the work of another thread.
+
+
+#: Steps in a trace.
+STEPS = 4
+
+
+def write(path: Path, step: Callable[[], object], device: torch.device) -> None:
+    """Runs `step` so many times, and writes what happened."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=activities, experimental_config=every) as recorded:
+        for i in range(STEPS):
+            with record_function(f"step {i}"):
+                step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recorded.export_chrome_trace(str(path))
+
+
+@dataclass(eq=False)
+class SelectionOverlap:
+    """Counts over the selections of one sequence after the other.
+
+    steps: those in which anything was selected. selected, repeated: what was, and what of it the
+    step before had too; tokens or pages, as the policy selects, once per layer and KV head. First
+    steps and those after one that read everything are not compared. Buffers repeat a little more,
+    as what a step did not select may still be there in the next.
+    """
+
+    steps: int = 0
+    selected: int = 0
+    repeated: int = 0
+    _step: int = 0
+    _seen: int = -1
+    _last: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A step."""
+        self._step += 1
+
+    def forget(self) -> None:
+        """Another sequence."""
+        self._last.clear()
+
+    def record(self, layer: int, selection: Selection) -> None:
+        """What a layer reads in this step."""
+        self.steps += self._seen != self._step
+        self._seen = self._step
+        now = selection.indices[0]
+        step, last = self._last.get(layer, (-1, now))
+        if step == self._step - 1:
+            self.selected += int(selection.counts.sum())
+            self.repeated += sum(
+                int(torch.isin(a[a >= 0], b).sum()) for a, b in zip(now, last, strict=True)
+            )
+        self._last[layer] = self._step, now.clone()
+
+
+def recording(repeats: SelectionOverlap) -> type[Prefetcher]:
+    """Elastic loading that tells `repeats` of every selection."""
+
+    class Recording(Prefetcher):
+        def begin(
+            self, rows: Tensor, page_table: Tensor, lengths: Tensor, *, recorded: bool = False
+        ) -> None:
+            repeats.begin()
+            super().begin(rows, page_table, lengths, recorded=recorded)
+
+        def wait(self, layer: int, selection: Selection) -> Resident:
+            repeats.record(layer, selection)
+            return super().wait(layer, selection)
+
+    return Recording
+
+
+# More than any text needs: all layers are moved by `Loading`, not when memory is full.
+_MEMORY = 1 << 40
+
+
+class Waiting(Prefetcher):
+    """Without overlap: nothing is loaded before the layer that needs it asks for it."""
+
+    def start(self, selection: Selection, layers: Iterable[int]) -> None:
+        """Nothing; `wait` loads what was not started."""
+
+
+class Forgetful(Prefetcher):
+    """Without elastic loading: everything that is selected is copied at every step."""
+
+    def begin(
+        self, rows: Tensor, page_table: Tensor, lengths: Tensor, *, recorded: bool = False
+    ) -> None:
+        """Forgets what the buffers of these sequences hold."""
+        super().begin(rows, page_table, lengths, recorded=recorded)
+        for buffer in self._buffers.values():
+            buffer.entries.index_fill_(0, rows, -1)
+
+
+#: The first step after a prompt loads everything, the next ones bring the systems to their pace.
+WARM_UP = 4
+
+#: Everything above; the others are divided by it.
+ABOVE = "above"
+ELASTIC, NO_OVERLAP, NO_ELASTIC = "elastic", "elastic_without_overlap", "everything_copied"
+#: How layers below are loaded; None where no layer is below.
+SYSTEMS: Mapping[str, type[Prefetcher] | None] = {
+    ABOVE: None,
+    ELASTIC: Prefetcher,
+    NO_OVERLAP: Waiting,
+    NO_ELASTIC: Forgetful,
+}
+
+
+def at_budgets(name: str, budgets: Several[int]) -> list[Policy]:
+    """A policy under every budget, or just under its own if it brings one."""
+    if brings_budget(name):
+        return [make_policy(name)]
+    return [make_policy(name, {"token_budget": budget}) for budget in budgets]
+
+
+def budget_of(policy: Policy) -> int:
+    """Tokens that a policy which selects may read."""
+    return int(getattr(policy, "token_budget"))  # noqa: B009  (of most policies, not of their base)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForcedText:
+    """A prompt, and the tokens after it that are decoded one by one."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+    def last(self, steps: int) -> ForcedText:
+        """The same text with an answer of its last `steps` tokens; the rest is the prompt."""
+        tokens = [*self.prompt, *self.answer]
+        return ForcedText(prompt=tokens[:-steps], answer=tokens[-steps:])
+
+
+class Loading:
+    """One engine, with `requests` requests at most, for texts whose tokens are given.
+
+    All layers that may are offloaded from the first token on, or as many as must where
+    `memory` is what keys and values may take above; they are loaded as `kind` says. None: all are
+    above. folder: of the files that a CPU offloads to. graphs: whether steps may be
+    repeated from a recording, in which `kind` is not called.
+    """
+
+    def __init__(
+        self,
+        kind: type[Prefetcher] | None,
+        model: Model,
+        policy: Policy,
+        head: RetrievalHead | None,
+        folder: str,
+        memory: int | None = None,
+        *,
+        requests: int = 1,
+        graphs: bool = True,
+    ) -> None:
+        config = EngineConfig(max_batch=requests, page_size=PAGE_SIZE, graphs=graphs)
+        if kind is not None:
+            config = replace(config, memory=memory or _MEMORY, offload=folder)
+        self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)
+        self._prefetcher: Prefetcher | None = None
+        self._replayed = 0  # before the steps that count
+        placement = self.engine.placement
+        if kind is not None and placement is not None:
+            self._prefetcher = placement.prefetcher
+            # The engine has one way of loading; the others are only worth comparing it with.
+            self._prefetcher.__class__ = kind
+            if memory is None:
+                placement.move_down(len(placement.plan.model.order))
+            placement.least = placement.offloaded
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    @property
+    def layers_below(self) -> int:
+        """Offloaded layers."""
+        return 0 if self.engine.placement is None else self.engine.placement.offloaded
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What all steps so far have loaded; None where no layer is below."""
+        return None if self._prefetcher is None else self._prefetcher.total
+
+    def fill(self, numbers: RandomKV, prompts: Several[list[int]]) -> None:
+        """Writes the pages of prompts but for their last tokens, and makes them known.
+
+        numbers: of as many sequences at least, `numbers.context` tokens each.
+        """
+        for sequence, prompt in enumerate(prompts):
+            self._fill(numbers, sequence, prompt)
+        # What is known here is to be read, so it stays, though no request has it yet.
+        if self.engine.placement is not None:
+            self.engine.placement.least = self.engine.placement.offloaded
+
+    def _fill(self, numbers: RandomKV, sequence: int, prompt: list[int]) -> None:
+        cache, policy, prefix = self.engine.cache, self.engine.policy, self.engine.prefix
+        listed = cache.allocate(numbers.context // PAGE_SIZE)
+        assert listed is not None
+        assert prefix is not None
+        pages = torch.tensor(listed, device=numbers.device)
+        generator = torch.Generator().manual_seed(sequence)
+        for tensor in cache.common.values():
+            tensor[pages] = torch.randn(tensor[pages].shape, generator=generator).to(tensor)
+        filled = torch.full_like(pages, PAGE_SIZE)
+        for layer in range(numbers.num_layers):
+            for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
+                tensor = stored[layer]  # on the host if it is below a GPU
+                drawn = draw(layer, sequence).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+                tensor[pages.to(tensor.device)] = drawn.to(tensor.device)
+            policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
+        prefix.insert(prompt[:-1], listed, len(prompt))
+        cache.release(listed)
+
+    def start(self, *texts: ForcedText) -> None:
+        """Computes the prompts; each step from here on decodes a token of every answer."""
+        sequences = [self._add(text, keep_logits=False) for text in texts]
+        while not all(sequence.is_decoding for sequence in sequences):
+            self.engine.step()
+        self._replayed = self.engine.replayed_steps
+
+    def launches(self, name: str) -> Launches:
+        """How the steps after the prompt reached the device: see `keyhole.bench.measure`."""
+        return checked(name, self.engine, self._replayed, self.engine.model.device)
+
+    def logits(self, text: ForcedText) -> Tensor:
+        """Decodes the whole answer: logits before and after each of its tokens, [1 + n, V]."""
+        sequence = self._add(text, keep_logits=True)
+        while not sequence.is_finished:
+            self.engine.step()
+        return torch.stack(sequence.logits)
+
+    def _add(self, text: ForcedText, *, keep_logits: bool) -> Sequence:
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        return self.engine.add(text.prompt, params, given=text.answer, keep_logits=keep_logits)
+
+
+def timed(
+    systems: Mapping[str, Loading],
+    repeat: int,
+    device: torch.device,
+    others: Mapping[str, Turn] | None = None,
+) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
+    """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded.
+
+    others: of other people's, which take turns with them.
+    """
+    turns = {name: Turn(call=system.engine.step) for name, system in systems.items()}
+    turns |= others or {}
+    take_turns(turns, WARM_UP, device)
+    before = {name: system.traffic for name, system in systems.items()}
+    times = take_turns(turns, repeat, device)
+    loaded = {name: _since(before[name], system.traffic) for name, system in systems.items()}
+    return times, loaded
+
+
+def _since(before: Traffic | None, now: Traffic | None) -> Traffic | None:
+    if before is None or now is None:
+        return None
+    return Traffic(
+        now.hits - before.hits,
+        now.misses - before.misses,
+        now.moved_bytes - before.moved_bytes,
+        now.stall_ms - before.stall_ms,
+    )

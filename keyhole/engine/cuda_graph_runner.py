@@ -1,0 +1,293 @@
+"""Decode steps recorded once as CUDA graphs and replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.cache.pages import PageCache
+from keyhole.engine.decode_inputs import DecodeInputs, GraphBuffers
+from keyhole.engine.sequence import Sequence as Request
+from keyhole.policies.base import Policy, Step
+
+# Decode steps that are recorded once and repeated: CUDA graphs on a GPU.
+#
+# A step that only decodes does the same work as the one before, on other numbers. So it is recorded
+# for a number of sequences and of pages, each rounded up, and for the policy's `capture_key`; after
+# that its inputs are copied to where the recording reads them (`GraphBuffers`), and it is replayed.
+# Padding rows have a page and a row of the policy's state of their own, which no sequence reads.
+# What the host keeps of a step (lengths, pages, evictions, counters) is not in the recording: the
+# runner does it in every step, recorded or not.
+#
+# All is recorded anew when the cache's tensors have moved, or layers of it between the tiers.
+
+
+# Shapes that are kept; what was not used for longest goes first.
+_MOST = 32
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a step of B rows gives: logits [B, vocabulary], reads float64 [B, 3], victims int64 [B].
+
+    loads: what offloaded layers loaded, as `Loads.counters`; None where no layer is offloaded.
+    The next repetition of any recording overwrites them.
+    """
+
+    logits: Tensor
+    reads: Tensor
+    victims: Tensor | None
+    loads: Tensor | None = None
+
+
+Work = Callable[[], Outputs]
+
+
+class Recorder(Protocol):
+    """Records work, for which its inputs stand for nobody: it may run any number of times."""
+
+    def record(self, work: Work) -> Work:
+        """What repeats the work on the numbers that are there then. RuntimeError if it cannot."""
+
+    def forget(self) -> None:
+        """All that was recorded will not be repeated any more."""
+
+
+class _Shape(NamedTuple):
+    """Inputs of one shape, and what repeats a step over them, by the way that the policy goes."""
+
+    inputs: GraphBuffers
+    ways: dict[Hashable, Work]
+
+
+class CudaGraphRunner:
+    """The steps of one runner. replayed: how many were repeated from a recording.
+
+    make_step: the step of some numbers, from the device's tensors. work: what a step does. moves:
+    how often tensors that a step reads or writes have been replaced by others so far.
+    why_not: the reason why steps are not recorded any more, once one could not be.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        cache: PageCache,
+        policy: Policy,
+        max_batch: int,
+        device: torch.device,
+        make_step: Callable[[DecodeInputs, Mapping[str, Tensor]], Step],
+        work: Callable[[Mapping[str, Tensor], Step], Outputs],
+        moves: Callable[[], int],
+    ) -> None:
+        self._recorder = recorder
+        self._count_moves = moves
+        self._policy = policy
+        self._max_batch = max_batch
+        self._device = device
+        self._make_step = make_step
+        self._work = work
+        self._cache = cache
+        self.why_not: str | None = None
+        if not self._set_aside():
+            self.why_not = "the cache has no page to set aside"
+        self._shapes: dict[tuple[int, ...], _Shape] = {}
+        self._logits: Tensor | None = None
+        self._moves = moves()
+        self.replayed = 0
+
+    def run(self, numbers: DecodeInputs, decodes: Sequence[Request]) -> Outputs | None:
+        """Repeats the step of these sequences; None: it is not to be recorded, and was not run."""
+        if self.why_not is not None:
+            return None
+        if self._moves != self._count_moves():
+            self._forget()
+        arrays = numbers.sent | numbers.written
+        arrays["token_ids"] = np.asarray([s.tokens[s.num_computed] for s in decodes], np.int64)
+        arrays["positions"] = numbers.position
+        inputs, ways = self._shape(arrays)
+        step = self._make_step(numbers, inputs.tensors)
+        way = self._policy.capture_key(step)
+        if way is None:
+            return None
+        if way not in ways:
+            inputs.load({})
+            try:
+                ways[way] = self._recorder.record(
+                    functools.partial(self._work_into_place, inputs.tensors, step)
+                )
+            except RuntimeError as error:
+                self._give_up(_reason(error))
+                return None
+        inputs.load(arrays)
+        self.replayed += 1
+        return ways[way]()
+
+    def _shape(self, arrays: Mapping[str, np.ndarray]) -> _Shape:
+        """Inputs for these arrays and what was recorded over them; the oldest others go."""
+        rows = batch_bucket(len(arrays["token_ids"]), self._max_batch)
+        widths = {n: width_bucket(x.shape[1]) for n, x in arrays.items() if x.ndim > 1}
+        key = (rows, *widths.values())
+        shape = self._shapes.pop(key, None)
+        if shape is None:
+            shape = _Shape(GraphBuffers(arrays, rows, widths, self._nobody, self._device), {})
+        self._shapes[key] = shape
+        if len(self._shapes) > _MOST:
+            del self._shapes[next(iter(self._shapes))]
+        return shape
+
+    def _work_into_place(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
+        """A step whose logits go where those of all recordings go: many would be too large."""
+        found = self._work(tensors, step)
+        rows, width = found.logits.shape
+        if self._logits is None:  # made when work runs for the first time, before it is recorded
+            self._logits = found.logits.new_empty(self._max_batch, width)
+        return replace(found, logits=self._logits[:rows].copy_(found.logits))
+
+    def _set_aside(self) -> bool:
+        """Whether there is a page for rows that stand for nobody."""
+        page = self._cache.set_aside()
+        self._nobody = _nobody(page or 0, self._cache.page_size, self._max_batch)
+        return page is not None
+
+    def _forget(self) -> None:
+        self._moves = self._count_moves()
+        self._set_aside()  # it may have another number
+        self._shapes.clear()
+        self._recorder.forget()
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        self._forget()
+        warnings.warn(
+            "decode steps cannot be recorded as CUDA graphs and are launched one by one, which is "
+            f"slower: {why.splitlines()[0] if why else 'no reason given'}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What came first: a recording that fails also fails to end, which says less."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error)
+
+
+def batch_bucket(count: int, most: int) -> int:
+    """Rows of a recording for so many sequences, of which at most `most` can run at once."""
+    rounded = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
+    return min(rounded, most)
+
+
+def width_bucket(pages: int) -> int:
+    """Pages of a recording for so many: at most a quarter more, from 64 on."""
+    step = max(16, (1 << (pages - 1).bit_length()) // 8)
+    return -(-pages // step) * step
+
+
+def _nobody(page: int, page_size: int, state_row: int) -> dict[str, int]:
+    """A sequence of one token in a page that is nobody's."""
+    return {
+        "token_ids": 0,
+        "positions": 0,
+        "lengths": 1,
+        "pages": 1,
+        "page_table": page,
+        "prompts": 0,
+        "state_rows": state_row,
+        "slots": page * page_size,
+        "touched": page,
+        "filled": 1,
+        "left_table": page,
+        "left_pages": 1,
+        "left_lengths": 1,
+        "pinned": 1,
+        "goes": 0,
+    }
+
+
+class CudaGraphs:
+    """Records what is launched on a GPU, in one pool of memory.
+
+    Recordings are repeated one after the other, and what one leaves is read before the next, so
+    that they may use the same memory for all that is between their inputs and outputs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins a new pool: torch does not take up one whose graphs are all gone."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work) -> Work:
+        """Runs the work, then records it; RuntimeError for what waits for the device.
+
+        That is found out before the recording begins: one that fails leaves torch's allocator in
+        a state from which it gives no memory back that several streams have used.
+        """
+        with torch.cuda.device(self._device):
+            return self._record(work)
+
+    def _record(self, work: Work) -> Work:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with torch.cuda.stream(self._stream):
+                work()  # kernels are compiled, libraries take their working memory
+                torch.cuda.set_sync_debug_mode("error")
+                work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a server's, one that copies) may go on with what a recording may not do.
+        mode = "thread_local"
+        try:
+            with (
+                without_collection(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+                ),
+            ):
+                outputs = work()
+        finally:
+            torch.cuda.set_stream(current)  # a recording that fails leaves its own
+
+        def repeat() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return repeat
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage is collected: if a graph of an engine that is gone were, this recording would end.
+
+    Graphs hold what a device must not give back while it records.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def make_recorder(device: torch.device) -> Recorder | None:
+    """Who records steps on a device; None where launching them costs little (a CPU)."""
+    return CudaGraphs(device) if device.type == "cuda" else None

@@ -1,1 +1,0 @@
-"""What a decode step needs: inputs, state of policies, CUDA graphs, what was read."""

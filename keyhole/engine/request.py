@@ -1,0 +1,204 @@
+"""What a caller may ask of the engine: token ids that fit, and a policy for one request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.memory.plan import page_data
+from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
+from keyhole.method_settings import require_depth
+from keyhole.models.loading import Model
+from keyhole.planner import MemoryModel
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.policies.controls.full import Full
+
+
+def longest(model: Model, config: EngineConfig) -> int:
+    """The most tokens of a sequence. ConfigError for a `max_length` above the model's."""
+    if config.max_length is None:
+        return model.max_length
+    if config.max_length > model.max_length:
+        raise ConfigError(
+            f"max_length {config.max_length} is more than {model.max_length}: {model.length_reason}"
+        )
+    return config.max_length
+
+
+def check_tokens(
+    tokens: Sequence[int], params: SamplingParams, model: Model, max_length: int
+) -> None:
+    """RequestError for tokens or parameters that the model cannot have.
+
+    PromptTooLongError if no new token fits below `max_length`.
+    """
+    if not tokens:
+        raise RequestError("the prompt is empty; give at least one token")
+    wrong = [t for t in tokens if not 0 <= t < model.vocab_size]
+    if wrong:
+        right = f"0 to {model.vocab_size - 1}"
+        raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
+    if (params.stop or params.bad_words) and model.tokenizer is None:
+        raise RequestError("stop texts and bad words need a tokenizer; this model has none")
+    wrong = [t for t in params.logit_bias or () if t >= model.vocab_size]
+    if wrong:
+        right = f"0 to {model.vocab_size - 1}"
+        raise RequestError(f"logit_bias: token id {wrong[0]} is not one of this model's, {right}")
+    if (params.logprobs or 0) > model.vocab_size:
+        raise RequestError(
+            f"logprobs {params.logprobs} must be at most {model.vocab_size}, the tokens "
+            "of this model"
+        )
+    if len(tokens) >= max_length:
+        reason = model.length_reason
+        if max_length < model.max_length:
+            reason = "set by max_length"
+        raise PromptTooLongError(
+            f"the prompt has {len(tokens)} tokens, this model takes at most "
+            f"{max_length - 1} and one new token ({reason})"
+        )
+
+
+# A policy for one request: how a call names it, and whether the engine's cache has what it needs.
+#
+# All requests of an engine share its pages, its retrieval head and its offloaded layers, which were
+# laid out for the engine's own policy. Another policy runs beside it if it needs nothing else of
+# them; it has tensors of its own for what it keeps per sequence, and its own CUDA graphs. What does
+# not fit is refused where the request is made, before anything is queued.
+#
+# Prefixes are shared within a `page_group`: the requests whose pages hold what each of them needs.
+
+
+#: A policy for a call: as `LLM` takes it, or settings that differ from those of the `LLM`.
+PolicySpec = Policy | str | Path | Mapping[str, Any]
+
+#: Pages with keys and values alone, in an engine whose own pages need more than `on_append`.
+_KEYS_ONLY = b"keys"
+
+
+@dataclass(frozen=True, eq=False)
+class RequestPolicy:
+    """What requests run under, from their prompt to their end.
+
+    policy: settled. keeper: whose `on_append` runs on their pages; a policy that keeps nothing per
+    page leaves that to the engine's, whose requests can then share them. page_group: see above.
+    """
+
+    policy: Policy
+    keeper: Policy
+    page_group: bytes = b""
+
+
+#: For sequences outside of an engine, which asks.
+DENSE = RequestPolicy(Full(), Full())
+
+
+def requested(spec: PolicySpec, own: Policy, num_layers: int) -> Policy:
+    """The policy of a call, not resolved; own: the engine's, as it was given.
+
+    UnknownNameError for a name or a setting that is not there, ConfigError for a wrong value.
+    """
+    if not isinstance(spec, Mapping):
+        require_depth(spec, num_layers)
+        return make_policy(spec)
+    known = {field.name for field in dataclasses.fields(own)}
+    for name in spec:
+        if name not in known:
+            raise UnknownNameError(f"setting of policy {own.name}", str(name), known)
+    return dataclasses.replace(own, **spec)
+
+
+def beside(
+    policy: Policy,
+    own: Policy,
+    geometry: Geometry,
+    *,
+    has_head: bool,
+    memory: MemoryModel | None,
+    group: bytes,
+) -> RequestPolicy:
+    """A policy beside the engine's own, both resolved. ConfigError if it cannot run there.
+
+    has_head: whether the engine runs a retrieval head. memory: of an engine that offloads, what its
+    buffers are made for. group: a name that no `page_group` has yet.
+    """
+    why = _why_not(policy, own, geometry, has_head=has_head, memory=memory)
+    if why is not None:
+        raise ConfigError(
+            f"policy {policy.name!r} of this request cannot run beside policy {own.name!r} of the "
+            f"LLM: {why}"
+        )
+    if not _keeps(policy, geometry):
+        # Every token gets what the engine's policy keeps, unless that needs the queries, too.
+        return RequestPolicy(policy, own, _KEYS_ONLY if own.reads_queries else b"")
+    return RequestPolicy(policy, policy, b"" if _keeps_alike(policy, own) else group)
+
+
+def _why_not(
+    policy: Policy, own: Policy, geometry: Geometry, *, has_head: bool, memory: MemoryModel | None
+) -> str | None:
+    """What the engine does not have, and what helps; None if it has everything."""
+    start = f"start the LLM with policy={policy.name!r}"
+    if policy.wants_head and not has_head:
+        return f"it needs a retrieval head, which was not loaded; {start}"
+    if policy.wants_head and getattr(policy, "head", None) not in (None, _head(own)):
+        return f"the LLM runs the retrieval head of {_head(own) or 'the model'!r}; leave head out"
+    kept = _keeps(policy, geometry)
+    if kept and policy.name != own.name:
+        return f"it keeps {_listed(kept)} with every page, which this cache does not; {start}"
+    if kept and page_data(geometry, policy, None) != page_data(geometry, own, None):
+        return (
+            f"with these settings it keeps {_listed(kept)} of another shape with every page; "
+            f"{start} and these settings, or change only others"
+        )
+    return None if memory is None else _why_not_offloaded(policy, own, geometry, memory)
+
+
+def _why_not_offloaded(
+    policy: Policy, own: Policy, geometry: Geometry, memory: MemoryModel
+) -> str | None:
+    """The same for an engine that offloads layers, which are read through its buffers."""
+    dense = set(memory.order) - set(policy.offloadable(geometry))
+    if dense:
+        shown = ", ".join(map(str, sorted(dense)))
+        return (
+            f"it reads all keys of layers {shown}, which may be offloaded; leave offload= out, or "
+            "take a policy that selects in these layers"
+        )
+    budget = getattr(policy, "token_budget", None) or 0
+    if budget > memory.token_budget:
+        return (
+            f"token_budget {budget} must be at most {memory.token_budget}, which the buffers of "
+            "offloaded layers are made for; start the LLM with a larger token_budget"
+        )
+    if policy.selection_heads(geometry) != own.selection_heads(geometry):
+        return (
+            "it makes another number of choices per layer than the buffers of offloaded layers are "
+            f"made for; start the LLM with policy={policy.name!r}"
+        )
+    return None
+
+
+def _keeps(policy: Policy, geometry: Geometry) -> list[str]:
+    """What a policy keeps per page in any layer, by name."""
+    return sorted({name for data in page_data(geometry, policy, None) for name in data})
+
+
+def _keeps_alike(policy: Policy, own: Policy) -> bool:
+    """Whether two policies of a name keep the same of every page."""
+    names = policy.page_settings
+    return names is not None and all(getattr(policy, name) == getattr(own, name) for name in names)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(repr(name) for name in names)
+
+
+def _head(policy: Policy) -> str | None:
+    return getattr(policy, "head", None)

@@ -1,0 +1,240 @@
+"""Attention of a prompt's tokens and of decode steps, over all or selected tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keyhole.kernels.reference.pages import PageReads, gathered, reads_of, window_pages
+from keyhole.kernels.selection import ScoreRequest, Selection
+
+
+def in_groups(query: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, Hq, D] as [B, Hkv, G, D]."""
+    return query.reshape(query.shape[0], num_kv_heads, -1, query.shape[-1])
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Soft-capped scores, c tanh(scores / c); None: the scores unchanged."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension of [..., Hkv, G, n], with a sink logit per query head."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.float().view(scores.shape[1], scores.shape[2], 1)
+    column = column.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
+def attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    selection: Selection | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of each sequence's newest token: softmax(scale q K^T) V over the selection.
+
+    query [B, Hq, D]; key_pages [P, Hkv, page_size, D]; value_pages [P, Hkv, page_size, Dv];
+    page_table int32 [B, M]; lengths int32 [B], the newest token included. selection None: all.
+    window w: the last w tokens only. softcap c: scores become c tanh(score / c). sinks [Hq]: one
+    more logit per head that takes weight and has no value. Returns [B, Hq, Dv] in query's dtype.
+    """
+    if selection is None and window is not None:
+        selection = window_pages(lengths, window, key_pages.shape[2], page_table.shape[1])
+    return attend_weights(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        selection=selection,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )[0]
+
+
+def attend_weights(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    selection: Selection | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, and its weights, float32 [B, Hkv, G, n] over the n tokens of the selection."""
+    reads = reads_of(key_pages, page_table, lengths, selection, window)
+    weights = _weights(query, key_pages, reads, scale, softcap, sinks)
+    return _mix(weights, value_pages, reads).to(query.dtype), weights
+
+
+def attend_and_score(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    requests: tuple[ScoreRequest, ...],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`attend` over everything, and for each request the reduced weights, float32 [B, H, n].
+
+    H = Hkv for "group_max", Hq for "none", else 1; n = M * page_size / unit; entries past the
+    sequence are 0.
+    """
+    paged = (query, key_pages, value_pages, page_table, lengths)
+    out, weights = attend_weights(*paged, scale=scale, softcap=softcap, sinks=sinks)
+    scores = (
+        over_heads(weights, request.reduce).unflatten(2, (-1, request.unit)).sum(3)
+        for request in requests
+    )
+    return out, tuple(scores)
+
+
+def over_heads(weights: Tensor, reduce: str) -> Tensor:
+    """Weights [B, Hkv, G, n] reduced over query heads, [B, Hkv, Hq or 1, n]."""
+    if reduce == "group_max":
+        return weights.amax(2)
+    weights = weights.flatten(1, 2)
+    if reduce == "none":
+        return weights
+    return weights.amax(1, keepdim=True) if reduce == "max" else weights.sum(1, keepdim=True)
+
+
+def head_scores(
+    query: Tensor,
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    selection: Selection | None = None,
+) -> Tensor:
+    """Attention weights of each query head, the largest of each group: float32 [B, Hkv, N].
+
+    query [B, Hq, D], key_pages [P, Hkv, page_size, D], N = M * page_size. Entries past the sequence
+    are 0. A retrieval head selects tokens by these weights (SpeContext, section 4.2). selection:
+    the softmax covers its tokens alone, and N is the length of its list.
+    """
+    reads = reads_of(key_pages, page_table, lengths, selection, None)
+    return _weights(query, key_pages, reads, scale, None, None).amax(2)
+
+
+def _weights(
+    query: Tensor,
+    key_pages: Tensor,
+    reads: PageReads,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention weights, float32 [B, Hkv, G, n]."""
+    grouped = in_groups(query.float(), key_pages.shape[1])
+    scores = grouped.new_empty(*grouped.shape[:3], reads.valid.shape[-1])
+    for key, tokens in reads.blocks(key_pages):
+        scores[..., tokens] = grouped @ key.transpose(-1, -2)
+    scores = capped(scores.mul_(scale), softcap)
+    scores.masked_fill_(~reads.valid[:, :, None], float("-inf"))
+    return softmax(scores, sinks)
+
+
+def _mix(weights: Tensor, value_pages: Tensor, reads: PageReads) -> Tensor:
+    """Values under weights [B, Hkv, G, n], float32 [B, Hq, Dv]."""
+    out = weights.new_zeros(*weights.shape[:3], value_pages.shape[-1])
+    for value, tokens in reads.blocks(value_pages):
+        # The gathered values are a copy. Where no token was written they may be NaN.
+        value.masked_fill_(~reads.valid[..., tokens, None], 0.0)
+        out += weights[..., tokens] @ value
+    return out.flatten(1, 2)
+
+
+#: The explicit path holds at most this many scores at once (256 MiB in float32).
+MAX_SCORES = 1 << 26
+
+
+def prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    start: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of one sequence's tokens start .. start + T - 1 over its pages.
+
+    query [T, Hq, D]; pages int64 [M], the sequence's pages in order, that hold start + T tokens.
+    window, softcap, sinks as in `attend`. Returns [T, Hq, Dv] in query's dtype.
+    """
+    page_size, num_kv_heads = key_pages.shape[2], key_pages.shape[1]
+    end = start + query.shape[0]
+    skipped = 0 if window is None else max(0, start - window + 1) // page_size
+    pages = pages[skipped : -(-end // page_size)]
+    first = skipped * page_size
+    key, value = (
+        gathered(x, (pages,), query.device).transpose(0, 1).flatten(1, 2)[:, : end - first]
+        for x in (key_pages, value_pages)
+    )
+    grouped = in_groups(query, num_kv_heads).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
+    position = torch.arange(first, end, device=query.device)
+    row = torch.arange(start, end, device=query.device)[:, None]
+    seen = position <= row if window is None else (position <= row) & (position > row - window)
+    if softcap is None and sinks is None:
+        # The query heads of a group are folded into one row, so that no key is copied per head.
+        folded = grouped.flatten(1, 2)[None]
+        mask = seen.repeat(grouped.shape[1], 1)
+        out = F.scaled_dot_product_attention(
+            folded, key[None], value[None], attn_mask=mask, scale=scale
+        )
+        out = out.view(*grouped.shape[:3], -1)
+    else:
+        rows = max(1, MAX_SCORES // (query.shape[1] * (end - first)))
+        blocks = zip(grouped.split(rows, 2), seen.split(rows), strict=True)
+        out = torch.cat(
+            [
+                attend_block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)
+                for block, mask in blocks
+            ],
+            2,
+        )
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def attend_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Explicit attention of [Hkv, G, T, D] over [Hkv, n, D] where `seen` [T, n]; float32."""
+    scores = capped((query.float() @ key.float().transpose(-1, -2)[:, None]) * scale, softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(seen.shape[0])  # one "head" per (head, row)
+    weights = softmax(scores.flatten(1, 2)[None], sinks)[0].view_as(scores)
+    return weights @ value.float()[:, None]

@@ -1,0 +1,183 @@
+"""RoPE applied to new queries and keys, and shifts of rotated ones to other positions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Heads of one program: few, so that a step of few tokens still fills the GPU.
+_HEADS = 4
+
+
+@triton.jit
+def _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF: tl.constexpr):
+    """Rotates some heads of a token, rounding where transformers rounds."""
+    dtype = target.dtype.element_ty
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    one, other = (first * cos1).to(dtype), (second * sin1).to(dtype)
+    tl.store(target, (one.to(tl.float32) - other.to(tl.float32)).to(dtype), mask=mask)
+    one, other = (second * cos2).to(dtype), (first * sin2).to(dtype)
+    tl.store(target + HALF, (one.to(tl.float32) + other.to(tl.float32)).to(dtype), mask=mask)
+
+
+@triton.jit
+def _rotary(
+    query,
+    key,
+    cos,
+    sin,
+    out_query,
+    out_key,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_cb,
+    stride_ct,
+    stride_sb,
+    stride_st,
+    num_tokens,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """A block of heads of one token; the key heads follow the query heads."""
+    row = tl.program_id(0).to(tl.int64)
+    sequence, token = row // num_tokens, row % num_tokens
+    d = tl.arange(0, HALF_PADDED)
+    cos += sequence * stride_cb + token * stride_ct
+    sin += sequence * stride_sb + token * stride_st
+    cos1 = tl.load(cos + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    cos2 = tl.load(cos + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    sin1 = tl.load(sin + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    sin2 = tl.load(sin + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    mask = (head < QUERY_HEADS)[:, None] & (d < HALF)[None]
+    source = query + sequence * stride_qb + token * stride_qt + head * stride_qh
+    target = out_query + (row * QUERY_HEADS + head) * 2 * HALF
+    whole = source[:, None] + d[None], target[:, None] + d[None]
+    _turned(whole[0], whole[1], mask, cos1, cos2, sin1, sin2, HALF)
+
+    head -= QUERY_HEADS
+    mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
+    source = key + sequence * stride_kb + token * stride_kt + head * stride_kh
+    target = out_key + (row * KEY_HEADS + head) * 2 * HALF
+    whole = source[:, None] + d[None], target[:, None] + d[None]
+    _turned(whole[0], whole[1], mask, cos1, cos2, sin1, sin2, HALF)
+
+
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference. The heads of a token are contiguous in the output."""
+    (batch, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
+    out_query = query.new_empty(batch, tokens, query_heads, dim)
+    out_key = key.new_empty(batch, tokens, key_heads, dim)
+    if batch * tokens:
+        cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+        _rotary[batch * tokens, -(-(query_heads + key_heads) // _HEADS)](
+            query,
+            key,
+            cos,
+            sin,
+            out_query,
+            out_key,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *cos.stride()[:2],
+            *sin.stride()[:2],
+            tokens,
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            HALF=dim // 2,
+            HALF_PADDED=triton.next_power_of_2(dim // 2),
+            HEADS=_HEADS,
+            num_warps=2,
+        )
+    return out_query.transpose(1, 2), out_key.transpose(1, 2)
+
+
+@triton.jit
+def _rotate(
+    x,
+    by,
+    frequencies,
+    out,
+    stride_token,
+    stride_head,
+    num_tokens,
+    heads,
+    START: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_PADDED: tl.constexpr,
+    REST_START: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """A block of tokens. START, REST_START: where the rotated numbers and the others begin."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    known = token < num_tokens
+    pair = tl.arange(0, PAIRS_PADDED)
+    frequency = tl.load(frequencies + pair, mask=pair < PAIRS, other=0.0)
+    # float64 until reduced modulo 2 pi, as the reference; a plain literal would be float32.
+    angle = tl.load(by + token, mask=known, other=0).to(tl.float64)[:, None] * frequency[None]
+    whole = tl.full([], 6.283185307179586, tl.float64)
+    part = tl.full([], 0.15915494309189535, tl.float64)  # of a whole turn, one radian
+    angle = (angle - tl.floor(angle * part) * whole).to(tl.float32)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+
+    mask = known[:, None] & (pair < PAIRS)[None]
+    rest = tl.arange(0, REST_PADDED)
+    rest_mask = known[:, None] & (rest < REST)[None]
+    dim: tl.constexpr = 2 * PAIRS + REST
+    for head in range(0, heads):
+        source = (x + token * stride_token + head * stride_head)[:, None]
+        target = (out + (token * heads + head) * dim)[:, None]
+        at = START + pair[None]
+        first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + at + PAIRS, mask=mask, other=0.0).to(tl.float32)
+        dtype = out.dtype.element_ty
+        tl.store(target + at, (first * cos - second * sin).to(dtype), mask=mask)
+        tl.store(target + at + PAIRS, (second * cos + first * sin).to(dtype), mask=mask)
+        if REST > 0:
+            at = REST_START + rest[None]
+            tl.store(target + at, tl.load(source + at, mask=rest_mask), mask=rest_mask)
+
+
+def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:
+    """As the reference."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return out
+    dim, pairs = x.shape[-1], len(frequencies)
+    by = by[(None,) * (x.dim() - 1 - by.dim())]
+    # Vectors of one position are contiguous: all heads of a token, or one vector each.
+    alike = x.dim() > 1 and by.shape[-1] == 1
+    heads = x.shape[-2] if alike else 1
+    rows = x.reshape(-1, heads, dim)
+    by = by[..., 0].expand(x.shape[:-2]) if alike else by.expand(x.shape[:-1])
+    rest, tokens = dim - 2 * pairs, 16
+    _rotate[(-(-len(rows) // tokens),)](
+        rows,
+        by.reshape(-1).contiguous(),
+        frequencies.contiguous(),
+        out,
+        *rows.stride()[:2],
+        len(rows),
+        heads,
+        START=rest if last else 0,
+        PAIRS=pairs,
+        PAIRS_PADDED=triton.next_power_of_2(pairs),
+        REST_START=0 if last else 2 * pairs,
+        REST=rest,
+        REST_PADDED=triton.next_power_of_2(max(1, rest)),
+        TOKENS=tokens,
+    )
+    return out

@@ -1,0 +1,216 @@
+"""Faster linear layers, norms and rotary embeddings, where a kernel computes the same."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from keyhole import kernels
+from keyhole.kernels import reference
+
+# Linear layers of a model on a CPU, dispatched to the fastest product for each shape.
+#
+# A decode step reads every weight once for a handful of tokens. torch's product for such shapes
+# reads 16-bit weights at half the memory bandwidth or less; `kernels.linear` at nearly all of it.
+# With more tokens (prompts, large batches) torch is faster. In float32 torch uses MKL, which leaves
+# half of the vector width of non-Intel processors unused; there oneDNN, which torch also ships and
+# uses for 16 bits, is about twice as fast (benchmarks/LOG.md).
+
+
+# Tokens up to which our kernel was at least as fast as torch, and from which oneDNN was faster than
+# MKL (benchmarks/LOG.md).
+_FEW, _MANY = 8, 32
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class FastLinear(nn.Linear):
+    """An `nn.Linear` that computes products without gradients by the fastest kernel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `nn.Linear`."""
+        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+            return linear(input, self.weight, self.bias)
+        tokens = input.numel() // self.in_features
+        if tokens <= _FEW:
+            return kernels.linear(input, self.weight, self.bias)
+        if tokens >= _MANY and input.dtype == self.weight.dtype == torch.float32:
+            return in_float32()(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
+
+
+@functools.cache
+def in_float32() -> Product:
+    """The product of many tokens in float32 on this processor: by oneDNN, or torch's default."""
+    if not (mkl_is_slow() and torch.backends.mkldnn.is_available()):
+        return linear
+    try:
+        # The function that torch's compiler calls; it has no public name.
+        named = torch.ops.mkldnn._linear_pointwise
+        named(torch.zeros(_MANY, 1), torch.zeros(1, 1), None, "none", [], "")
+    except (AttributeError, RuntimeError):  # another torch release
+        return linear
+    return functools.partial(_by_onednn, named)
+
+
+def _by_onednn(
+    named: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    return named(x, weight, bias, "none", [], "")
+
+
+def mkl_is_slow() -> bool:
+    """Whether torch uses MKL on a processor that is not Intel's."""
+    if not (torch.backends.mkl.is_available() and _CPUINFO.is_file()):
+        return False
+    makers = [x for x in _CPUINFO.read_text().splitlines() if x.startswith("vendor_id")]
+    return bool(makers) and "GenuineIntel" not in makers[0]
+
+
+def speed_up(network: nn.Module, device: torch.device) -> None:
+    """Replaces layers of a network by the fastest kernels of a device, in place."""
+    for replace in (speed_up_linear, speed_up_norms, speed_up_rotary):
+        replace(network, device)
+
+
+def speed_up_linear(network: nn.Module, device: torch.device) -> None:
+    """Turns every plain linear layer of a CPU model into a `FastLinear`; weights stay in place.
+
+    Layers of other classes (quantised ones, adapters) are unchanged.
+    """
+    if device.type != "cpu":
+        return
+    for module in network.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FastLinear
+
+
+# RMS norms of a model on a GPU, by torch's own kernel.
+#
+# transformers computes a norm in eight operations, each a launch over all numbers; torch has one
+# kernel for it (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019). It rounds to 16
+# bits once, at the end; transformers also rounds before multiplying by the weight.
+
+
+# float32 rounding; a weight stored as an offset from one, as in Gemma, deviates far more.
+_TOLERANCE = 1e-5
+
+
+def speed_up_norms(network: nn.Module, device: torch.device) -> None:
+    """Computes every plain RMS norm of a GPU model by torch's kernel; weights stay in place.
+
+    Norms that compute something else are unchanged.
+    """
+    if device.type != "cuda":
+        return
+    plain: dict[type[nn.Module], bool] = {}
+    for module in network.modules():
+        cls = type(module)
+        if cls not in plain:
+            plain[cls] = is_plain_norm(module)
+        if plain[cls]:
+            module.__class__ = _fast(cls)  # type: ignore[arg-type]
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    """Whether a module computes exactly x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    Checked by running it with other weights.
+    """
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
+        return False
+    if len([*module.parameters()]) != 1 or weight.dim() != 1 or _epsilon(module) is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, len(weight), generator=generator)
+    tried: Any = copy.deepcopy(module).to("cpu", torch.float32)
+    tried.weight = nn.Parameter(drawn[0], requires_grad=False)
+    wanted = F.rms_norm(drawn[1], drawn[0].shape, drawn[0], _epsilon(module))
+    try:
+        return torch.allclose(tried(drawn[1]), wanted, rtol=_TOLERANCE, atol=_TOLERANCE)
+    except (RuntimeError, TypeError):  # other arguments
+        return False
+
+
+@functools.cache
+def _fast(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """By torch's kernel."""
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, _epsilon(self))
+
+    return type(f"Fast{cls.__name__}", (cls,), {"forward": forward})
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return found if isinstance(found, float) else None
+
+
+# Rotary embeddings of a GPU model, in one launch for queries and keys.
+#
+# transformers rotates them by ten operations in every layer. Every family's attention calls one
+# function of its module for this. Here a subclass runs the same code with our function under that
+# name: neither transformers nor other models of the process are changed.
+
+
+_NAME = "apply_rotary_pos_emb"
+
+
+def speed_up_rotary(network: nn.Module, device: torch.device) -> None:
+    """Makes attention of a GPU model rotate queries and keys by our kernel.
+
+    Attention that rotates in another way (part of each head, interleaved pairs) is unchanged.
+    """
+    if device.type != "cuda":
+        return
+    for module in network.modules():
+        fast = faster(type(module))  # type: ignore[arg-type]
+        if fast is not None:
+            module.__class__ = fast
+
+
+@functools.cache
+def faster(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The same class with our kernel; None if it does not rotate heads, or in another way."""
+    forward = cls.forward
+    if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
+        return None
+    theirs = forward.__globals__.get(_NAME)
+    if _NAME not in forward.__code__.co_names or theirs is None or not is_plain_rotary(theirs):
+        return None
+
+    def ours(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> Any:
+        trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+        if rest or more or trained or cos.dim() != 3 or cos.shape[-1] != query.shape[-1]:
+            return theirs(query, key, cos, sin, *rest, **more)
+        return kernels.apply_rope(query, key, cos, sin)
+
+    names = {**forward.__globals__, _NAME: ours}
+    own = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return type(f"Fast{cls.__name__}", (cls,), {"forward": own})
+
+
+def is_plain_rotary(theirs: Callable[..., Any]) -> bool:
+    """Whether a function rotates heads as `kernels.apply_rope` does; checked by running it."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 3, 4, generator=generator).repeat(1, 1, 1, 2)
+    wanted = reference.apply_rope(query, key, cos, sin)
+    try:
+        found = theirs(query, key, cos, sin)
+        return all(torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))
+    except (RuntimeError, TypeError, ValueError):  # other arguments
+        return False

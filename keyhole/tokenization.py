@@ -1,0 +1,249 @@
+"""Text to token ids and back: prompts, chat templates, streams of text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from keyhole.config import is_count
+from keyhole.errors import RequestError
+
+#: Text, token ids, or {"prompt_token_ids": token ids}.
+Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+
+#: A prompt, or several, mixed as one likes.
+Prompts = Prompt | Iterable[Prompt]
+
+_RIGHT = "text, a list of token ids, or {'prompt_token_ids': [...]}"
+
+
+def one_or_several(prompts: Prompts) -> tuple[bool, list[Any]]:
+    """Whether this is one prompt, and the prompts as a list. A list of numbers is one prompt.
+
+    RequestError for what can be neither.
+    """
+    if isinstance(prompts, str | Mapping):
+        return True, [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise RequestError(f"a prompt is {_RIGHT}, or a list of these, not {_named(prompts)}")
+    several = list(prompts)
+    if several and all(is_count(one, -(2**63)) for one in several):
+        return True, [several]
+    return False, several
+
+
+def given_ids(what: str, given: object) -> list[int] | None:
+    """The ids of a list, or of {"prompt_token_ids": [...]}; None for text.
+
+    RequestError for anything else; `what` names it ("a prompt").
+    """
+    if isinstance(given, str):
+        return None
+    if isinstance(given, Mapping):
+        if set(given) != {"prompt_token_ids"}:
+            raise RequestError(
+                f"{what} as a dict has the one key 'prompt_token_ids', not {list(given)}"
+            )
+        given = given["prompt_token_ids"]
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise RequestError(f"{what} is {_RIGHT}, not {_named(given)}")
+    for token in given:
+        if not is_count(token, -(2**63)):
+            raise RequestError(f"token id {token!r} of {what} must be a whole number")
+    return [int(token) for token in given]
+
+
+def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids of a text, with the tokenizer's special tokens or without.
+
+    RequestError where there is no tokenizer, and for what is no Unicode text.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            "this model has no tokenizer; give {'prompt_token_ids': [...]} or LLM(tokenizer=...)"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has half a character, {text[error.start]!r}, at place {error.start}: a lone "
+            "surrogate is no Unicode text; read it again with the right encoding"
+        ) from error
+    return [int(token) for token in tokenizer(text, add_special_tokens=special).input_ids]
+
+
+def word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
+    """Token ids of words as they stand in a text: at its beginning, and after a space."""
+    if tokenizer is None:
+        return []
+    forms = [form for word in words for form in (word, f" {word.lstrip()}")]
+    return [ids for form in forms if (ids := encode_text(tokenizer, form, special=False))]
+
+
+def _named(given: object) -> str:
+    """None, or the type of what was given."""
+    return "None" if given is None else type(given).__name__
+
+
+def character_spans(tokenizer: Any, text: str) -> list[tuple[int, int]] | None:
+    """First character and end of each token of `encode_text` without special ones.
+
+    None where the tokenizer does not know.
+    """
+    if tokenizer is None or not tokenizer.is_fast:
+        return None
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [(int(start), int(end)) for start, end in found["offset_mapping"]]
+
+
+#: One message: "role", "content" (text, or a list of parts of text), and what templates know more.
+Message = Mapping[str, Any]
+
+#: What a model may call: a JSON schema as OpenAI has it, or a Python function with a docstring.
+Tool = Mapping[str, Any] | Callable[..., Any]
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation, up to where the next message begins.
+
+    settings: what else the template knows, such as {"enable_thinking": False}. RequestError for
+    what is no conversation, for parts that are not text, and for what the template does not know:
+    it would ignore it.
+    """
+    if isinstance(messages, str | Mapping) or not messages:
+        what = "empty" if not messages else f"{type(messages).__name__}, not a list"
+        raise RequestError(f"the conversation is {what}; give at least one message in a list")
+    plain = [_plain(message) for message in messages]
+    if tokenizer is None or not tokenizer.chat_template:
+        raise RequestError("this model has no chat template; use generate with a prompt")
+    template = str(tokenizer.get_chat_template(tools=tools))
+    for name in [*(["tools"] if tools else []), *(settings or {})]:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise RequestError(f"this model's chat template knows no {name!r}; leave it out")
+    try:
+        text = tokenizer.apply_chat_template(
+            plain,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **(settings or {}),
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RequestError(f"this model's chat template refuses it: {line}") from error
+    return str(text)
+
+
+def _plain(message: object) -> dict[str, Any]:
+    """A message whose content is one text; one that calls tools may have none."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise RequestError(f"a message needs 'role' and 'content', not {message!r}")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content = "\n".join(_text(part) for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(
+            f"a message needs a text, or a list of parts of text, as content; not {message!r}"
+        )
+    return {**message, "content": content}
+
+
+def _text(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(
+            f"a part of a message is of type {kind!r}, and models here read text alone: give "
+            "{'type': 'text', 'text': ...}"
+        )
+    return str(part["text"])
+
+
+#: What a tokenizer gives for bytes that do not make a character yet.
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into text.
+
+    The text of a token may depend on its neighbours (spaces, bytes of one character), so the text
+    of the last few tokens is decoded again with each new one, and the difference is new. Where no
+    stop text has to be found at once, tokens wait until somebody asks for the text: a step with
+    many sequences then decodes nothing.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._text = ""
+        self._tokens: list[int] = []
+        self._context = 0  # tokens before this one no longer matter for the text
+        self._done = 0  # tokens up to here are in the text
+        self._given = 0  # characters handed out
+
+    @property
+    def text(self) -> str:
+        """Of all complete characters; up to a stop text, without it."""
+        self._catch_up(final=False)
+        return self._text
+
+    def append(self, token: int) -> None:
+        """Takes one more token; sets `stopped` when a stop text is complete."""
+        self._tokens.append(token)
+        if self._stop:
+            self._catch_up(final=False)
+
+    def finish(self) -> None:
+        """Adds what is left, complete characters or not."""
+        self._catch_up(final=True)
+
+    def take(self, *, final: bool) -> str:
+        """New text since the last call; holds back what may become a stop text, unless final."""
+        end = len(self.text)
+        if not final and not self.stopped:
+            end -= self._held_back()
+        piece = self._text[self._given : end]
+        self._given = max(self._given, end)
+        return piece
+
+    def _catch_up(self, *, final: bool) -> None:
+        if self._tokenizer is None or self.stopped or self._done == len(self._tokens):
+            return
+        known = self._decode(self._tokens[self._context : self._done])
+        text = self._decode(self._tokens[self._context :])
+        if not final and (text.endswith(_INCOMPLETE) or len(text) <= len(known)):
+            return
+        start = len(self._text)
+        self._text += text[len(known) :]
+        self._context, self._done = self._done, len(self._tokens)
+        self._cut(start)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _cut(self, start: int) -> None:
+        longest = max(map(len, self._stop), default=0)
+        found = [self._text.find(stop, max(0, start - longest + 1)) for stop in self._stop]
+        found = [place for place in found if place >= 0]
+        if found:
+            self._text, self.stopped = self._text[: min(found)], True
+
+    def _held_back(self) -> int:
+        """Characters at the end of the text that a stop text begins with."""
+        most = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._text)), most, -1):
+                if self._text.endswith(stop[:size]):
+                    most = size
+                    break
+        return most
