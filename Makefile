@@ -6,6 +6,7 @@ PEERS_READY := .venv-peers/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
 KVPRESS_READY := .venv-kvpress/.ready
 DOCS_READY := .venv-docs/.ready
+TYPES_READY := .venv-types/.ready
 
 # Spinning OpenMP threads starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -13,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress lint docs reference site serve-docs licences package lock gpu \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress lint types docs reference site serve-docs licences package lock gpu \
   bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -27,13 +28,13 @@ serve: $(READY) ## the bundled model over HTTP; MODEL=folder or hub id for anoth
 	@.venv/bin/keyhole serve $(MODEL)
 
 # While you write; what a change breaks further away is for `make test`.
-check: lint ## under a minute: ruff, mypy and the tests of what changed; SINCE=commit for more than the last
+check: lint ## under a minute: lint and the tests of what changed; SINCE=commit for more than the last
 	@.venv/bin/python -m tests.changed --since $(or $(SINCE),HEAD)
 
 # Two at a time, and no file waits for another.
 PYTEST := .venv/bin/python -m pytest --numprocesses=2 --dist=worksteal
 
-test: lint ## ruff, mypy and the tests, but for the slow ones: five minutes on two cores
+test: lint ## lint and the tests, but for the slow ones: five minutes on two cores
 	@$(PYTEST) -m "not slow"
 
 test-all: $(READY) ## the slow tests: with `make test` before it, everything
@@ -47,10 +48,15 @@ test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .ven
 test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress*.py
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, mypy and vulture
 	@.venv/bin/python -m ruff check --quiet .
 	@.venv/bin/python -m ruff format --check --quiet .
 	@.venv/bin/python -m mypy --no-error-summary
+	@.venv/bin/python -m vulture
+
+# A second opinion on types, which takes half a minute more; it brings a Node.js of its own.
+types: $(TYPES_READY) $(READY) ## pyright, in .venv-types
+	@.venv-types/bin/pyright
 
 docs: reference site ## the generated pages, then the site in site/
 
@@ -146,6 +152,12 @@ $(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt 
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt \
 	  --requirement tests/integrations/kvpress.txt pytest --editable '.[kvpress]'
+	@touch $@
+
+$(TYPES_READY): constraints.txt
+	@echo "setting up .venv-types"
+	@$(PYTHON) -m venv .venv-types
+	@.venv-types/bin/python -m pip install -qq --constraint constraints.txt 'pyright[nodejs]'
 	@touch $@
 
 $(DOCS_READY): requirements/docs.txt

@@ -214,7 +214,9 @@ def run(part: GpuPart, limit_s: float) -> bool:
         print("$", *command, flush=True)
         left = limit_s - (time.monotonic() - begin)
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment(), timeout=max(1.0, left))
+            done = subprocess.run(
+                command, check=False, cwd=ROOT, env=environment(), timeout=max(1.0, left)
+            )
             good = good and done.returncode == 0
         except subprocess.TimeoutExpired:
             print(f"stopped after {limit_s:.0f} s", flush=True)

@@ -273,7 +273,7 @@ class AsyncLLM:
             if any(one.sequence and not one.sequence.is_finished for one in requests):
                 try:
                     engine.step()
-                except Exception as error:  # every caller that waits for this step gets it
+                except Exception as error:  # noqa: BLE001 - every caller that waits for this step gets it
                     for request in requests:
                         self._fail(request, error)
             for request in requests:
@@ -290,7 +290,7 @@ class AsyncLLM:
         elif request.sequence is None:
             try:
                 request.sequence = request.submit(request.stack)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 request.put(error)
 
     def _hand_out(self, request: _Request) -> None:
@@ -299,7 +299,7 @@ class AsyncLLM:
             return
         try:
             piece = piece_of(request.sequence, request.given)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             self._fail(request, error)
             return
         if piece is not None:

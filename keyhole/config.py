@@ -25,14 +25,14 @@ def setting(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
-def short_repr(settings: Any) -> str:
+def short_repr(self: Any) -> str:
     """A settings object as a user would write it: only values that differ from the defaults."""
     shown = [
-        f"{field.name}={getattr(settings, field.name)!r}"
-        for field in dataclasses.fields(settings)
-        if field.repr and getattr(settings, field.name) != field.default
+        f"{field.name}={getattr(self, field.name)!r}"
+        for field in dataclasses.fields(self)
+        if field.repr and getattr(self, field.name) != field.default
     ]
-    return f"{type(settings).__name__}({', '.join(shown)})"
+    return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def help_of(field: dataclasses.Field[Any]) -> str:

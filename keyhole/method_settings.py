@@ -195,7 +195,7 @@ def from_json(
         right = _wrong(str(known[name].type), value)
         if right:
             raise ConfigError(f"{str(path)!r}: {name} {value!r} must be {right}")
-        is_list = kind_of(known[name]).startswith("tuple") and value is not None
+        is_list = isinstance(value, list) and kind_of(known[name]).startswith("tuple")
         settings[name] = tuple(value) if is_list else value
     return settings
 

@@ -38,10 +38,11 @@ class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
         self._room = room
         self._length = 0
 
-    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Sets the room aside, for keys and values [B, Hkv, T, D] like these."""
-        super().lazy_initialization(keys, values)
-        self._all = [x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in (keys, values)]
+        super().lazy_initialization(key_states, value_states)
+        like = (key_states, value_states)
+        self._all = [x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in like]
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Writes new tokens behind the others; everything, as views."""
@@ -50,18 +51,22 @@ class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
         begin = self._length
         for room, new in zip(self._all, (keys, values), strict=True):
             room[:, :, begin : begin + new.shape[2]] = new
-        self.crop(keys.shape[2])
-        return self.keys, self.values
+        return self._resized(keys.shape[2])
 
-    def crop(self, tokens: int) -> None:
-        """Changes the length by so many tokens, as a rule less."""
-        self._length += tokens
-        self.keys, self.values = (room[:, :, : self._length] for room in self._all)
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens; as in transformers their number is negative."""
+        self._resized(tokens_to_remove)
+
+    def _resized(self, by: int) -> tuple[Tensor, Tensor]:
+        self._length += by
+        keys, values = (room[:, :, : self._length] for room in self._all)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 def in_place_cache(config: Any, room: int) -> DynamicCache:
     """An empty cache for that many tokens."""
-    cache = DynamicCache(config=config)
+    cache: Any = DynamicCache(config=config)
     cache.layers = [_Layer(room) for _ in range(config.num_hidden_layers)]
     return cache
 

@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from keyhole.bench.measure import Launches, Turn, checked, take_turns
@@ -42,7 +43,7 @@ def write(path: Path, step: Callable[[], object], device: torch.device) -> None:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    every = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=activities, experimental_config=every) as recorded:
         for i in range(STEPS):
             with record_function(f"step {i}"):

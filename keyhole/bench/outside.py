@@ -29,27 +29,35 @@ class OutsidePeer(Protocol):
 
     def fill(self, numbers: RandomKV) -> None:
         """Gives it the past of all sequences."""
+        ...
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
         """As `KeyholeSystem.logits`."""
+        ...
 
     def start(self, prompts: list[list[int]], steps: int) -> None:
         """Sets the tokens that the next step begins with."""
+        ...
 
     def step(self) -> None:
         """One token for every sequence, greedy."""
+        ...
 
     def settle(self) -> None:
         """Waits until its threads rest."""
+        ...
 
     def rest(self) -> None:
         """Takes the steps back."""
+        ...
 
     def cost(self) -> dict[str, Any]:
         """What one step must read, and what the process should take."""
+        ...
 
     def close(self) -> None:
         """Ends the process."""
+        ...
 
 
 class Outside(Protocol):
@@ -59,9 +67,12 @@ class Outside(Protocol):
 
     def write(self, weights: Weights) -> None:
         """Gives it the weights, once."""
+        ...
 
     def needed(self, model: Model, batch: int, context: int, steps: int) -> Need:
         """What one of them takes, before it is started."""
+        ...
 
     def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> OutsidePeer:
         """Starts one. steps: the most that are added to the context."""
+        ...

@@ -33,12 +33,14 @@ class Room(Protocol):
     @property
     def pages(self) -> int:
         """The most pages with every layer on its current tier."""
+        ...
 
     def make(self, least: int, wanted: int) -> int:
         """Frees memory for at least `least` pages; returns how many of `wanted` are then allowed.
 
         CapacityError if there can never be so many.
         """
+        ...
 
 
 class PageCache:

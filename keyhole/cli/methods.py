@@ -41,13 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
         "policy": available_policies(),
         "reuse": available_reuse_methods(),
     }
-    if arguments.name is not None:
-        kind, name = _find(arguments.name, tables)
+    named = None if arguments.name is None else _find(arguments.name, tables)
+    if named is not None:
+        kind, name = named
         tables = {kind: {name: tables[kind][name]}}
     if arguments.json:
         found = [about(kind, *pair) for kind, table in tables.items() for pair in table.items()]
         print(show.to_json({"methods": found}))
-    elif arguments.name is not None:
+    elif named is not None:
+        kind, name = named
         print(_text(kind, name, tables[kind][name]))
     else:
         width = max(len(name) for table in tables.values() for name in table)

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.model = _model(arguments)
     settings = flags.settings_of(arguments, ServerConfig)
     keys = (*settings.get("api_key", ()), *_keys(arguments.api_key_file))
-    config = ServerConfig(**settings | {"api_key": keys})
+    config = ServerConfig(**{**settings, "api_key": keys})
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
     llm = flags.make_llm(arguments, documents=arguments.documents)

@@ -307,7 +307,7 @@ def _put(connection: sqlite3.Connection, found: Iterable[tuple[SourceFile, int, 
 
 def _source(row: sqlite3.Row) -> SourceFile:
     fields = {name: row[name] for name in _SOURCE_FIELDS}
-    return SourceFile(**fields | {"pinned": bool(row["pinned"])})
+    return SourceFile(**{**fields, "pinned": bool(row["pinned"])})
 
 
 def _info(row: sqlite3.Row) -> DocumentInfo:

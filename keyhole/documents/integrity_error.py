@@ -20,7 +20,8 @@ class RecordError(RequestError):
     """A record, or a text, that cannot be used. Nothing else that is stored is affected."""
 
     def __init__(self, kind: Kind, what: str, right: str, name: str | None = None) -> None:
-        self.kind, self.what, self.right, self.name = kind, what, right, name
+        self.kind: Kind = kind
+        self.what, self.right, self.name = what, right, name
         document = "a document" if name is None else f"document {name!r}"
         if kind == "source":
             helps = "adding the right text again repairs it"

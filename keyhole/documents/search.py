@@ -54,9 +54,11 @@ class Retriever(Protocol):
 
         text: that of a name, for new ones; None: it cannot be read now.
         """
+        ...
 
     def search(self, query: str, top_k: int) -> list[Found]:
         """At most `top_k` documents, the best first."""
+        ...
 
 
 class BM25:

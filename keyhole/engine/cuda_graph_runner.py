@@ -57,9 +57,11 @@ class Recorder(Protocol):
 
     def record(self, work: Work) -> Work:
         """What repeats the work on the numbers that are there then. RuntimeError if it cannot."""
+        ...
 
     def forget(self) -> None:
         """All that was recorded will not be repeated any more."""
+        ...
 
 
 class _Shape(NamedTuple):

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_peft_available
+from transformers.utils.import_utils import is_peft_available
 
 from keyhole.cache.layout import Geometry
 from keyhole.errors import (
@@ -172,7 +172,7 @@ def load_files(
     config = _config(found)
     families.check(config, name)
     try:
-        network, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=number,
@@ -181,6 +181,7 @@ def load_files(
             ignore_mismatched_sizes=True,  # reported below, with their names
             local_files_only=cached,
         )
+        network, report = loaded
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or other_format(Path(name)) or ""
         raise ModelError(

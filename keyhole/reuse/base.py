@@ -112,7 +112,7 @@ class Reuse:
         return True
 
     @property
-    def check_layer(self) -> int | None:
+    def probe_layer(self) -> int | None:
         """Layer up to which all is recomputed before `revise` selects; None: no such layer."""
         return None
 
@@ -150,7 +150,7 @@ class Reuse:
     def revise(
         self, documents: Sequence[PlacedDocument], plan: RecomputePlan, deviation: Tensor
     ) -> RecomputePlan:
-        """The tokens still to be recomputed after `check_layer`; called only if there is one.
+        """The tokens still to be recomputed after `probe_layer`; called only if there is one.
 
         deviation: float32 [2, T], |new - stored|^2 in that layer of keys and of values, summed over
         heads and numbers. Keys and values computed up to that layer stay, whatever the new

@@ -74,6 +74,11 @@ class CacheBlend(Reuse):
     recompute_ratio: float = setting(0.15, "share of the tokens that is computed in all layers")
     deviation: str = setting("value", "what must differ from the stored: value, key or both")
 
+    @property
+    def probe_layer(self) -> int | None:
+        """See `Reuse`."""
+        return self.check_layer
+
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the layer; checks that it exists."""
         last, layer = geometry.num_layers - 1, self.check_layer

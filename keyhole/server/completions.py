@@ -241,7 +241,7 @@ async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece]
             async with aclosing(stream):
                 async for piece in stream:
                     found.put_nowait((index, piece))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the reader raises it
             found.put_nowait((index, error))
 
     tasks = [asyncio.ensure_future(drain(*numbered)) for numbered in enumerate(streams)]

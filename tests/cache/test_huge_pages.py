@@ -19,7 +19,9 @@ MAPS = Path("/proc/self/smaps")
 def flags(tensor: Tensor) -> list[str]:
     """What the system knows of the memory in the middle of a tensor."""
     middle = tensor.data_ptr() + tensor.nbytes // 2
-    found = re.finditer(r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", MAPS.read_text(), re.M | re.S)
+    found = re.finditer(
+        r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", MAPS.read_text(), re.MULTILINE | re.DOTALL
+    )
     for low, high, words in (area.groups() for area in found):
         if int(low, 16) <= middle < int(high, 16):
             return words.split()

@@ -167,7 +167,7 @@ def test_the_page_has_tables_and_all_pictures(run: Run, tmp_path: Path) -> None:
     found = lines(output)
     assert len(found) == 3 * 3
     text = html.read_text()
-    parts = dict(re.findall(r'<section id="(\w+)"(.*?)</section>', text, flags=re.S))
+    parts = dict(re.findall(r'<section id="(\w+)"(.*?)</section>', text, flags=re.DOTALL))
     assert list(parts) == "scores cost numbers needles recall read columns settings runs".split()
     assert parts["numbers"].count("<table>") == parts["cost"].count("<svg") == 3
     needles = re.findall(r'aria-label="(Score in percent by depth[^"]*)"', parts["needles"])

@@ -79,7 +79,7 @@ def test_a_model_that_answers_nothing_gets_no_recommendation(
     assert row[1].strip() == "cannot tell"
     assert "full attention itself is right in at most 0 % anywhere" in ran.out
     for name in ("reuse", "sam_kv", "cacheblend", "epic", "multi_infllm"):
-        assert re.search(rf"^{name} +cannot tell ", ran.out, flags=re.M)
+        assert re.search(rf"^{name} +cannot tell ", ran.out, flags=re.MULTILINE)
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert (settings["policy"], settings["reuse"], settings["num_layers"]) == ("full", None, 4)
     measured = settings["measured"]

@@ -181,7 +181,7 @@ def test_any_lines_make_a_page(lines: list[dict[str, Any]]) -> None:
     assert not re.search(r"https?://|@import|url\((?!#)", text)
     hidden = r"<style>.*?</style>|<script>.*?</script>|data:[^\"]*"
     not_shown = rf'{hidden}|<section id="settings".*?</section>'
-    shown = re.sub(not_shown, "", text, flags=re.S)
+    shown = re.sub(not_shown, "", text, flags=re.DOTALL)
     assert not re.search(r"\b(nan|inf|None)\b", shown)
 
 
@@ -213,7 +213,7 @@ def test_it_is_said_what_pictures_show() -> None:
 
 def test_pictures_have_no_colours_but_those_of_the_page() -> None:
     text = all_in_one()
-    inside = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.S))
+    inside = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
     assert not re.search(r"(fill|stroke): #", inside)
     names = set(re.findall(r"var\(--([a-z0-9-]+)\)", inside))
     assert names <= {name for name, _, _ in THEME.values()}

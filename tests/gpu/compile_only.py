@@ -50,7 +50,7 @@ class CompileOnly:
         """Takes the place of a launch."""
         try:
             self._run(function, *operands, **more | {"warmup": True})
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - reported with the kernel's name
             self._refused.append((function.fn.__name__, error))
         else:
             self._compiled.add(function.fn.__name__)
@@ -90,5 +90,5 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = CompileOnly()
     driver.set_active(Absent())
     # A method: what is launched comes first.
-    JITFunction.run = lambda *operands, **more: plugin.compiled(*operands, **more)
+    JITFunction.run = lambda *operands, **more: plugin.compiled(*operands, **more)  # noqa: PLW0108
     config.pluginmanager.register(plugin)

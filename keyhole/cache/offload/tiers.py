@@ -45,6 +45,7 @@ class Store(Protocol):
         A smaller `count` than before returns the existing pages. CapacityError, with nothing
         changed, without space.
         """
+        ...
 
 
 class Tier(Protocol):
@@ -55,6 +56,7 @@ class Tier(Protocol):
 
         Raises ConfigError if the tier cannot be used.
         """
+        ...
 
 
 class FileTier:

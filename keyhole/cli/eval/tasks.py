@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     tasks = task_specs.parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
         task_specs.answered(tasks, "needs a text of your own: --text FILE")
+    page: Any = None
     if arguments.html:
         page = importlib.import_module("keyhole.eval.report.page")
         drawing.matplotlib()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["Entry", "Place", "Reader", "Staged"]
+__all__ = ["Entry", "Staged", "StorageBackend", "StorageReader"]
 
 
 class Entry(NamedTuple):
@@ -36,9 +36,11 @@ class StorageReader(Protocol):
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Bytes from start to stop, uint8 [stop - start] each; OSError if they cannot be read."""
+        ...
 
     def close(self) -> None:
         """Tensors that were read stay valid."""
+        ...
 
 
 class Staged(Protocol):
@@ -46,9 +48,11 @@ class Staged(Protocol):
 
     def commit(self) -> str:
         """Commits the file atomically; returns its stamp, "" if that is not known."""
+        ...
 
     def discard(self) -> None:
         """Discards the file; no effect after `commit`."""
+        ...
 
 
 class StorageBackend(Protocol):
@@ -65,24 +69,32 @@ class StorageBackend(Protocol):
 
     def files(self, folder: str) -> dict[str, Entry]:
         """The files in "documents" or "records", by name."""
+        ...
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
         """The beginning of each file, b"" where it cannot be read."""
+        ...
 
     def read(self, path: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
+        ...
 
     def reader(self, path: str) -> StorageReader:
         """The file, open; FileNotFoundError if there is none."""
+        ...
 
     def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> Staged:
         """Writes a file without committing it; a failure leaves nothing behind."""
+        ...
 
     def remove(self, path: str) -> None:
         """Deletes a file; no effect if it does not exist."""
+        ...
 
     def lease_path(self, path: str) -> Path | None:
         """A file of this machine to lock while the file is read; None if there is none."""
+        ...
 
     def clean(self) -> None:
         """Deletes partial files of crashed writers."""
+        ...

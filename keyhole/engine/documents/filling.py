@@ -105,7 +105,6 @@ class Filling:
         self.filled: Filled | None = None
         self._pages = pages
         self._units = units
-        self._began = False
 
     def run(self, pace: Pace) -> None:
         """Goes on as long as `pace` says, by one unit at least.

@@ -206,8 +206,8 @@ class _Prompt:
             yield from _each("facts", self._loader.facts())
         yield "plan"
         plan = self._checked(self._reuse.plan(placed, query))
-        if self._reuse.check_layer is not None:
-            deviation = yield from self._deviation(plan, self._reuse.check_layer)
+        if self._reuse.probe_layer is not None:
+            deviation = yield from self._deviation(plan, self._reuse.probe_layer)
             yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
         yield from self._write(plan)

@@ -43,8 +43,8 @@ _MODULES = {
     "page_bounds": "bounds",
     "bound_scores": "bounds",
     "top_k": "top_k",
-    "shift_rope": "shift_rope",
-    "apply_rope": "apply_rope",
+    "shift_rope": "rope",
+    "apply_rope": "rope",
     "load_missing": "load_missing",
 }
 #: Operations that accept pages in pinned host memory. All read and write them in place, except
@@ -81,7 +81,7 @@ def usable() -> bool:
         pages = torch.zeros(1, 1, 1, 16, device="cuda")
         slots = torch.zeros(1, dtype=torch.int64, device="cuda")
         operation("append")(pages, None, pages[0], None, slots)
-    except Exception as error:  # no C compiler, another Triton version: torch computes instead
+    except Exception as error:  # noqa: BLE001 - no C compiler, another Triton: torch computes
         warnings.warn(
             f"Triton cannot run here, attention is computed by plain PyTorch: {error}",
             RuntimeWarning,

@@ -44,7 +44,7 @@ def version() -> str | None:
     try:
         if wanted and _why_not(wanted) is None:
             attention.activate_flash_attention_impl(wanted)
-    except Exception as error:  # our own kernels compute instead
+    except Exception as error:  # noqa: BLE001 - our own kernels compute instead
         _warn(f"{wanted} cannot be activated, {error}")
         return None
     active = getattr(attention, "current_flash_attention_impl", lambda: None)()
@@ -134,7 +134,7 @@ def _is_right(dtype: torch.dtype, group: int, dim: int, size: int) -> bool:
             if not torch.allclose(attend(*paged, scale, window), wanted, 0.0, _TOLERANCE):
                 _warn("its results are wrong")
                 return False
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - our own kernels compute instead
         _warn(str(error))
         return False
     return True

@@ -137,7 +137,7 @@ def _rotate(
     rest = tl.arange(0, REST_PADDED)
     rest_mask = known[:, None] & (rest < REST)[None]
     dim: tl.constexpr = 2 * PAIRS + REST
-    for head in range(0, heads):
+    for head in range(heads):
         source = (x + token * stride_token + head * stride_head)[:, None]
         target = (out + (token * heads + head) * dim)[:, None]
         at = START + pair[None]

@@ -48,7 +48,7 @@ def _weights(
     known = i < tl.load(lengths + sequence)
     s = tl.arange(0, SPLITS_PADDED)
     reduced = tl.zeros([TOKENS], tl.float32)
-    for offset in range(0, heads):
+    for offset in range(heads):
         head = member * heads + offset
         row = sequence * QUERY_HEADS + head
         high = tl.load(largest + row * splits + s, mask=s < splits, other=float("-inf"))

@@ -163,12 +163,12 @@ def _ask(name: str) -> tuple[Exception | None, bool]:
     def ask() -> None:
         try:
             _head(name, _CONFIG)
-        except Exception as error:  # the hub's client and the network raise their own errors
+        except Exception as error:  # noqa: BLE001 - the hub's client and the network have their own
             answers.append((error, False))
             return
         try:
             _head(name, ADAPTER)
-        except Exception:  # most models have none
+        except Exception:  # noqa: BLE001 - most models have none
             answers.append((None, False))
         else:
             answers.append((None, True))

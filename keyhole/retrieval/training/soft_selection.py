@@ -12,7 +12,7 @@ one ("straight through"), nothing was learned: benchmarks/LOG.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,8 @@ def gated_logits(network: nn.Module, lesson: TeacherTargets, logs: Tensor) -> Te
     assert lesson.cache is not None
     start, length = len(lesson.token_ids) - len(lesson.rows), len(lesson.token_ids)
     assert int(lesson.rows[0]) == start, "rows are the last of the text"
-    before = DynamicCache()
-    for number, layer in enumerate(lesson.cache.layers):
+    before, known = DynamicCache(), cast("Any", lesson.cache)
+    for number, layer in enumerate(known.layers):
         before.update(layer.keys[:, :, :start], layer.values[:, :, :start], number)
     implementation = target.config._attn_implementation
     target.set_attn_implementation(NAME)

@@ -220,12 +220,12 @@ def _mean_weights(
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         scores.masked_fill_(unseen, -torch.inf)
         peak = scores.amax(-1, keepdim=True)
-        if sinks is not None:
-            sink = sinks[own].float()[:, None, None]
+        sink = None if sinks is None else sinks[own].float()[:, None, None]
+        if sink is not None:
             peak = torch.maximum(peak, sink)
         scores.sub_(peak).exp_()
         whole = scores.sum(-1, keepdim=True)
-        if sinks is not None:
+        if sink is not None:
             whole += (sink - peak).exp()
         total += scores.div_(whole).sum(0)
     return total.div_(heads)

@@ -117,7 +117,7 @@ class DocumentQueue:
                 job = self._jobs[0]
             try:
                 info = self._encode(job)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the job's status tells it
                 self._fail(job, error)
             else:
                 with self._guard:
