@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from keyhole.eval.trace.policy_proxy import PolicyProxy
 from keyhole.models.loading import Model
 from keyhole.policies.base import Selection, Step
 from tests.oracle import Choose, KeysOf, SparseModel, Watch
+from tests.policies.models import prompt
 
 PAGE = 4
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -170,3 +172,39 @@ def _assert_everything(entries: list[list[int]] | None, length: int, call: Call)
 def _assert_tokens(choice: Any, length: int) -> None:
     if choice is not None:
         assert choice[1] == [list(range(length))] * len(choice[1])
+
+
+def check_under_pressure(
+    model: Model, policy: Policy, check: Callable[[Engine], None], tokens: int
+) -> None:
+    """Calls `check` after every step of requests that share pages, wait for memory and start anew.
+
+    tokens: how many each generates.
+    """
+    probe = make_engine(model, policy)
+    engine = make_engine(model, policy, memory=30 * probe.cache.page_bytes, prefill_chunk=7)
+    params = dataclasses.replace(GREEDY, max_tokens=tokens)
+    start = prompt(16)
+    requests = [engine.add(start + prompt(n), params) for n in (9, 3, 13)]
+    requests.append(engine.add(start, params))
+    preempted = 0
+    for _ in steps(engine):
+        check(engine)
+        preempted += any(request.generated for request in engine.scheduler.waiting)
+    assert preempted
+    assert max(request.stats().cached_prompt_tokens for request in requests) >= 15
+    assert all(len(request.generated) == tokens for request in requests)
+
+
+def check_offloaded(model: Model, policy: Policy, folder: Path) -> None:
+    """Layers offloaded to `folder` change neither tokens nor logits."""
+    params = dataclasses.replace(GREEDY, max_tokens=60)
+    plain = make_engine(model, policy)
+    memory = {"memory": 24 * plain.cache.page_bytes, "offload": folder}
+    engine = make_engine(model, policy, max_batch=1, **memory)
+    requests = [one.add(prompt(70), params, keep_logits=True) for one in (plain, engine)]
+    run(plain)
+    run(engine)
+    assert requests[1].stats().offloaded_layers
+    assert requests[0].generated == requests[1].generated
+    assert (torch.stack(requests[0].logits) - torch.stack(requests[1].logits)).abs().max() <= 1e-5

@@ -18,7 +18,15 @@ from keyhole.engine.engine import Engine
 from tests.checkpoints import make_model
 from tests.oracle import Array, Choice, float64, in_order
 from tests.policies.models import PROMPTS, prompt, twins
-from tests.policies.recording import GREEDY, PAGE, check_against, make_engine, run, steps
+from tests.policies.recording import (
+    GREEDY,
+    PAGE,
+    check_against,
+    check_offloaded,
+    make_engine,
+    run,
+    steps,
+)
 from tests.policies.shapes import shape
 
 _KNOWN: dict[tuple[bytes, int], tuple[Array, list[int]]] = {}
@@ -309,17 +317,7 @@ def test_copies_of_past_key_values_have_clusters_of_their_own(tmp_path: Path) ->
 
 def test_layers_on_a_lower_tier_change_nothing(tmp_path: Path) -> None:
     model, _ = twins("llama", tmp_path, num_hidden_layers=6)
-    (tmp_path / "below").mkdir()
-    params = dataclasses.replace(GREEDY, max_tokens=60)
-    plain = make_engine(model, dataclasses.replace(POLICY, full_layers=(0,)))
-    memory = {"memory": 24 * plain.cache.page_bytes, "offload": tmp_path / "below"}
-    engine = make_engine(model, plain.policy, max_batch=1, **memory)
-    requests = [one.add(prompt(70), params, keep_logits=True) for one in (plain, engine)]
-    run(plain)
-    run(engine)
-    assert requests[1].stats().offloaded_layers
-    assert requests[0].generated == requests[1].generated
-    assert (torch.stack(requests[0].logits) - torch.stack(requests[1].logits)).abs().max() <= 1e-5
+    check_offloaded(model, dataclasses.replace(POLICY, full_layers=(0,)), tmp_path)
 
 
 def test_documents_of_which_tokens_may_be_dropped_are_refused(tmp_path: Path) -> None:

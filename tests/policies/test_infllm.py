@@ -28,6 +28,7 @@ from tests.policies.recording import (
     GREEDY,
     PAGE,
     check_against,
+    check_offloaded,
     forced,
     forced_logits,
     make_engine,
@@ -249,17 +250,7 @@ def test_representatives_and_what_the_window_received_are_counted(tmp_path: Path
 
 def test_layers_on_a_lower_tier_change_nothing(tmp_path: Path) -> None:
     model, _ = twins("llama", tmp_path, num_hidden_layers=6)
-    (tmp_path / "below").mkdir()
-    params = dataclasses.replace(GREEDY, max_tokens=60)
-    plain = make_engine(model, POLICY)
-    memory = {"memory": 24 * plain.cache.page_bytes, "offload": tmp_path / "below"}
-    engine = make_engine(model, POLICY, max_batch=1, **memory)
-    requests = [one.add(prompt(70), params, keep_logits=True) for one in (plain, engine)]
-    run(plain)
-    run(engine)
-    assert requests[1].stats().offloaded_layers
-    assert requests[0].generated == requests[1].generated
-    assert (torch.stack(requests[0].logits) - torch.stack(requests[1].logits)).abs().max() <= 1e-5
+    check_offloaded(model, POLICY, tmp_path)
 
 
 def test_stored_documents_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ from keyhole import ConfigError, Quest
 from keyhole.engine.engine import Engine
 from tests.oracle import Array, Choice, best, bound, bounds, float64, in_order, tokens_of
 from tests.policies.models import PROMPTS, prompt, twins
-from tests.policies.recording import GREEDY, PAGE, check_against, make_engine, steps
+from tests.policies.recording import (
+    GREEDY,
+    PAGE,
+    check_against,
+    check_under_pressure,
+    make_engine,
+    steps,
+)
 
 
 @pytest.mark.one_in(2)
@@ -140,19 +147,7 @@ def test_bounds_are_those_built_from_scratch_at_every_step(
     """Also of generated tokens, shared pages, pages written in parts, and after pre-emption."""
     model, _ = twins(kind, tmp_path, dtype=dtype, num_hidden_layers=3)
     policy = Quest(token_budget=12)
-    probe = make_engine(model, policy)
-    engine = make_engine(model, policy, memory=30 * probe.cache.page_bytes, prefill_chunk=7)
-    params = dataclasses.replace(GREEDY, max_tokens=20)
-    start = prompt(16)
-    requests = [engine.add(start + prompt(n), params) for n in (9, 3, 13)]
-    requests.append(engine.add(start, params))
-    preempted = 0
-    for _ in steps(engine):
-        check_bounds(engine)
-        preempted += any(request.generated for request in engine.scheduler.waiting)
-    assert preempted
-    assert max(request.stats().cached_prompt_tokens for request in requests) >= 15
-    assert all(len(request.generated) == 20 for request in requests)
+    check_under_pressure(model, policy, check_bounds, tokens=20)
 
 
 def test_the_first_two_layers_are_full_unless_said() -> None:

@@ -19,11 +19,11 @@ from tests.policies.recording import (
     GREEDY,
     PAGE,
     check_against,
+    check_under_pressure,
     forced,
     forced_logits,
     make_engine,
     run,
-    steps,
 )
 from tests.policies.shapes import shape
 
@@ -206,18 +206,7 @@ def test_landmarks_are_those_found_from_scratch_at_every_step(tmp_path: Path, dt
     """Also of generated tokens, copied pages, pages written in parts, and after pre-emption."""
     model, _ = twins("llama", tmp_path, dtype=dtype, num_hidden_layers=2)
     policy = ShadowKV(token_budget=12, chunk_size=2)
-    probe = make_engine(model, policy)
-    engine = make_engine(model, policy, memory=30 * probe.cache.page_bytes, prefill_chunk=7)
-    params = dataclasses.replace(GREEDY, max_tokens=16)
-    start = prompt(16)
-    requests = [engine.add(start + prompt(n), params) for n in (9, 3, 13)]
-    requests.append(engine.add(start, params))
-    preempted = 0
-    for _ in steps(engine):
-        check_landmarks(engine)
-        preempted += any(request.generated for request in engine.scheduler.waiting)
-    assert preempted
-    assert max(request.stats().cached_prompt_tokens for request in requests) >= 15
+    check_under_pressure(model, policy, check_landmarks, tokens=16)
 
 
 def test_prompts_with_one_beginning_have_keys_of_low_rank_of_their_own(tmp_path: Path) -> None:
