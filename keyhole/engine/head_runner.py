@@ -21,7 +21,7 @@ from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
-from keyhole.policies.base import Policy
+from keyhole.policies.base import HeadWeights, Policy
 from keyhole.retrieval.head import HeadConfig, RetrievalHead, group_weights
 
 
@@ -72,10 +72,10 @@ class HeadRunner:
             fused = self._cache.common["head_features"][pages]
         query, key = self.head(token_ids[:count], positions[:count], fused)
         self.put(key, batch.slots[:count])
-        step.head_weights = functools.partial(
+        weights = functools.partial(
             self._weights, query, step.page_table, step.lengths, step.kept_tokens
         )
-        step.head_token_bytes = self.token_bytes
+        step.head = HeadWeights(weights, self.token_bytes)
 
     def _weights(
         self, query: Tensor, page_table: Tensor, lengths: Tensor, thinned: KeptTokenRows | None

@@ -25,7 +25,7 @@ from keyhole.kernels.composite.rope import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.models.positions import RopeShift, rotates
-from keyhole.policies.base import Policy, Step
+from keyhole.policies.base import CachedLayers, Policy, SequenceRows, Step
 
 
 class Runner:
@@ -234,7 +234,9 @@ class Runner:
             keeper=self._keeper,
         )
         if self._prefetcher is not None:
-            self._prefetcher.begin(step.slots, step.page_table, step.lengths, recorded=True)
+            self._prefetcher.begin(
+                step.sequences.slots, step.page_table, step.lengths, recorded=True
+            )
         self._before(*row, batch)
         logits = self._model.forward(*row, batch, every)
         victims, reads = self._after(*row, batch)
@@ -333,7 +335,7 @@ class Runner:
             there = self._there(decodes, numbers.sent["left_lengths"])
             step.retained = replace(step.retained, kept_tokens=there)
         if self._prefetcher is not None:
-            self._prefetcher.begin(step.slots, step.page_table, step.lengths)
+            self._prefetcher.begin(step.sequences.slots, step.page_table, step.lengths)
         return step
 
     def _step(self, numbers: DecodeInputs, tensors: Mapping[str, Tensor]) -> Step:
@@ -357,15 +359,15 @@ class Runner:
             max_length=int(numbers.position.max()) + 1,
             page_table=tensors["page_table"],
             page_size=self._cache.page_size,
-            page_data=self._cache.data,
-            host_lengths=numbers.position + 1,
-            fresh=numbers.fresh,
-            prompts=tensors["prompts"],
-            host_prompts=numbers.prompts,
-            keys=self._cache.keys,
-            rotation=self._rotation,
-            slots=tensors["state_rows"],
-            state=self._state.tensors,
+            sequences=SequenceRows(
+                host_lengths=numbers.position + 1,
+                fresh=numbers.fresh,
+                prompts=tensors["prompts"],
+                host_prompts=numbers.prompts,
+                slots=tensors["state_rows"],
+                state=self._state.tensors,
+            ),
+            cache=CachedLayers(self._cache.keys, self._cache.data, self._rotation),
             retained=remaining,
         )
 

@@ -4,6 +4,23 @@ A policy holds no state of a sequence. Its data per page (`page_data`) belongs t
 selection that one layer shares with later layers of the same step (`Step.shared_selection`) ends
 with the step. Prefill is exact under every policy, and layers with a sliding window of their own do
 not call it.
+
+The hooks, in the order in which the engine calls them; only `select` must be defined:
+
+    once           resolve ──> page_data, sequence_state, sequence_numbers: memory is planned
+                           └─> dense_layers, offloadable, page_limit
+
+    prompt chunk   each layer   keys are written ──> on_append ──> on_prompt_queries ──> attention
+                                                                                        over all
+    decode step    capture_key: may a captured step be replayed?
+                   before_step
+                   each layer   the new key is written ──> on_append ──> on_queries
+                                needs_scores ──> none: select ──> low_rank ──> attention over
+                                    │                                          the selection
+                                    └──> some: attention over all, with scores ──> on_scores
+                                               (`selects_by_own_scores`: select comes after it)
+                   after_step ──> the pages to evict
+                   overhead_bytes, for the statistics
 """
 
 from __future__ import annotations
@@ -27,6 +44,50 @@ if TYPE_CHECKING:
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """What is known of each decoding sequence besides its pages.
+
+    host_lengths: int64 [B], `Step.lengths` on the host. fresh: bool [B], sequences in their first
+    decode step since they began to run. prompts: int32 [B], tokens before that step; host_prompts:
+    int64 [B], the same on the host. slots: int64 [B], the rows of the sequences in `state`, the
+    policy's data per sequence.
+    """
+
+    host_lengths: np.ndarray
+    fresh: np.ndarray
+    prompts: Tensor
+    host_prompts: np.ndarray
+    slots: Tensor
+    state: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class CachedLayers:
+    """What the cache holds, layer by layer.
+
+    keys: pages of keys [P, Hkv, page_size, D], resident or offloaded. page_data: the side data that
+    the policy declared, [P, ...] each. rotation: rotation(layer) shifts keys of a layer from any
+    positions to others; in a model without RoPE it returns them unchanged.
+    """
+
+    keys: Sequence[Tensor]
+    page_data: Sequence[Mapping[str, Tensor]]
+    rotation: Callable[[int], Rotation]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """What a retrieval head says of this step.
+
+    weights: computes its weights of all tokens, float32 [B, heads, N], -1 for tokens that no layer
+    has. token_bytes: bytes of the head's keys of a token.
+    """
+
+    weights: Callable[[], Tensor]
+    token_bytes: int
+
+
 @dataclass
 class Step:
     """The decoding sequences of one step, as a policy sees them.
@@ -35,24 +96,14 @@ class Step:
     pages: int32 [B], pages of each sequence.
     max_length: the largest of `lengths`, known without a device sync.
     page_table: int32 [B, M]; row b lists the physical pages of sequence b, padded with 0.
-    page_data: per layer, the side data that the policy declared, [P, ...] each.
     shared_selection: the selection that `before_step`, or a layer of this step, sets for later
     layers.
-    weights: the scores that layers collect for `after_step`.
-    host_lengths: int64 [B], `lengths` on the host. fresh: bool [B], sequences in
-        their first decode step since they began to run.
-    prompts: int32 [B], tokens before that step; host_prompts: int64 [B], the same on the host.
-    keys: per layer, its pages of keys [P, Hkv, page_size, D], resident or offloaded.
-    rotation: rotation(layer) shifts keys of a layer from any positions to others; in a model
-    without RoPE it returns them unchanged.
-    slots: int64 [B], the rows of the sequences in `state`, the policy's data per sequence.
+    scores: those that layers collect for `after_step`.
     kept_tokens: the tokens that each layer has, where layers dropped tokens of some prompts (stored
     documents); None: all. Dropped tokens are removed from selections.
     retained: the pages that full-attention layers still read, where the policy evicts; None: all.
     Selections and scores are then indexed by retained pages and tokens.
-    head_weights: the retrieval head's weights of all tokens, float32 [B, heads, N], -1 for tokens
-    that no layer has; computed on call. None without a head. head_token_bytes: bytes of the head's
-    keys of a token.
+    head: None without a retrieval head.
     """
 
     lengths: Tensor
@@ -60,21 +111,13 @@ class Step:
     max_length: int
     page_table: Tensor
     page_size: int
-    page_data: Sequence[Mapping[str, Tensor]]
-    host_lengths: np.ndarray
-    fresh: np.ndarray
-    prompts: Tensor
-    host_prompts: np.ndarray
-    keys: Sequence[Tensor]
-    rotation: Callable[[int], Rotation]
-    slots: Tensor
-    state: Mapping[str, Tensor]
+    sequences: SequenceRows
+    cache: CachedLayers
     shared_selection: Selection | None = None
-    weights: Tensor | None = None
+    scores: Tensor | None = None
     kept_tokens: KeptTokenRows | None = None
     retained: RetainedPages | None = None
-    head_weights: Callable[[], Tensor] | None = None
-    head_token_bytes: int = 0
+    head: HeadWeights | None = None
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,10 @@ class ClusterKV(Policy):
 
     def before_step(self, step: Step) -> None:
         """Clusters the prompts of new sequences, and generated tokens once there are enough."""
-        prompts, made = step.host_prompts, self._ends(step.host_prompts, step.host_lengths)
+        prompts, made = (
+            step.sequences.host_prompts,
+            self._ends(step.sequences.host_prompts, step.sequences.host_lengths),
+        )
         crossing = self._crossing(step)
         for row in np.flatnonzero(self._due(step)).tolist():
             prompt, end = int(prompts[row]), int(made[row])
@@ -187,8 +190,8 @@ class ClusterKV(Policy):
         """The tokens of each KV head's best clusters, with the first and the recent ones."""
         if layer in self.full_layers or not self._selects(step):
             return None
-        data = step.page_data[layer]
-        ends = self._ends(step.prompts, step.lengths)
+        data = step.cache.page_data[layer]
+        ends = self._ends(step.sequences.prompts, step.lengths)
         stored = query, data["centroid"], data["cluster"], step.page_table
         clusters = (*stored, self._sinks, ends, self._most(step))
         if self.share_group:
@@ -196,13 +199,13 @@ class ClusterKV(Policy):
         else:
             scores = kernels.cluster_scores_per_query_head(*clusters)
         # Tokens of one cluster have equal scores; ties go to the earlier token.
-        among, last = self._among(step.prompts, step.lengths), self.window_size or 0
+        among, last = self._among(step.sequences.prompts, step.lengths), self.window_size or 0
         if self._counts:
             return kernels.top_k(scores, among, self.token_budget, 1, last=max(1, last))
         chosen = kernels.top_k(scores, among, self.token_budget, 1, last=last)
         most = self._every
         if self.generated == "all_beside":
-            most = int((step.host_lengths - step.host_prompts).max())
+            most = int((step.sequences.host_lengths - step.sequences.host_prompts).max())
         return kernels.with_newer(chosen, among, step.lengths, most)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
@@ -213,7 +216,7 @@ class ClusterKV(Policy):
         layouts = [geometry.layers[i] for i in sparse]
         heads = sum(layout.num_kv_heads for layout in layouts)
         numbers = sum(layout.num_kv_heads * layout.key_dim for layout in layouts)
-        count = self._count(step.prompts, step.lengths)
+        count = self._count(step.sequences.prompts, step.lengths)
         read: Tensor = count * numbers + step.lengths * heads
         return read * geometry.itemsize
 
@@ -222,8 +225,8 @@ class ClusterKV(Policy):
     ) -> None:
         """Assigns tokens (first, end) of a sequence to clusters (first, end), in sparse layers."""
         pages = step.page_table[row].long()
-        for layer, keys in enumerate(step.keys):
-            data = step.page_data[layer]
+        for layer, keys in enumerate(step.cache.keys):
+            data = step.cache.page_data[layer]
             if "cluster" in data and layer not in self.full_layers:
                 kernels.form_clusters(
                     keys, data["centroid"], data["cluster"], pages, tokens, numbers
@@ -231,15 +234,15 @@ class ClusterKV(Policy):
 
     def _crossing(self, step: Step) -> np.ndarray:
         """Sequences that just exceeded the budget, bool [B]."""
-        prompts, lengths = step.host_prompts, step.host_lengths
-        before = self._long(prompts, lengths - 1) & ~step.fresh
+        prompts, lengths = step.sequences.host_prompts, step.sequences.host_lengths
+        before = self._long(prompts, lengths - 1) & ~step.sequences.fresh
         crossing: np.ndarray = self._long(prompts, lengths) & ~before
         return crossing
 
     def _due(self, step: Step) -> np.ndarray:
         """Sequences whose tokens are clustered in this step, bool [B]."""
-        known, prompts = step.host_lengths - 1, step.host_prompts
-        made = self._ends(prompts, step.host_lengths)
+        known, prompts = step.sequences.host_lengths - 1, step.sequences.host_prompts
+        made = self._ends(prompts, step.sequences.host_lengths)
         follows = (made == known) & (known > prompts)
         due: np.ndarray = (made > 0) & (self._crossing(step) | follows)
         return due
@@ -249,7 +252,7 @@ class ClusterKV(Policy):
 
         Excess centroids are read and ignored.
         """
-        most = int(self._count(step.host_prompts, step.host_lengths).max())
+        most = int(self._count(step.sequences.host_prompts, step.sequences.host_lengths).max())
         return -(-most // _ROUNDED) * _ROUNDED
 
     def _number(self, tokens: Any) -> Any:
@@ -280,7 +283,7 @@ class ClusterKV(Policy):
 
     def _selects(self, step: Step) -> bool:
         """Whether some sequence of the step does not read everything."""
-        return bool(self._long(step.host_prompts, step.host_lengths).any())
+        return bool(self._long(step.sequences.host_prompts, step.sequences.host_lengths).any())
 
     def _ends(self, prompts: Any, lengths: Any) -> Any:
         """Tokens from here on are in no cluster; 0 up to the budget. Arrays or tensors."""

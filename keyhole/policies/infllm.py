@@ -167,7 +167,7 @@ class InfLLM(Policy):
         """The same for the newest tokens, for the last block that the window has passed."""
         if layer in self.full_layers:
             return
-        size, keys, data = step.page_size, step.keys[layer], step.page_data[layer]
+        size, keys, data = step.page_size, step.cache.keys[layer], step.cache.page_data[layer]
         first, per_block = self._ends(size)[0], self._block // size
         table = step.page_table.long()
         kernels.add_received(
@@ -198,7 +198,10 @@ class InfLLM(Policy):
             return None
         size = step.page_size
         (first, last), per_block = self._ends(size), self._block // size
-        keys, table = step.page_data[layer]["representative"], step.page_table[:, first::per_block]
+        keys, table = (
+            step.cache.page_data[layer]["representative"],
+            step.page_table[:, first::per_block],
+        )
         number = self._blocks(step.pages, size)
         scores = kernels.block_scores(query, keys, table.contiguous(), number)
         # Pages between the last whole block and the window are read until their block is complete.

@@ -145,10 +145,12 @@ class OmniKV(Policy):
                 scores[0], step.lengths, budget, 1, first=sinks, last=last
             )
             return
-        own, last = kernels.prompt_scores(scores[0], step.prompts), self.window_size or 0
-        chosen = kernels.top_k(own, step.prompts, budget, 1, first=sinks, last=last)
-        most = int((step.host_lengths - step.host_prompts).max())
-        step.shared_selection = kernels.with_newer(chosen, step.prompts, step.lengths, most)
+        own, last = kernels.prompt_scores(scores[0], step.sequences.prompts), self.window_size or 0
+        chosen = kernels.top_k(own, step.sequences.prompts, budget, 1, first=sinks, last=last)
+        most = int((step.sequences.host_lengths - step.sequences.host_prompts).max())
+        step.shared_selection = kernels.with_newer(
+            chosen, step.sequences.prompts, step.lengths, most
+        )
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The tokens of the filter before; everything in full layers and before the first."""

@@ -111,7 +111,7 @@ class Quest(Policy):
         """The best pages of each KV head or query head, the newest page among them."""
         if layer in self.full_layers or self._covers(step):
             return None
-        data = step.page_data[layer]
+        data = step.cache.page_data[layer]
         bounds = (query, data["low"], data["high"], step.page_table)
         if self.share_group:
             scores = kernels.bound_scores(*bounds)

@@ -114,7 +114,7 @@ class RaaS(Policy):
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         """Collects the largest weights of all layers."""
-        step.weights = scores[0] if step.weights is None else step.weights.maximum(scores[0])
+        step.scores = scores[0] if step.scores is None else step.scores.maximum(scores[0])
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """All retained pages."""
@@ -122,10 +122,10 @@ class RaaS(Policy):
 
     def after_step(self, step: Step) -> Tensor | None:
         """Renews stamps, including the newest page's; evicts the page of the oldest stamp."""
-        left, weights = step.retained, step.weights
+        left, weights = step.retained, step.scores
         assert left is not None
         if weights is not None:
             weights = weights[:, 0].unflatten(1, (-1, step.page_size)).amax(2)
-        stamps = (step.state["stamp"], step.slots, left.pinned, left.pages)
+        stamps = (step.sequences.state["stamp"], step.sequences.slots, left.pinned, left.pages)
         kernels.renew_stamps(*stamps, step.lengths, weights, self.alpha)
         return kernels.drop_oldest(*stamps, left.goes) if left.due.any() else None

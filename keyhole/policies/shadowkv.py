@@ -180,19 +180,23 @@ class ShadowKV(Policy):
     def before_step(self, step: Step) -> None:
         """Decomposes prompts and finds outliers of sequences that just exceeded the budget."""
         for row in np.flatnonzero(self._due(step)).tolist():
-            prompt, slot = int(step.host_prompts[row]), step.slots[row]
+            prompt, slot = int(step.sequences.host_prompts[row]), step.sequences.slots[row]
             pages = step.page_table[row].long()
             chunks = self._sinks, max(self._sinks, prompt // self._chunk - self._local)
-            for layer, data in enumerate(step.page_data):
+            for layer, data in enumerate(step.cache.page_data):
                 if "landmark" not in data or layer in self.full_layers:
                     continue
-                step.state[f"taken {layer}"][slot] = kernels.outlier_chunks(
+                step.sequences.state[f"taken {layer}"][slot] = kernels.outlier_chunks(
                     data["cosine"], pages, chunks, self._outliers
                 )
                 coefficients = data["coefficient"]
                 if coefficients.shape[2]:
-                    step.state[f"basis {layer}"][slot] = kernels.decompose(
-                        step.keys[layer], coefficients, pages, prompt, step.rotation(layer)
+                    step.sequences.state[f"basis {layer}"][slot] = kernels.decompose(
+                        step.cache.keys[layer],
+                        coefficients,
+                        pages,
+                        prompt,
+                        step.cache.rotation(layer),
                     ).to(coefficients.dtype)
 
     def capture_key(self, step: Step) -> Hashable:
@@ -207,14 +211,14 @@ class ShadowKV(Policy):
         if layer in self.full_layers or step.max_length <= self._covered:
             return None
         ends, chunks = self._ends(step)
-        landmarks, taken = step.page_data[layer]["landmark"], self._taken(layer, step)
+        landmarks, taken = step.cache.page_data[layer]["landmark"], self._taken(layer, step)
         table, local = step.page_table, self._local
         scores = kernels.chunk_scores(query, landmarks, table, taken, chunks, local)
         chosen = kernels.top_k(scores, chunks, self._count, self._chunk, last=local)
         tokens = kernels.block_pages(chosen, ends, 1)
         if not self.keep_generated:
             return tokens
-        most = int((step.host_lengths - self._end(step.host_prompts)).max())
+        most = int((step.sequences.host_lengths - self._end(step.sequences.host_prompts)).max())
         return kernels.with_newer(tokens, ends, step.lengths, most)
 
     def low_rank(self, layer: int, step: Step) -> LowRank | None:
@@ -223,11 +227,13 @@ class ShadowKV(Policy):
             return None
         # From here on full keys are read: generated tokens, newest chunks, and short sequences.
         newest = (self._ends(step)[1] - self._local) * self._chunk
-        rotation = step.rotation(layer)
+        rotation = step.cache.rotation(layer)
         return LowRank(
-            coefficients=step.page_data[layer]["coefficient"],
-            basis=step.state[f"basis {layer}"].index_select(0, step.slots),
-            first=newest.minimum(step.prompts).masked_fill(step.lengths <= self._covered, 0),
+            coefficients=step.cache.page_data[layer]["coefficient"],
+            basis=step.sequences.state[f"basis {layer}"].index_select(0, step.sequences.slots),
+            first=newest.minimum(step.sequences.prompts).masked_fill(
+                step.lengths <= self._covered, 0
+            ),
             taken=self._taken(layer, step),
             chunk=self._chunk,
             frequencies=rotation.frequencies,
@@ -248,18 +254,20 @@ class ShadowKV(Policy):
 
     def _due(self, step: Step) -> np.ndarray:
         """Sequences that just exceeded the budget, bool [B]."""
-        lengths = step.host_lengths
-        due: np.ndarray = (step.fresh & (lengths > self._covered)) | (lengths == self._covered + 1)
+        lengths = step.sequences.host_lengths
+        due: np.ndarray = (step.sequences.fresh & (lengths > self._covered)) | (
+            lengths == self._covered + 1
+        )
         return due
 
     def _taken(self, layer: int, step: Step) -> Tensor:
         """First and outlier chunks, int32 [B, Hkv, n]; -1 in sequences within the budget."""
         short = (step.lengths <= self._covered)[:, None, None]
-        return step.state[f"taken {layer}"][step.slots].masked_fill(short, -1)
+        return step.sequences.state[f"taken {layer}"][step.sequences.slots].masked_fill(short, -1)
 
     def _ends(self, step: Step) -> tuple[Tensor, Tensor]:
         """Candidate tokens, and their chunks, int32 [B] each."""
-        ends = self._end(step.prompts) if self.keep_generated else step.lengths
+        ends = self._end(step.sequences.prompts) if self.keep_generated else step.lengths
         return ends, (ends + self._chunk - 1) // self._chunk
 
     def _end(self, prompts: Any) -> Any:

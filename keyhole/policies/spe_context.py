@@ -33,7 +33,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
-from keyhole.policies.base import Policy, Selection, Step
+from keyhole.policies.base import HeadWeights, Policy, Selection, Step
 from keyhole.policies.shared import adaptive_budget
 
 if TYPE_CHECKING:
@@ -102,24 +102,30 @@ class SpeContext(Policy):
         if self.refresh_every == 1:
             step.shared_selection = self._choose(step, step.lengths)
             return
-        if self._due(step.host_lengths, step.host_prompts).any():
+        if self._due(step.sequences.host_lengths, step.sequences.host_prompts).any():
             # A sequence within the budget is read in full: its beginning is the stored selection,
             # the rest is "since".
             lengths = step.lengths
             made_at = lengths.where(
                 lengths > self._exact_up_to, lengths.clamp(max=self._at_refresh)
             )
-            due = self._due(step.lengths, step.prompts)
-            kernels.keep(step.state, step.slots, due, self._choose(step, made_at), made_at)
+            due = self._due(step.lengths, step.sequences.prompts)
+            kernels.keep(
+                step.sequences.state,
+                step.sequences.slots,
+                due,
+                self._choose(step, made_at),
+                made_at,
+            )
         step.shared_selection = kernels.kept(
-            step.state, step.slots, step.lengths, self.refresh_every - 1
+            step.sequences.state, step.sequences.slots, step.lengths, self.refresh_every - 1
         )
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read, and whether any sequence selects."""
         if step.max_length <= self._exact_up_to:
             return "all"
-        return bool(self._due(step.host_lengths, step.host_prompts).any())
+        return bool(self._due(step.sequences.host_lengths, step.sequences.host_prompts).any())
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The head's selection."""
@@ -132,7 +138,7 @@ class SpeContext(Policy):
         there = (
             step.lengths if step.kept_tokens is None else step.kept_tokens.anywhere().counts[:, 0]
         )
-        return there * (step.head_token_bytes / self.refresh_every)
+        return there * (_head(step).token_bytes / self.refresh_every)
 
     @property
     def _exact_up_to(self) -> int:
@@ -152,8 +158,7 @@ class SpeContext(Policy):
         return first | (lengths % self.refresh_every == 0)
 
     def _choose(self, step: Step, lengths: Tensor) -> Selection:
-        assert step.head_weights is not None, "the engine gives a head where wants_head is set"
-        weights, first, last = step.head_weights(), self.sink_size, self.window_size or 1
+        weights, first, last = _head(step).weights(), self.sink_size, self.window_size or 1
         if not self.per_head:
             weights = weights.amax(1, keepdim=True)
         chosen = kernels.top_k(weights, lengths, self._at_refresh, 1, first=first, last=last)
@@ -181,3 +186,8 @@ def choice_lists(geometry: Geometry) -> int:
             "KV heads; use delta or quest"
         )
     return heads.pop() if heads else 1
+
+
+def _head(step: Step) -> HeadWeights:
+    assert step.head is not None, "the engine runs the head of a policy that wants one"
+    return step.head

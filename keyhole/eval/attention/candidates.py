@@ -113,8 +113,12 @@ class Candidates(Policy):
         self.progress.steps = [
             dataclasses.replace(
                 step,
-                page_data=[_own(number, data) for data in step.page_data],
-                state=_own(number, step.state),
+                sequences=dataclasses.replace(
+                    step.sequences, state=_own(number, step.sequences.state)
+                ),
+                cache=dataclasses.replace(
+                    step.cache, page_data=[_own(number, data) for data in step.cache.page_data]
+                ),
                 retained=retained[number].view(step) if number in retained else None,
             )
             for number in range(len(self.policies))

@@ -27,9 +27,11 @@ class Retained:
 
     def view(self, step: Step) -> RetainedPages:
         """What is left for the newest tokens of a step; notes pages that they begin."""
-        slots, size = step.slots.tolist(), self._size
-        position = np.asarray(step.host_lengths) - 1
-        for slot, place, fresh in zip(slots, position.tolist(), step.fresh.tolist(), strict=True):
+        slots, size = step.sequences.slots.tolist(), self._size
+        position = np.asarray(step.sequences.host_lengths) - 1
+        for slot, place, fresh in zip(
+            slots, position.tolist(), step.sequences.fresh.tolist(), strict=True
+        ):
             if fresh:
                 self._enter(slot, place)
             generated, newest = self._generated[slot], place // size
@@ -62,7 +64,7 @@ class Retained:
     def evict(self, step: Step, victims: Tensor) -> None:
         """Takes out the pages of sequences that are due; victims int64 [B], as of `after_step`."""
         assert step.retained is not None
-        for row, slot in enumerate(step.slots.tolist()):
+        for row, slot in enumerate(step.sequences.slots.tolist()):
             if step.retained.due[row]:
                 del self._generated[slot][int(victims[row])]
 

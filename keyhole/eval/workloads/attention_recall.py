@@ -49,8 +49,8 @@ class SampleRows:
 
     def keys(self, step: Step) -> list[tuple[int, int]]:
         """Sample and length of each row."""
-        samples = [self._of_slot[slot] for slot in step.slots.tolist()]
-        return list(zip(samples, step.host_lengths.tolist(), strict=True))
+        samples = [self._of_slot[slot] for slot in step.sequences.slots.tolist()]
+        return list(zip(samples, step.sequences.host_lengths.tolist(), strict=True))
 
 
 @dataclass(eq=False)

@@ -53,7 +53,7 @@ class RandomTokens(Policy):
         if layer in self.full_layers or step.max_length <= self.token_budget:
             return None
         tokens = step.page_table.shape[1] * step.page_size
-        scores = _hashed(self.seed, layer, step.lengths, step.keys[layer].shape[1], tokens)
+        scores = _hashed(self.seed, layer, step.lengths, step.cache.keys[layer].shape[1], tokens)
         if step.kept_tokens is not None:  # a token that the layer lacks is not drawn
             there = step.kept_tokens.pages(layer, step.page_table.shape[1], step.page_size)
             there = there.repeat_interleave(step.page_size, 1)

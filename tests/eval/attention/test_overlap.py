@@ -12,7 +12,7 @@ from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.eval.attention.dense_run import LayerStep
 from keyhole.eval.attention.overlap import KINDS, OverlapSums, kinds
 from keyhole.eval.attention.repeats import MOST_STEPS, SelectionPersistence
-from keyhole.policies.base import Step
+from keyhole.policies.base import CachedLayers, SequenceRows, Step
 
 PAGE, LAYERS, HEADS, KV_HEADS = 4, 3, 6, 2
 PROMPTS = (41, 70)
@@ -35,15 +35,15 @@ def step(number: int, rows: tuple[int, ...] = (0, 1)) -> Step:
         max_length=int(lengths.max()),
         page_table=unused,
         page_size=PAGE,
-        page_data=[],
-        host_lengths=lengths,
-        fresh=np.asarray([number == 1] * len(rows)),
-        prompts=torch.tensor(prompts, dtype=torch.int32),
-        host_prompts=prompts,
-        keys=[],
-        rotation=unused,
-        slots=torch.tensor(rows),
-        state={},
+        sequences=SequenceRows(
+            host_lengths=lengths,
+            fresh=np.asarray([number == 1] * len(rows)),
+            prompts=torch.tensor(prompts, dtype=torch.int32),
+            host_prompts=prompts,
+            slots=torch.tensor(rows),
+            state={},
+        ),
+        cache=CachedLayers(keys=[], page_data=[], rotation=unused),
     )
 
 
@@ -52,7 +52,7 @@ def seen(layer: int, at: Step, weights: torch.Tensor) -> LayerStep:
     there = torch.arange(weights.shape[2]) < at.lengths[:, None]
     return LayerStep(
         layer=layer,
-        samples=at.slots,
+        samples=at.sequences.slots,
         num_kv_heads=KV_HEADS,
         weights=weights * there[:, None],
         output=weights[..., :1],
@@ -63,7 +63,7 @@ def seen(layer: int, at: Step, weights: torch.Tensor) -> LayerStep:
 
 def drawn(at: Step, generator: torch.Generator) -> torch.Tensor:
     count = -(-at.max_length // PAGE) * PAGE
-    return torch.rand(len(at.slots), HEADS, count, generator=generator)
+    return torch.rand(len(at.sequences.slots), HEADS, count, generator=generator)
 
 
 def top(weights: np.ndarray, length: int, kind: str, budget: int) -> list[set[int]]:
