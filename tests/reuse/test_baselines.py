@@ -169,7 +169,7 @@ def test_methods_without_a_query_read_nothing_first(method: Reuse) -> None:
     assert method.glance(documents) is None
     plan = method.plan(documents, None)
     if method.name != "cacheblend":
-        assert method.check_layer is None
+        assert method.probe_layer is None
         assert method.revise(documents, plan, torch.zeros(2, TOTAL)) is plan
 
 
