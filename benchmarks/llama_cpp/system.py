@@ -17,8 +17,8 @@ from benchmarks.llama_cpp import state
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.worker import WorkerProcess
 from keyhole.bench import measure
+from keyhole.bench.baselines import Need
 from keyhole.bench.model import RandomKV, Weights
-from keyhole.bench.outside import Need
 from keyhole.models.loading import Model
 
 # The cache of a sequence is a multiple of so many tokens.
@@ -35,7 +35,7 @@ SYSTEMS = {"llama_cpp": False, "llama_cpp_flash": True}
 
 
 class LlamaCpp:
-    """llama.cpp with and without flash attention (`keyhole.bench.outside.Outside`)."""
+    """llama.cpp with and without flash attention (`keyhole.bench.baselines.Outside`)."""
 
     names = tuple(SYSTEMS)
 

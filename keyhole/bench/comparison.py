@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from keyhole.bench import memory
-from keyhole.bench.baselines import Baseline, Past
+from keyhole.bench.baselines import Baseline, Outside, OutsidePeer, Past
 from keyhole.bench.keyhole_system import KeyholeSystem, Pages
 from keyhole.bench.measure import Turn, take_turns
 from keyhole.bench.memory import Skipped, fitting
 from keyhole.bench.model import RandomKV, Weights, prompts
-from keyhole.bench.outside import Outside, OutsidePeer
 from keyhole.bench.settings import ALL_PEERS, PEERS, DecodeSettings
 from keyhole.errors import KeyholeError
 

@@ -17,11 +17,11 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from keyhole.bench import measure, memory
+from keyhole.bench.baselines import Outside
 from keyhole.bench.comparison import PEER, WARM_UP, Sitting, sit
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.memory import Skipped
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.outside import Outside
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, require_systems
 from keyhole.kernels import operations
 from keyhole.method_settings import parse_one

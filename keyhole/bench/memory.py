@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from keyhole.bench.baselines import Need
 from keyhole.bench.keyhole_system import needed_bytes
-from keyhole.bench.outside import Need
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE
 from keyhole.cache.layout import Geometry
 from keyhole.models.loading import Model

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
-from keyhole.cli import calibrate_stable
-from keyhole.cli.calibrate_stable import StableSettings
 from keyhole.cli.common import flags, outputs, show
 from keyhole.cli.common.outputs import Output
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies.delta import Delta
-from keyhole.policies.shared.calibration import rank_by_shift
+from keyhole.policies.selection_layers import rank_by_shift
 
 if TYPE_CHECKING:
     from keyhole.eval.calibrate import Measurement
-    from keyhole.policies.shared.calibration import Calibration
+    from keyhole.policies.selection_layers import Calibration
+    from keyhole.reuse.stability import Stability
+
 
 _METHODS = ("optimal", "paper")
 _MEASURES = ("mass", "error")
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stable_layers:
         stable = StableSettings(**flags.settings_of(arguments, StableSettings))
         texts = _given(arguments)
-        return calibrate_stable.run(arguments, stable, texts)
+        return run_stable(arguments, stable, texts)
     placement: Any = PlacementSettings(**flags.settings_of(arguments, PlacementSettings))
     settings = flags.settings_of(arguments, Delta)
     outputs.check(
@@ -261,4 +261,87 @@ def _prompts() -> list[Any]:
         make(task, length, _FIRST_SEED + n).prompt
         for n in range(_NUM_ITEMS)
         for task, length in _TASKS
+    ]
+
+
+#: Contexts of the bundled model's tasks; evaluations count from 0, examinations from 1,000,000.
+_STABLE_SEED = 2_000_000
+_STABLE_TASKS = ("recall", "multivalue", "vartrack", "majority")
+_LENGTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableSettings:
+    """What SamKV's stable layers are measured on."""
+
+    num_stable_layers: int = setting(4, "layers to choose, those that score highest")
+    num_documents: int = setting(32, "most documents to encode, evenly from all")
+    block_size: int = setting(64, "tokens in a block; documents are cut to 32 blocks")
+
+    def __post_init__(self) -> None:
+        for name in ("num_stable_layers", "num_documents", "block_size"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+
+
+def run_stable(
+    arguments: argparse.Namespace, settings: StableSettings, texts: list[Any] | None
+) -> int:
+    """Measures, prints the score of each layer, and writes the file.
+
+    texts: of --data; None: those of the bundled model.
+    """
+    output = _output(arguments)
+    outputs.check(Output("--output", output, outputs.LAYERS))
+    texts = _texts(settings.num_documents) if texts is None else texts
+    model = flags.load_model(arguments)
+    from keyhole.eval.stability import cut, measure
+
+    documents = cut(model, texts, block_size=settings.block_size, most=settings.num_documents)
+    found = measure(
+        model,
+        documents,
+        block_size=settings.block_size,
+        num_stable_layers=settings.num_stable_layers,
+    )
+    found.save(output)
+    if arguments.json:
+        print(show.to_json({**vars(found), "output": output}))
+        return 0
+    print(_stable_text(found))
+    print(f"written: {output}")
+    return 0
+
+
+def _stable_text(found: Stability) -> str:
+    rows = [
+        [str(layer), str(score), "stable" if layer in found.stable_layers else ""]
+        for layer, score in enumerate(found.scores)
+    ]
+    return (
+        f"{found.model}: {show.count(found.num_documents, 'document')} in blocks of "
+        f"{found.block_size}; a layer "
+        "scores where\nthe most important block of a document is an outlier\n\n"
+        f"{show.table(('layer', 'score', ''), rows, left=1)}\n"
+    )
+
+
+def _output(arguments: argparse.Namespace) -> str:
+    from keyhole.reuse.stability import STABILITY_FILE
+
+    if arguments.output is not None:
+        return str(arguments.output)
+    # Not into a cache of the hub, nor into the package.
+    beside = Path(arguments.model) if arguments.model and Path(arguments.model).is_dir() else Path()
+    return str(beside / STABILITY_FILE)
+
+
+def _texts(number: int) -> list[str]:
+    """Contexts of tasks, each a document."""
+    from keyhole.eval.tiny_language.tasks import make
+
+    return [
+        make(
+            _STABLE_TASKS[n % len(_STABLE_TASKS)], _LENGTH, _STABLE_SEED + n // len(_STABLE_TASKS)
+        ).context
+        for n in range(number)
     ]

@@ -10,7 +10,7 @@ placement at once:
     shift[b]       mean total variation between the page distributions of layer b and the
                    full-attention layer before it: half the sum of |differences|, from 0 to 1
 
-`keyhole.policies.shared.calibration` turns each into a placement. Only steps of more than
+`keyhole.policies.selection_layers` turns each into a placement. Only steps of more than
 `token_budget` tokens count: in shorter ones DELTA chooses nothing. The layers before b read
 everything, so errors are those of one layer alone.
 """
@@ -37,7 +37,7 @@ from keyhole.models.loading import Model
 from keyhole.policies.base import ScoreRequest, Selection, Step
 from keyhole.policies.controls.full import Full
 from keyhole.policies.delta import Delta
-from keyhole.policies.shared.calibration import (
+from keyhole.policies.selection_layers import (
     Calibration,
     place_by_error,
     place_by_recall,

@@ -22,7 +22,7 @@ from keyhole.config import EngineConfig
 from keyhole.models.loading import Model
 from keyhole.policies.spe_context import SpeContext
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training import attention_objective
+from keyhole.retrieval.training import objectives
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 
 WINDOW, BEST = "window", "best"
@@ -73,14 +73,12 @@ def measure(
         for policy in (policy for policy in policies if policy.token_budget < length):
             budget, first = policy.token_budget, policy.sink_size
             choices = {
-                name: attention_objective.chosen(
-                    of, lesson.rows, budget, first, policy.window_size or 1
-                )
+                name: objectives.chosen(of, lesson.rows, budget, first, policy.window_size or 1)
                 for name, of in scores.items()
             }
-            choices[WINDOW] = attention_objective.recent(lesson.rows, budget, first)
+            choices[WINDOW] = objectives.recent(lesson.rows, budget, first)
             for name, choice in choices.items():
-                share = float(attention_objective.share(lesson.mass, choice).mean())
+                share = float(objectives.share(lesson.mass, choice).mean())
                 found.setdefault((name, length, budget), []).append(share)
     return [
         RecallCell(
@@ -99,5 +97,5 @@ def _scores(
 ) -> torch.Tensor:
     """The head's weights per KV head of the target, as logs: [Hkv, R, n]."""
     own = tuple(hidden[layer] for layer in head.config.feature_layers)
-    logs = attention_objective.log_weights(head, dataclasses.replace(lesson, hidden=own))
-    return attention_objective.best(logs, len(lesson.mass))
+    logs = objectives.log_weights(head, dataclasses.replace(lesson, hidden=own))
+    return objectives.best(logs, len(lesson.mass))

@@ -1,6 +1,6 @@
 """Measures SamKV's stable layers: encodes calibration documents and asks which layers agree.
 
-SamKV (arXiv 2508.11661), appendix A.2; what is counted stands in `keyhole.reuse.blocks.stability`.
+SamKV (arXiv 2508.11661), appendix A.2; what is counted stands in `keyhole.reuse.block_statistics`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keyhole.engine.documents.encoder import encode
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
-from keyhole.reuse.blocks.stability import NUM_STABLE, Stability, stable_layers
+from keyhole.reuse.stability import NUM_STABLE, Stability, stable_layers
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
 #: Blocks of a document that a text is cut into: three times what an outlier needs.

@@ -23,7 +23,7 @@ from keyhole.kernels.composite import (
     selections,
 )
 from keyhole.kernels.selection import ScoreRequest, Selection
-from keyhole.kernels.triton import paged_flash
+from keyhole.kernels.triton import flash_attention
 
 _library = Library("keyhole", "DEF")
 
@@ -41,7 +41,7 @@ def backend(device: torch.device) -> str:
     """The backend of a device, as text for people."""
     if device.type == "cuda":
         who = "Triton" if triton.usable() else "reference (PyTorch)"
-        dense = paged_flash.version() if triton.usable() else None
+        dense = flash_attention.version() if triton.usable() else None
         who += "" if dense is None else f", dense steps by {dense}"
         return f"{who}, prompts by FlashAttention" if triton.flash() else who
     if device.type != "cpu" or cpu.current() == cpu.REFERENCE:

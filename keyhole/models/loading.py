@@ -41,7 +41,7 @@ from keyhole.models.files.locate import (
     named,
     other_format,
 )
-from keyhole.reuse.blocks.stability import STABILITY_FILE
+from keyhole.reuse.stability import STABILITY_FILE
 
 #: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
 CALIBRATION_FILE = "keyhole-delta.json"

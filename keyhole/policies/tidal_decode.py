@@ -49,9 +49,9 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
+from keyhole.policies import budgets
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
-from keyhole.policies.shared import always_read
-from keyhole.policies.shared.selection_layers import dense, nearest, served, settled
+from keyhole.policies.selection_layers import dense, nearest, served, settled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,7 @@ class TidalDecode(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the selection layers: as given, or scaled to the depth."""
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
-        always_read.settled(self.sink_size, self.window_size, self.token_budget)
+        budgets.always_read(self.sink_size, self.window_size, self.token_budget)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         layers = self.selection_layers
         layers = default_selection_layers(geometry) if layers is None else layers

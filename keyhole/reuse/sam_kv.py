@@ -43,7 +43,7 @@ is computed whole. They say what a difference does on this model, not which meth
 
 Beyond the paper, where a mean hides the relevant key: with score="extremes" step 4 compares the
 queries of all of the question's tokens with single keys of a block
-(`keyhole.reuse.blocks.extremes`), and `share` replaces P in step 3. With score="random" step 4
+(`keyhole.reuse.block_scores`), and `share` replaces P in step 3. With score="random" step 4
 draws as many blocks at random: a control for the value of the selection.
 """
 
@@ -62,11 +62,17 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, require_layers, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
+from keyhole.reuse.block_scores import (
+    choose,
+    extreme_scores,
+    key_scores,
+    outliers,
+    personal_queries,
+    share,
+)
 from keyhole.reuse.blocks import Blocks, gather
-from keyhole.reuse.blocks.extremes import extreme_scores
-from keyhole.reuse.blocks.scoring import choose, key_scores, outliers, personal_queries, share
-from keyhole.reuse.blocks.stability import Stability, last_layers
 from keyhole.reuse.fusion import fused
+from keyhole.reuse.stability import Stability, last_layers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama, LlamaCpp
 from benchmarks.llama_cpp.worker import WorkerError, WorkerProcess
 from keyhole.bench import comparison, decode, measure, model
+from keyhole.bench.baselines import Need
 from keyhole.bench.comparison import DisagreementError
-from keyhole.bench.outside import Need
 from keyhole.bench.settings import SHAPES, DecodeSettings
 from keyhole.errors import ConfigError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import keyhole
-from keyhole.policies.shared.calibration import Calibration
-from keyhole.reuse.blocks.stability import STABILITY_FILE, Stability
+from keyhole.policies.selection_layers import Calibration
+from keyhole.reuse.stability import STABILITY_FILE, Stability
 from tests.cli.conftest import Run
 
 OPTIONS = ("--num-delta-layers", "1", "--full-layers", "0", "--token-budget", "32")

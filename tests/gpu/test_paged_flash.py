@@ -16,7 +16,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import varlen
 
 from keyhole.kernels import operations, triton
-from keyhole.kernels.triton import paged_flash
+from keyhole.kernels.triton import flash_attention
 from tests.oracle import attention, float64, in_order, visible
 
 PAGE, LENGTHS = 16, (1, 40, 33)
@@ -82,7 +82,7 @@ def test_it_is_attention_over_all_or_a_window(
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", as_documented)
     query, keys, values, table, lengths = case()
-    found = paged_flash.attend(query, keys, values, table, lengths, 0.2, window)
+    found = flash_attention.attend(query, keys, values, table, lengths, 0.2, window)
     for row, length in enumerate(LENGTHS):
         there = (in_order(x, table[row].tolist(), length) for x in (keys, values))
         seen = [visible(length, window)] * HEADS
@@ -123,7 +123,7 @@ def asked() -> str | None:
     """Anew, and without a word."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return paged_flash.version.__wrapped__()
+        return flash_attention.version.__wrapped__()
 
 
 def test_it_is_used_where_one_is_active_for_this_gpu(usable: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_the_environment_activates_one(usable: pytest.MonkeyPatch) -> None:
 def told(why: str) -> None:
     begin = "FlashAttention over pages cannot be used here, our own kernels do its work"
     with pytest.warns(RuntimeWarning, match=f"{begin}: {why}"):
-        assert paged_flash.version.__wrapped__() is None
+        assert flash_attention.version.__wrapped__() is None
 
 
 def test_one_that_cannot_be_is_told_and_not_activated(usable: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ KIND = (torch.float16, 3, 80, 4)
 
 def test_an_example_of_each_kind_must_come_out_right(usable: pytest.MonkeyPatch) -> None:
     for kind in (KIND, (torch.bfloat16, 1, 64, 16), (torch.bfloat16, 8, 256, 1)):
-        assert paged_flash._is_right.__wrapped__(*kind)
+        assert flash_attention._is_right.__wrapped__(*kind)
 
 
 def wrong(*operands: Any, **options: Any) -> Tensor:
@@ -211,7 +211,7 @@ def test_one_that_is_wrong_or_refuses_is_not_used(
 ) -> None:
     usable.setattr(varlen, "varlen_attn", function)
     with pytest.warns(RuntimeWarning, match=why):
-        assert not paged_flash._is_right.__wrapped__(*KIND)
+        assert not flash_attention._is_right.__wrapped__(*KIND)
 
 
 @pytest.mark.parametrize(
@@ -228,20 +228,20 @@ def test_one_that_is_wrong_or_refuses_is_not_used(
 def test_what_it_does_not_know_our_kernels_compute(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(paged_flash, "version", lambda: "FA3")
-    monkeypatch.setattr(paged_flash, "_is_right", lambda _, group, *__: group == GROUP)
+    monkeypatch.setattr(flash_attention, "version", lambda: "FA3")
+    monkeypatch.setattr(flash_attention, "_is_right", lambda _, group, *__: group == GROUP)
     query, keys, values, *_ = case()
     given = {"query": query, "key_pages": keys, "value_pages": values}
     given |= {"softcap": None, "sinks": None}
-    assert paged_flash.takes(**given)
-    assert not paged_flash.takes(**(given | other))
-    monkeypatch.setattr(paged_flash, "version", lambda: None)
-    assert not paged_flash.takes(**given)
+    assert flash_attention.takes(**given)
+    assert not flash_attention.takes(**(given | other))
+    monkeypatch.setattr(flash_attention, "version", lambda: None)
+    assert not flash_attention.takes(**given)
 
 
 def test_people_are_told_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "usable", lambda: True)
     monkeypatch.setattr(triton, "flash", lambda: True)
-    monkeypatch.setattr(paged_flash, "version", lambda: "FA3")
+    monkeypatch.setattr(flash_attention, "version", lambda: "FA3")
     name = operations.backend(torch.device("cuda"))
     assert name == "Triton, dense steps by FA3, prompts by FlashAttention"

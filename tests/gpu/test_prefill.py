@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keyhole.kernels import operations, reference
 from keyhole.kernels import triton as gpu
-from keyhole.kernels.triton import prefill as fused
+from keyhole.kernels.triton import flash_attention as fused
 from tests.oracle import attention, float64, in_order, visible
 
 #: KV heads, group, head size, page size.

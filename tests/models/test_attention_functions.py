@@ -9,10 +9,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keyhole.models import attention
-from keyhole.retrieval.training import soft_selection, teacher
+from keyhole.retrieval.training import objectives, teacher
 
 
-@pytest.mark.parametrize("module", [attention, soft_selection, teacher], ids=lambda m: m.NAME)
+@pytest.mark.parametrize("module", [attention, objectives, teacher], ids=lambda m: m.NAME)
 def test_arguments_by_place_are_those_of_transformers(module: object) -> None:
     """Who wraps all functions, as kvpress does, gives dropout by its place: it became the scale."""
     theirs = list(inspect.signature(sdpa_attention_forward).parameters)[:6]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.errors import ConfigError
-from keyhole.policies.shared.calibration import (
+from keyhole.policies.selection_layers import (
     Calibration,
     place_by_error,
     place_by_recall,

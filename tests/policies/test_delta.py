@@ -11,7 +11,7 @@ import pytest
 from keyhole import LLM, ConfigError, Delta
 from keyhole.models.loading import CALIBRATION_FILE
 from keyhole.policies.delta import default_delta_layers
-from keyhole.policies.shared.calibration import Calibration
+from keyhole.policies.selection_layers import Calibration
 from tests.checkpoints import make_model
 from tests.oracle import (
     Array,

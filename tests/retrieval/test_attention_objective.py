@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training.attention_objective import attention_loss, mass_divergence
+from keyhole.retrieval.training.objectives import attention_loss, mass_divergence
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 

@@ -15,7 +15,7 @@ from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import train
 from keyhole.retrieval.training.corpus import FileCorpus
 from keyhole.retrieval.training.distill import Distiller, rate
-from keyhole.retrieval.training.selection_objective import selection_loss
+from keyhole.retrieval.training.objectives import selection_loss
 from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 

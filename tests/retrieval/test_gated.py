@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from keyhole.errors import NumericalError
-from keyhole.retrieval.training.attention_objective import chosen
-from keyhole.retrieval.training.soft_selection import gated_logits, log_gates
+from keyhole.retrieval.training.objectives import chosen, gated_logits, log_gates
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from tests.checkpoints import KINDS, VOCAB_SIZE, make_config, make_network
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training.attention_objective import attention_loss
-from keyhole.retrieval.training.selection_objective import (
+from keyhole.retrieval.training.objectives import (
     ATTENTION,
     COLD,
     TILT,
     WARM,
+    attention_loss,
     draw_budget,
     selection_loss,
     stretch,

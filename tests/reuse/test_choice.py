@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keyhole.reuse.blocks.scoring import best, choose, fitting, standardised
+from keyhole.reuse.block_scores import best, choose, fitting, standardised
 
 
 def plain_choice(

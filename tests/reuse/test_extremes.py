@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.reuse.blocks import extremes
-from keyhole.reuse.blocks.extremes import extreme_keys, extreme_scores
+from keyhole.reuse import block_scores
+from keyhole.reuse.block_scores import extreme_keys, extreme_scores
 
 HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (7, 1)])
 
@@ -71,7 +71,7 @@ def test_keys_keep_their_dtype_and_equal_ones_their_order() -> None:
 def test_keys_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = normal(203, 2, 4)
     whole = extreme_keys(keys, 16)
-    monkeypatch.setattr(extremes, "_PIECE", 16 * 2 * 4 * 3)
+    monkeypatch.setattr(block_scores, "_PIECE", 16 * 2 * 4 * 3)
     assert torch.equal(extreme_keys(keys, 16), whole)
 
 
@@ -81,7 +81,7 @@ def test_keys_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_scores_of_blocks(
     heads: int, kv_heads: int, tokens: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extremes, "_PIECE", piece)
+    monkeypatch.setattr(block_scores, "_PIECE", piece)
     query, keys = normal(tokens, heads, 5), normal(11, 3, kv_heads, 5, seed=1)
     found = extreme_scores(query, keys)
     assert (found.dtype, found.shape) == (torch.float32, (11,))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.reuse.blocks.scoring import outliers
+from keyhole.reuse.block_scores import outliers
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.reuse.blocks.scoring import key_scores, personal_queries, share
+from keyhole.reuse.block_scores import key_scores, personal_queries, share
 
 
 def cosine(x: list[float], y: list[float]) -> float:

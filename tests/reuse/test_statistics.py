@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keyhole.reuse.blocks import statistics
-from keyhole.reuse.blocks.statistics import (
+from keyhole.reuse import block_statistics
+from keyhole.reuse.block_statistics import (
     BlockMeans,
     BlockStatistics,
     ReceivedAttention,
@@ -137,7 +137,7 @@ def test_short_documents_and_blocks(length: int, block_size: int) -> None:
 def test_rows_at_hand_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     query, keys = tensors(150, 4, 2)
     whole = streamed(query, keys, 16, 150, scale=0.5)
-    monkeypatch.setitem(statistics._MOST_WEIGHTS, "cpu", 1)  # a row at a time
+    monkeypatch.setitem(block_statistics._MOST_WEIGHTS, "cpu", 1)  # a row at a time
     check(streamed(query, keys, 16, 31, scale=0.5), whole)
     check(streamed(query, keys, 16, 31, scale=0.5, window=150), whole)
 
@@ -203,7 +203,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_no_map_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(statistics._MOST_WEIGHTS, "cpu", 1 << 12)
+    monkeypatch.setitem(block_statistics._MOST_WEIGHTS, "cpu", 1 << 12)
     n = 512
     query, keys = tensors(n, 4, 2)
     with _Largest() as largest:

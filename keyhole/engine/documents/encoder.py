@@ -25,8 +25,8 @@ from keyhole.errors import CapacityError
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.loading import Model
 from keyhole.policies.controls.full import Full
-from keyhole.reuse.blocks.extremes import extreme_keys
-from keyhole.reuse.blocks.statistics import BlockMeans, ReceivedAttention, block_means
+from keyhole.reuse.block_scores import extreme_keys
+from keyhole.reuse.block_statistics import BlockMeans, ReceivedAttention, block_means
 
 #: Yields after each piece of work how many tokens it computed, and returns the record.
 Encoding = Generator[int, None, DocumentRecord]

@@ -18,7 +18,7 @@ from torch import Tensor
 from keyhole.documents.record import LayerStatistics
 from keyhole.drawing import FAINT, PALE, STYLE, matplotlib
 from keyhole.errors import ConfigError
-from keyhole.reuse.blocks.scoring import outliers
+from keyhole.reuse.block_scores import outliers
 
 _DARK, _MARK = "#0b6e75", "#e08e4f"
 _WIDTH = 9.0

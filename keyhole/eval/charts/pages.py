@@ -11,7 +11,7 @@ import numpy as np
 from keyhole.drawing import DPI, FAINT, INK, PALE, STYLE, matplotlib, save
 from keyhole.eval.calibrate import Measurement
 from keyhole.eval.trace.trace import Trace
-from keyhole.policies.shared.calibration import Calibration
+from keyhole.policies.selection_layers import Calibration
 
 #: Colour and words for what a layer does: see `calibrate.Role`.
 _COLORS = {"full": "#b4c3d2", "selects": "#e08e4f", "sparse": "#0b6e75", "window": "#d5dce3"}

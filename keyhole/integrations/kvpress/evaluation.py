@@ -8,25 +8,159 @@ alone, as the question is computed in one forward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import shlex
 import statistics
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from kvpress.presses.base_press import SUPPORTED_MODELS
+from torch import Tensor
+from transformers import DynamicCache
 
 import keyhole
 from keyhole.bench import measure
 from keyhole.config import is_count, require
-from keyhole.errors import ModelError, UnknownNameError
+from keyhole.errors import ModelError, NumericalError, UnknownNameError
 from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.settings import SETUPS
 from keyhole.eval.tasks import Task
 from keyhole.eval.workloads.workload import Answered
-from keyhole.integrations.kvpress.answer import CompressedModel, PressAnswer
 from keyhole.integrations.kvpress.presses import Press
+from keyhole.models import families
 from keyhole.models.loading import Model
+
+# A model of transformers that answers one prompt at a time from what a press left of it.
+#
+# Positions are given with every forward: the cache of a pressed prompt is shorter than the prompt,
+# and its length, which transformers would take, is not where the next token stands. They are given
+# as `cache_position` too, where kvpress looks to tell a prefill; transformers has no such thing any
+# more from 5.3 on, hands it down all the same, and without it every press fails.
+
+
+@dataclass(kw_only=True)
+class PressAnswer:
+    """Generated tokens, the one that ended them included, and what the decode steps cost.
+
+    One entry per step: keys read / keys there (mean over layers), bytes of keys and values read,
+    milliseconds. peak_bytes: the most that the cache held at once.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    read_shares: list[float] = field(default_factory=list)
+    bytes_read: list[int] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class CompressedModel:
+    """A model that is loaded for this alone: it gets the attention functions of transformers.
+
+    ModelError for a model that kvpress does not know, or with layers that drop tokens themselves.
+    """
+
+    def __init__(self, model: Model) -> None:
+        network = model.network
+        if not isinstance(network, SUPPORTED_MODELS):
+            known = ", ".join(cls.__name__ for cls in SUPPORTED_MODELS)
+            raise ModelError(
+                f"kvpress does not support {model.name!r}, a {type(network).__name__} "
+                f"(supported: {known})"
+            )
+        if any(layout.window is not None for layout in families.layouts(network.config)):
+            raise ModelError(
+                f"{model.name!r} has layers with a sliding window, whose tokens are dropped "
+                "already: a budget would mean something else in each layer"
+            )
+        self._model = model
+        self._attend_by("sdpa")
+
+    @torch.no_grad()
+    def answer(
+        self, press: Press, context: Sequence[int], question: Sequence[int], max_tokens: int
+    ) -> PressAnswer:
+        """Greedy, `max_tokens` at most.
+
+        context: token ids that are pressed once they are computed, densely. question: ids that are
+        computed over what is left; where there are none, the first token is still a dense one.
+        ConfigError where the budget is too small for the question; NumericalError for NaN.
+        """
+        self._attend_by(press.attention)
+        network, cache, answer = self._model.network, _CountingCache(), PressAnswer()
+        with _applied(press.prefill(len(context), len(question)), network):
+            logits = self._forward(context, 0, cache)
+        if question:
+            logits = self._forward(question, len(context), cache)
+        position = len(context) + len(question)
+        with _applied(press.decoding(), network):
+            while not self._choose(logits, answer.tokens, max_tokens):
+                cache.bytes_read = cache.keys_read = 0
+                begin = time.perf_counter()
+                logits = self._forward(answer.tokens[-1:], position, cache)
+                measure.synchronize(self._model.device)
+                answer.step_ms.append(1e3 * (time.perf_counter() - begin))
+                position += 1
+                answer.bytes_read.append(cache.bytes_read)
+                answer.read_shares.append(cache.keys_read / (position * len(cache.layers)))
+        answer.peak_bytes = cache.peak_bytes
+        return answer
+
+    def _attend_by(self, attention: str) -> None:
+        if self._model.network.config._attn_implementation != attention:
+            self._model.network.set_attn_implementation(attention)
+
+    def _choose(self, logits: Tensor, tokens: list[int], max_tokens: int) -> bool:
+        """Adds the likeliest token; whether it is the last one."""
+        if not bool(logits.isfinite().all()):
+            raise NumericalError("the model gave logits that are no numbers")
+        tokens.append(int(logits.argmax()))
+        return tokens[-1] in self._model.eos_token_ids or len(tokens) >= max_tokens
+
+    def _forward(self, tokens: Sequence[int], start: int, cache: Any) -> Tensor:
+        """Logits [vocabulary] after the last of these tokens, which stand at `start` and on."""
+        device = self._model.device
+        positions = torch.arange(start, start + len(tokens), device=device)
+        out = self._model.network(
+            input_ids=torch.tensor([list(tokens)], device=device),
+            position_ids=positions[None],
+            cache_position=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+
+class _CountingCache(DynamicCache):  # type: ignore[misc]
+    """A cache that knows what was read of it and how large it was at most.
+
+    keys_read: keys that attention got, of one KV head, all layers together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys_read = self.bytes_read = self.peak_bytes = 0
+
+    def update(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """As in DynamicCache."""
+        keys, values = super().update(*given, **named)
+        self.keys_read += keys.shape[2]
+        self.bytes_read += keys.nbytes + values.nbytes
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        self.peak_bytes = max(self.peak_bytes, held)
+        return keys, values
+
+
+def _applied(press: Any, network: Any) -> Any:
+    """A context in which kvpress's press works on the network; None does nothing."""
+    return contextlib.nullcontext() if press is None else press(network)
 
 
 @dataclass(frozen=True, kw_only=True)

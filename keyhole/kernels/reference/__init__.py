@@ -7,15 +7,16 @@ by block and copied.
 """
 
 from keyhole.kernels.reference.attention import (
+    apply_rope,
     attend,
     attend_and_score,
     attend_block,
     attend_weights,
     head_scores,
+    linear,
     over_heads,
     prefill,
 )
-from keyhole.kernels.reference.layers import apply_rope, linear
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
     members,

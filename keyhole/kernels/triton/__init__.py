@@ -15,8 +15,8 @@ the reference, and so does everything except `prefill` where Triton is missing o
     shift_rope  one per block of tokens
     apply_rope  one per token and block of heads, queries' and keys' together
     load_missing  one per sequence, KV head and block of the buffer's slots
-    prefill     torch's FlashAttention over the gathered pages: no kernel of our own
-    paged_flash used by `attend` for dense steps, if a FlashAttention for pages is active
+    flash_attention  prompts by torch's FlashAttention over the gathered pages, and dense steps of
+                `attend` where a FlashAttention for pages is active: no kernel of our own
 
 Nothing here imports Triton before a kernel is needed. With TRITON_INTERPRET=1 in the environment
 Triton runs them on CPU tensors, which is how they are tested without a GPU.
@@ -39,7 +39,7 @@ _MODULES = {
     "attend": "attend",
     "attend_and_score": "scores",
     "head_scores": "scores",
-    "prefill": "prefill",
+    "prefill": "flash_attention",
     "page_bounds": "bounds",
     "bound_scores": "bounds",
     "top_k": "top_k",

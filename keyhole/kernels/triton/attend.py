@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keyhole.kernels.triton import paged_flash
+from keyhole.kernels.triton import flash_attention
 from keyhole.kernels.triton.kv_splits import Split, in_float32, split, two_parts
 
 _LOG2E = math.log2(math.e)
@@ -318,9 +318,9 @@ def attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """As the reference, with the fields of the selection as arguments."""
-    if indices is None and paged_flash.takes(query, key_pages, value_pages, softcap, sinks):
+    if indices is None and flash_attention.takes(query, key_pages, value_pages, softcap, sinks):
         paged = query, key_pages, value_pages, page_table, lengths
-        return paged_flash.attend(*paged, scale, window)
+        return flash_attention.attend(*paged, scale, window)
     tokens = page_table.shape[1] * key_pages.shape[2]
     if indices is not None:
         tokens = indices.shape[2] * unit

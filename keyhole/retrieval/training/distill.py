@@ -23,11 +23,10 @@ from keyhole.config import require
 from keyhole.errors import ConfigError, NumericalError
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
-from keyhole.retrieval.training import attention_objective, selection_objective
-from keyhole.retrieval.training.attention_objective import attention_loss
+from keyhole.retrieval.training import objectives
 from keyhole.retrieval.training.corpus import SHORTEST, Corpus
 from keyhole.retrieval.training.draft import Draft, eagle_loss
-from keyhole.retrieval.training.selection_objective import selection_loss
+from keyhole.retrieval.training.objectives import attention_loss, selection_loss
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from keyhole.retrieval.training.training_config import TrainingConfig
 
@@ -164,7 +163,7 @@ class Distiller:
         selection = recipe.objective == "selection"
         steps = {"attention": 0, "selection": 1, "eagle": recipe.unroll_steps}[recipe.objective]
         if selection:
-            rows = list(selection_objective.stretch(rng, len(token_ids), recipe.num_queries))
+            rows = list(objectives.stretch(rng, len(token_ids), recipe.num_queries))
             token_ids = token_ids[: rows[-1] + 1]
         else:
             last = len(token_ids) - max(0, steps - 1)
@@ -182,22 +181,20 @@ class Distiller:
         if isinstance(self.module, Draft):
             loss = eagle_loss(self.module, lesson)
             with torch.no_grad():
-                logs = attention_objective.log_weights(self.head, lesson)
+                logs = objectives.log_weights(self.head, lesson)
         elif self.recipe.objective == "selection":
-            budget = selection_objective.draw_budget(rng, len(lesson.token_ids))
-            heat = selection_objective.temperature(self.tokens / self.recipe.tokens)
+            budget = objectives.draw_budget(rng, len(lesson.token_ids))
+            heat = objectives.temperature(self.tokens / self.recipe.tokens)
             loss, logs = selection_loss(self.module, self._network, lesson, budget, heat)
         else:
             loss, logs = attention_loss(self.module, lesson)
         with torch.no_grad():
             budget = max(SHORTEST // _PART, len(lesson.token_ids) // _PART)
             last = max(1, min(_LAST, budget // 4))
-            scores = attention_objective.best(logs.detach(), len(lesson.mass))
-            ours = attention_objective.chosen(scores, lesson.rows, budget, _FIRST, last)
-            plain = attention_objective.recent(lesson.rows, budget, _FIRST)
-            shares = [
-                float(attention_objective.share(lesson.mass, s).mean()) for s in (ours, plain)
-            ]
+            scores = objectives.best(logs.detach(), len(lesson.mass))
+            ours = objectives.chosen(scores, lesson.rows, budget, _FIRST, last)
+            plain = objectives.recent(lesson.rows, budget, _FIRST)
+            shares = [float(objectives.share(lesson.mass, s).mean()) for s in (ours, plain)]
         return loss, (shares[0], shares[1])
 
 

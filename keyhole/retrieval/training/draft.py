@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training.attention_objective import NOTHING, previous
+from keyhole.retrieval.training.objectives import NOTHING, previous
 from keyhole.retrieval.training.teacher import TeacherTargets
 
 #: A later step counts this much of the one before it: the weighting of EAGLE-3's training code.

@@ -1,11 +1,4 @@
-"""Dense decode on a GPU by a FlashAttention that reads pages in place.
-
-FlashAttention 3 (Shah et al., arXiv 2407.08608) on Hopper and 4 on Blackwell take a block table;
-torch calls them once the user has activated one in the process:
-`torch.nn.attention.activate_flash_attention_impl("FA3")`, or KEYHOLE_FLASH=FA3 in the environment.
-The version bundled with torch does not read pages of our size. Selections, soft-capped scores,
-sinks and MLA's latents use our own kernels.
-"""
+"""FlashAttention kernels: prompts over gathered pages, dense decode over pages in place."""
 
 from __future__ import annotations
 
@@ -17,10 +10,86 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import attention
+from torch.nn.attention.bias import causal_lower_right
 
 from keyhole.kernels import reference
+
+# Prompts on a GPU: gathers the pages once and runs torch's FlashAttention over them.
+#
+# FlashAttention-2 (Dao, arXiv 2307.08691) applies the causal mask by position and reads each KV
+# head in place, so that no T x n mask and no key per query head is materialized. It accepts
+# 16-bit numbers and equal head sizes up to 256. torch's interface to it lacks a window inside the
+# prompt, soft-capped scores, sinks and MLA's latents: these go to the reference. Needs no Triton.
+
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256
+
+
+def prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As the reference."""
+    (num_tokens, _, dim), end = query.shape, start + len(query)
+    if (
+        query.dtype not in _DTYPES
+        or dim > _LARGEST_HEAD
+        or value_pages.shape[3] != dim
+        or (window is not None and window < end)
+        or softcap is not None
+        or sinks is not None
+    ):
+        return reference.prefill(
+            query,
+            key_pages,
+            value_pages,
+            pages,
+            start,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    pages = pages[: -(-end // key_pages.shape[2])]
+    key, value = (_in_order(x, pages, query.device)[:, :, :end] for x in (key_pages, value_pages))
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key,
+        value,
+        attn_mask=causal_lower_right(num_tokens, end),
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _in_order(stored: Tensor, pages: Tensor, device: torch.device) -> Tensor:
+    """The contents of some pages, [1, Hkv, n, D], copied to the device once."""
+    if stored.device != device:  # on the host: an offloaded layer
+        stored = reference.gathered(stored, (pages,), device).transpose(0, 1)
+        return stored.flatten(1, 2)[None]
+    return stored.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None]
+
+
+# Dense decode on a GPU by a FlashAttention that reads pages in place.
+#
+# FlashAttention 3 (Shah et al., arXiv 2407.08608) on Hopper and 4 on Blackwell take a block table;
+# torch calls them once the user has activated one in the process:
+# `torch.nn.attention.activate_flash_attention_impl("FA3")`, or KEYHOLE_FLASH=FA3 in the
+# environment. The version bundled with torch does not read pages of our size. Selections, soft-
+# capped scores, sinks and MLA's latents use our own kernels.
+
 
 varlen: Any
 try:
@@ -28,7 +97,7 @@ try:
 except ImportError:  # torch before 2.10
     varlen = None
 
-_DTYPES = (torch.bfloat16, torch.float16)
+_PAGED_DTYPES = (torch.bfloat16, torch.float16)
 #: Versions that read pages, by the first number of the GPU's compute capability.
 _VERSIONS = {9: "FA3", 10: "FA4"}
 #: Weights and results are rounded to bfloat16; the numbers of the example are below 4.
@@ -63,7 +132,7 @@ def takes(
     """Whether it supports dense attention over these operands."""
     (_, num_heads, dim), (_, num_kv_heads, size, _) = query.shape, key_pages.shape
     return (
-        query.dtype in _DTYPES
+        query.dtype in _PAGED_DTYPES
         and dim == value_pages.shape[3]
         and softcap is None
         and sinks is None

@@ -1,26 +1,73 @@
-"""Placement of DELTA's selection layers, and the calibration file that stores it.
+"""Selection layers: layers that select for those after them (DELTA, TidalDecode, OmniKV).
 
-The paper puts them where the page distribution shifts most from one layer to the next (DELTA,
-section 5, "Layer configuration"): `place_by_shift`. Ours puts them where the layers between lose
-the least: with R[a, b] the mean attention mass that layer b keeps under layer a's selection,
-`place_by_recall` maximises the summed recall of all sparse layers exactly, by dynamic programming
-over (layer, number placed), O(L^2 n). `place_by_error` minimises the summed E[a, b] in the same
-way, the mean relative error of layer b's attention output. Mass ignores the values of tokens, and
-that a match may be made in two layers; the error of the output accounts for the first.
+Where they are placed, and the calibration file that stores the placement.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from keyhole.config import is_count, require
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require, require_layers
 from keyhole.errors import ConfigError
+
+
+def settled(name: str, given: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
+    """The selection layers, ascending. ConfigError for one that is not a full-attention layer."""
+    require_layers(name, given)
+    usable = geometry.full_attention
+    for layer in given:
+        require(layer in usable, name, given, f"full-attention layers of {usable}")
+    return tuple(sorted(set(given)))
+
+
+def nearest(wanted: Iterable[int], geometry: Geometry) -> tuple[int, ...]:
+    """The full-attention layers nearest to those wanted; ties go to the earlier one."""
+    usable = geometry.full_attention
+    if not usable:
+        return ()
+    return tuple(sorted({min(usable, key=lambda i: (abs(i - layer), i)) for layer in wanted}))
+
+
+def served(
+    choosing: Sequence[int] | None, full: Sequence[int] | None, geometry: Geometry
+) -> tuple[int, ...]:
+    """The sparse layers: those after the first selection layer that do not select."""
+    reads_all = {*(full or ()), *(choosing or ())}
+    first = min(choosing or (geometry.num_layers,))
+    return tuple(i for i in geometry.full_attention if i > first and i not in reads_all)
+
+
+def dense(
+    choosing: Sequence[int] | None, full: Sequence[int] | None, geometry: Geometry
+) -> tuple[int, ...]:
+    """Layers that read everything in every step: full-attention layers except those `served`."""
+    sparse = served(choosing, full, geometry)
+    return tuple(i for i in geometry.full_attention if i not in sparse)
+
+
+def following(choosing: Sequence[int], count: int, geometry: Geometry) -> tuple[int, ...]:
+    """The next `count` full-attention layers after each selection layer, ascending."""
+    usable = geometry.full_attention
+    after = ([i for i in usable if i > layer][:count] for layer in choosing)
+    return tuple(sorted({i for layers in after for i in layers}))
+
+
+# Placement of DELTA's selection layers, and the calibration file that stores it.
+#
+# The paper puts them where the page distribution shifts most from one layer to the next (DELTA,
+# section 5, "Layer configuration"): `place_by_shift`. Ours puts them where the layers between lose
+# the least: with R[a, b] the mean attention mass that layer b keeps under layer a's selection,
+# `place_by_recall` maximises the summed recall of all sparse layers exactly, by dynamic programming
+# over (layer, number placed), O(L^2 n). `place_by_error` minimises the summed E[a, b] in the same
+# way, the mean relative error of layer b's attention output. Mass ignores the values of tokens, and
+# that a match may be made in two layers; the error of the output accounts for the first.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require
 from keyhole.errors import ConfigError
-from keyhole.reuse.blocks.scoring import outliers
+from keyhole.reuse.block_scores import outliers
 
 #: Beside a model's weights.
 STABILITY_FILE = "keyhole-samkv.json"

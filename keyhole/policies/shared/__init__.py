@@ -1,1 +1,0 @@
-"""What several policies share: selection layers, adaptive budgets, calibration files."""

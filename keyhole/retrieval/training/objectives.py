@@ -1,0 +1,321 @@
+"""Training objectives of a retrieval head.
+
+Its target's attention, or its target's predictions under a soft selection.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from random import Random
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache
+
+from keyhole import kernels
+from keyhole.errors import NumericalError
+from keyhole.kernels.selection import Selection
+from keyhole.retrieval.head import RetrievalHead
+from keyhole.retrieval.training.teacher import TeacherTargets, attention_weights
+
+# Trains a head on its target's attention: the KL divergence between their weights.
+#
+# For a query token r and a KV head g the target's mass p[g, r, i] over tokens i is the mean of its
+# attention weights over full-attention layers and over the query heads of g; the head's own is the
+# mean of its query heads that serve g. Tokens that every selection includes (first tokens and a
+# recent window) are removed from both, and the rest is renormalised, so that no capacity is spent
+# on them. Each row is weighted by its remaining mass.
+#
+# Ours; SpeContext takes its head from a draft model (see `draft`). No language-model part is
+# needed: the loss reads nothing but queries and keys.
+#
+# Masking is done after the head's softmax over all tokens, not before: the selection compares
+# weights of different query heads, and these are normalised over all tokens.
+
+
+#: Stands for minus infinity where gradients must stay numbers.
+NOTHING = -1e30
+
+
+def previous(fused: Tensor) -> Tensor:
+    """Of every token the features of the token before it, zeros for the first; [n, H]."""
+    return torch.cat((torch.zeros_like(fused[:1]), fused[:-1]))
+
+
+def features(head: RetrievalHead, lesson: TeacherTargets) -> Tensor | None:
+    """The features paired with each token of a text, [n, H]; None for a head without features."""
+    return previous(head.fuse(lesson.hidden)) if head.config.uses_features else None
+
+
+def log_weights(head: RetrievalHead, lesson: TeacherTargets) -> Tensor:
+    """Log of the weights of each query head of the head: float32 [heads, R, n]."""
+    fused, rows = features(head, lesson), lesson.rows
+    places = torch.arange(len(lesson.token_ids), device=rows.device)
+    _, key = head(lesson.token_ids, places, fused)
+    own = None if fused is None else fused[rows]
+    query, _ = head(lesson.token_ids[rows], rows, own)
+    query = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, G, R, D]
+    logits = query.flatten(1, 2) @ key.permute(1, 2, 0) * head.scale  # [Hkv, G * R, n]
+    logits = logits.unflatten(1, (-1, len(rows))).flatten(0, 1)
+    logs: Tensor = logits.masked_fill(places > rows[:, None], NOTHING).log_softmax(-1)
+    return logs
+
+
+def best(logs: Tensor, groups: int) -> Tensor:
+    """The largest weight of each group, as `scores.group_weights` has it: [groups, R, n]."""
+    lists = min(groups, len(logs))
+    largest: Tensor = logs.unflatten(0, (lists, -1)).amax(1)
+    return largest.repeat_interleave(groups // lists, 0)
+
+
+def chosen(scores: Tensor, rows: Tensor, budget: int, first: int, last: int) -> Selection:
+    """The tokens that SpeContext would read by scores [groups, R, n] before each row."""
+    valid = (rows + 1).to(torch.int32)
+    scores = scores.transpose(0, 1).float().contiguous()
+    return kernels.top_k(scores, valid, budget, 1, first=first, last=last)
+
+
+def recent(rows: Tensor, budget: int, first: int) -> Selection:
+    """The first tokens and the newest, for comparison."""
+    return kernels.recent_indices((rows + 1).to(torch.int32), budget, first=first)
+
+
+def share(mass: Tensor, selection: Selection) -> Tensor:
+    """The share of the target's attention on the selection, float32 [R].
+
+    mass [groups, R, n] as a Lesson has it: so it is a mean over layers and heads.
+    """
+    indices = selection.indices.transpose(0, 1).long()  # [groups or 1, R, budget]
+    indices = indices.expand(len(mass), -1, -1)
+    found = mass.gather(-1, indices.clamp(0, mass.shape[-1] - 1)).masked_fill(indices < 0, 0)
+    return (found.sum(-1) / mass.sum(-1)).mean(0)
+
+
+#: First and newest tokens that are left out: the sinks and the window of SpeContext. Otherwise most
+#: of the loss is about neighbours: of 24 derivations of the bundled model at an eighth of their
+#: length, 1 was right with a head trained so, 12 with this one (a quick run of 1.1 M tokens each).
+FIRST, LAST = 4, 64
+
+
+def attention_loss(head: RetrievalHead, lesson: TeacherTargets) -> tuple[Tensor, Tensor]:
+    """The loss, a scalar in nats, and the log of the head's weights [heads, R, n]."""
+    logs = log_weights(head, lesson)
+    return mass_divergence(logs, lesson), logs
+
+
+def mass_divergence(
+    logs: Tensor, lesson: TeacherTargets, *, first: int = FIRST, last: int = LAST
+) -> Tensor:
+    """The loss of logs of weights [heads, R, n], a scalar in nats.
+
+    The mean KL divergence over rows and KV heads, weighted by the mass outside of the `first` and
+    `last` tokens; 0 where there is none.
+    """
+    mass, rows = lesson.mass, lesson.rows
+    groups, length = len(mass), mass.shape[-1]
+    lists = min(groups, len(logs))
+    predicted = logs.unflatten(0, (lists, -1))
+    predicted = predicted.logsumexp(1) - math.log(predicted.shape[1])
+    predicted = predicted.repeat_interleave(groups // lists, 0)
+
+    places = torch.arange(length, device=rows.device)
+    out = (places < first) | (places > (rows - last)[:, None])
+    predicted = predicted.masked_fill(out, NOTHING).log_softmax(-1)
+    wanted = mass.masked_fill(out, 0)
+    left = wanted.sum(-1, keepdim=True)  # [groups, R, 1]
+    # sum_i p_i log(p_i / left / q_i): the KL divergence times `left`, without dividing by zero.
+    entropy = torch.xlogy(wanted, wanted).sum() - torch.xlogy(left, left).sum()
+    loss: Tensor = entropy - (wanted * predicted).sum()
+    return loss / left.sum().clamp_min(1e-9)
+
+
+# The frozen target under a soft selection, which lets gradients reach the head.
+#
+# A token's gate is `sigmoid((score - threshold) / temperature)`, with the threshold midway between
+# the last score that a budget takes and the first that it leaves out; its log is added to the
+# logits of attention in every layer with full attention. First and newest tokens have gates of 1,
+# as in a choice. As the temperature falls this converges to the hard selection.
+#
+# The gate is soft in the forward pass too. With the true choice there, and the gradients of the
+# soft one ("straight through"), nothing was learned: benchmarks/LOG.md.
+
+
+#: Name of our function in transformers' table.
+NAME = "keyhole_gated"
+
+
+def log_gates(
+    scores: Tensor, rows: Tensor, budget: int, first: int, last: int, temperature: float
+) -> Tensor:
+    """Logs of the gates, with gradients to the scores: [groups, R, n], NOTHING in the future.
+
+    scores [groups, R, n] of the query tokens rows, int64 [R]; budget counts the `first` and `last`
+    tokens. A row with no more tokens than the budget has gates of 1.
+    """
+    places = torch.arange(scores.shape[-1], device=rows.device)
+    future = places > rows[:, None]
+    always = (places < first) | (places > (rows - last)[:, None])
+    free = scores.masked_fill(always | future, NOTHING)
+    count = min(budget - first - last, len(places) - 1)
+    edge = free.topk(count + 1, -1).values[..., -2:]  # the last one taken, the first one left
+    gates = F.logsigmoid((free - edge.mean(-1, keepdim=True)) / temperature)
+    return gates.masked_fill(always, 0).masked_fill(future, NOTHING)
+
+
+@dataclass(frozen=True)
+class _Gates:
+    """Travels with a forward to every layer: [Hkv, R, n], for the query tokens [R]."""
+
+    logs: Tensor
+    rows: Tensor
+
+
+def gated_logits(network: nn.Module, lesson: TeacherTargets, logs: Tensor) -> Tensor:
+    """Logits of the target under gates, float32 [R, V], with gradients to the gates' logs.
+
+    lesson: with its cache, and rows that are the last of its text: as in decoding, what stands
+    before them was read in full, and each of them also sees what gates made of those before it.
+    logs [Hkv, R, n] as `log_gates` has them. NumericalError if the target gives NaN.
+    """
+    target: Any = network
+    assert lesson.cache is not None
+    start, length = len(lesson.token_ids) - len(lesson.rows), len(lesson.token_ids)
+    assert int(lesson.rows[0]) == start, "rows are the last of the text"
+    before, known = DynamicCache(), cast("Any", lesson.cache)
+    for number, layer in enumerate(known.layers):
+        before.update(layer.keys[:, :, :start], layer.values[:, :, :start], number)
+    implementation = target.config._attn_implementation
+    target.set_attn_implementation(NAME)
+    try:
+        out = target(
+            input_ids=lesson.token_ids[None, start:],
+            past_key_values=before,
+            use_cache=True,
+            **{NAME: _Gates(logs, lesson.rows)},
+        )
+    finally:
+        target.set_attn_implementation(implementation)
+    if not out.logits.isfinite().all():
+        raise NumericalError(f"the target gives NaN under gates on a text of {length} tokens")
+    logits: Tensor = out.logits[0].float()
+    return logits
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    keyhole_gated: _Gates | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the last R tokens of one text: query [1, Hq, R, D], key [1, Hkv, n, D].
+
+    Returns [1, R, Hq, Dv], as transformers wants it.
+    """
+    assert keyhole_gated is not None, "only gated_logits uses this function"
+    rows = keyhole_gated.rows
+    weights = attention_weights(
+        query[0].unflatten(0, (key.shape[1], -1)),
+        key[0],
+        rows,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        window=sliding_window,
+        bias=keyhole_gated.logs if sliding_window is None else None,
+    )
+    out = (weights.to(value.dtype).flatten(1, 2) @ value[0]).unflatten(1, (-1, len(rows)))
+    return out.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+
+
+# Trains a head end to end on the target's next-token distribution under its selection.
+#
+# The target reads a text in full up to some position and continues under the head's selection, made
+# soft (see `soft_selection`); the loss is the KL divergence of what it then predicts from what it
+# predicts with full attention. A token therefore counts by its effect on the prediction, not by its
+# attention: many tokens of little attention may together decide a prediction (such as whether a
+# long derivation is over), and a selection by attention omits exactly these. Every query token
+# counts by the probability of the one that follows it: only what the target would have written
+# itself is like what it will write.
+#
+# Before they are compared, both distributions are tilted: the token that follows loses TILT nats.
+# Where the target is confident, a selection that removes most of its margin hardly changes the
+# divergence, until one word in a thousand is wrong. Tilted, margins below TILT nats count.
+#
+# Ours. It needs a head with meaningful scores: one trained by `attention_objective`, whose loss is
+# kept with a small weight, so that the scores stay close to the target's attention.
+#
+# Source of the idea: the forward KL of distillation (Hinton et al., 2015), with the target at full
+# attention as its own teacher. Cost: the target's forward and backward pass over the query tokens,
+# with weights in float32 over all tokens in every layer.
+
+
+#: First tokens that every selection includes, and the most of the newest: SpeContext's defaults.
+FIRST, LAST = 4, 64
+#: Budgets are this part of a text, each ratio as likely: one head serves small and large ones.
+SMALLEST, LARGEST = 1 / 12, 1 / 4
+#: No budget is smaller than this: sinks, and a window, and something to choose.
+LEAST = 16
+#: How much of the attention's divergence stays in the loss.
+ATTENTION = 0.02
+#: By how many nats the token that follows is made less likely, in both distributions.
+TILT = 5.0
+#: Where the temperature of the gates begins, in nats of the head's weights, and where it ends.
+WARM, COLD = 0.3, 0.03
+
+
+def stretch(rng: Random, length: int, most: int) -> range:
+    """Query tokens: up to `most` in a row, with the last at a random place of the second half."""
+    end = rng.randint(length // 2 + 1, length)
+    return range(max(end // 2, end - most), end)
+
+
+def draw_budget(rng: Random, length: int) -> int:
+    """Tokens that a choice among `length` may take."""
+    share = float(SMALLEST * (LARGEST / SMALLEST) ** rng.random())
+    return max(LEAST, round(length * share))
+
+
+def window(budget: int) -> int:
+    """The newest tokens that SpeContext always takes, by default."""
+    return max(1, min(LAST, budget // 4))
+
+
+def temperature(done: float) -> float:
+    """Of the gates, after a share of the training."""
+    return float(WARM * (COLD / WARM) ** min(1.0, done))
+
+
+def selection_loss(
+    head: RetrievalHead, network: nn.Module, lesson: TeacherTargets, budget: int, heat: float
+) -> tuple[Tensor, Tensor]:
+    """The loss, a scalar in nats, and the log of the head's weights [heads, R, n].
+
+    lesson: with its cache and the logits of its rows, the last of its text. heat: the temperature
+    of the gates.
+    """
+    assert lesson.logits is not None
+    logs, rows = log_weights(head, lesson), lesson.rows
+    gates = log_gates(best(logs, len(lesson.mass)), rows, budget, FIRST, window(budget), heat)
+    found, wanted = gated_logits(network, lesson, gates)[:-1], lesson.logits[:-1, 0]
+    follows = lesson.token_ids[rows[1:], None]
+    said = wanted.softmax(-1).gather(-1, follows).squeeze(-1)
+    tilt = torch.zeros_like(wanted).scatter_(-1, follows, -TILT)
+    found, wanted = ((logits + tilt).log_softmax(-1) for logits in (found, wanted))
+    divergence = F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
+    mean = (said * divergence).sum() / said.sum().clamp_min(1e-9)
+    return mean + ATTENTION * mass_divergence(logs, lesson), logs
