@@ -226,12 +226,16 @@ def _there(step: Step, layer: int, selection: Selection | None) -> Selection | N
 
 
 class PassThrough:
-    """Passed to transformers as `past_key_values`: returns its input."""
+    """Passed to transformers as `past_key_values`: returns its input.
+
+    positions: int64 [T], of the tokens of the packed row.
+    """
 
     is_compileable = False
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, positions: Tensor) -> None:
+        self.batch = batch
+        self.positions = positions
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -240,9 +244,9 @@ class PassThrough:
 
         key [1, 1, T, kv_lora_rank] and value [1, 1, T, qk_rope_head_dim] in that case.
         """
-        if self._batch.cache.geometry.layers[layer_idx].shared_values:
+        if self.batch.cache.geometry.layers[layer_idx].shared_values:
             latent, rope = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            self._batch.latents[layer_idx] = latent, rope
+            self.batch.latents[layer_idx] = latent, rope
         return key, value
 
     def get_seq_length(self, *_: Any) -> int:

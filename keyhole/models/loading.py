@@ -28,7 +28,7 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import families, quantised
+from keyhole.models import families, own_attention, quantised
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.fast_layers import speed_up
@@ -124,7 +124,7 @@ class Model:
             out = self.network(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                past_key_values=PassThrough(batch),
+                past_key_values=PassThrough(batch, positions),
                 use_cache=False,
                 logits_to_keep=rows,
                 keyhole=batch,
@@ -247,6 +247,7 @@ def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Mode
         tokenizer = _tokenizer(named(tokenizer), False)
     config = network.config
     _check_ids(name, tokenizer, int(config.vocab_size))
+    own_attention.adapt(network)
     speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)

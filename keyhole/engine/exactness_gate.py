@@ -1,0 +1,187 @@
+"""Measures once per family whether the engine computes what transformers computes.
+
+There is no list of families. A small random model of the same class, with the same kinds of layers,
+runs through the engine and through transformers' eager attention: texts of several lengths at once,
+prompts in chunks, decode steps past every window. The verdict is kept in the user's cache folder,
+per config, transformers and Keyhole. `keyhole verify` compares the real weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import keyhole
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.engine import Engine
+from keyhole.errors import KeyholeError, ModelError
+from keyhole.models import families
+from keyhole.models.loading import adopt
+from keyhole.models.shrink import random_model, shrink
+from keyhole.policies.controls.full import Full
+
+#: Largest difference of logits, in units of their standard deviation. Exact families differ by
+#: about 1e-5, from the order of sums; wrong ones by more than 0.1.
+TOLERANCE = 1e-3
+#: Prompt lengths: shorter than, as long as and longer than a page and a window.
+_LENGTHS = (5, 37, 18, 16)
+_GENERATED = 10
+_PAGE_SIZE = 8
+_CHUNK = 9
+_CACHE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a family is exact.
+
+    error: largest difference of logits / their standard deviation; None if it could not be run.
+    reason: why it is refused; None for an exact one.
+    """
+
+    family: str
+    error: float | None
+    reason: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine may run it."""
+        return self.reason is None
+
+
+def require(config: Any, name: str) -> None:
+    """ModelError unless the engine is exact for models of this config.
+
+    The first time for a family this takes about a second, and one line is logged.
+    """
+    verdict = _known(config, name)
+    if not verdict.exact:
+        raise ModelError(
+            f"model {name!r} is of the family {verdict.family!r}, which Keyhole cannot run: "
+            f"{verdict.reason}; `keyhole models` lists the families that are exact"
+        )
+
+
+def measure(config: Any, name: str = "this model") -> Verdict:
+    """Compares a small random model of this config's kind with transformers, in float32."""
+    family = str(config.model_type)
+    try:
+        families.check(config, name)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            error = _difference(config)
+    except KeyholeError as refused:
+        return Verdict(family, None, str(refused))
+    except Exception as failed:  # any code of transformers may fail on what it gets from us
+        line = (str(failed).strip().splitlines() or ["no message"])[0]
+        return Verdict(family, None, f"a small model fails with {type(failed).__name__}: {line}")
+    if error < TOLERANCE:
+        return Verdict(family, error)
+    return Verdict(
+        family, error, f"logits differ from transformers' by {error:.1g} standard deviations"
+    )
+
+
+def _difference(config: Any) -> float:
+    """Of logits, largest, in units of their standard deviation; NaN becomes infinity."""
+    small = shrink(config)
+    small._attn_implementation = "eager"
+    network = random_model(small)
+    generator = torch.Generator().manual_seed(3)
+    texts = [
+        torch.randint(1, small.vocab_size, (length + _GENERATED,), generator=generator).tolist()
+        for length in _LENGTHS
+    ]
+    with torch.no_grad():
+        wanted = [network(torch.tensor([text])).logits[0, -_GENERATED - 1 :] for text in texts]
+    found = _by_engine(network, texts)
+    scale = max(float(logits.std()) for logits in wanted)
+    largest = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale
+    return largest if largest == largest else float("inf")
+
+
+def _by_engine(network: Any, texts: list[list[int]]) -> list[Tensor]:
+    """Logits after each prompt and each token that follows it."""
+    settings = EngineConfig(
+        page_size=_PAGE_SIZE, prefill_chunk=_CHUNK, memory=_CACHE_BYTES, max_batch=len(texts)
+    )
+    engine = Engine(adopt(network, device="cpu"), Full(), settings)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
+    sequences = [
+        engine.add(text[:-_GENERATED], params, given=text[-_GENERATED:], keep_logits=True)
+        for text in texts
+    ]
+    while engine.has_work:
+        engine.step()
+    return [torch.stack(sequence.logits) for sequence in sequences]
+
+
+class _quiet:  # noqa: N801 - reads as a word after `with`
+    """Without transformers' messages about the small model."""
+
+    def __enter__(self) -> None:
+        self._level = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+
+    def __exit__(self, *_: object) -> None:
+        transformers.logging.set_verbosity(self._level)
+
+
+def _known(config: Any, name: str) -> Verdict:
+    key = _digest(config)
+    return _stored(key) or _measured(key, config, name)
+
+
+@functools.cache
+def _stored(key: str) -> Verdict | None:
+    try:
+        return Verdict(**json.loads(_path(key).read_text()))
+    except (OSError, ValueError, TypeError):  # none, or damaged: measured again
+        return None
+
+
+def _measured(key: str, config: Any, name: str) -> Verdict:
+    verdict = measure(config, name)
+    _stored.cache_clear()
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(asdict(verdict)))
+        partial.replace(path)
+    except OSError:  # a read-only home: measured again next time
+        pass
+    if verdict.exact:
+        logging.getLogger("keyhole").info(
+            "family %s: exact (a small random model differs from transformers' eager attention by "
+            "%.0e standard deviations of its logits)",
+            verdict.family,
+            verdict.error,
+        )
+    return verdict
+
+
+def _digest(config: Any) -> str:
+    """Of all that may change the verdict: the config but for its name, and the versions."""
+    fields = config.to_dict()
+    for name in ("_name_or_path", "architectures", "dtype", "quantization_config"):
+        fields.pop(name, None)
+    versions = (keyhole.__version__, transformers.__version__, torch.__version__)
+    text = json.dumps([fields, versions], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _path(key: str) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "keyhole" / "exactness" / f"{key}.json"

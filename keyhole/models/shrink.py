@@ -1,0 +1,196 @@
+"""A small random model of the same class and the same kinds of layers as a config describes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from keyhole.errors import ModelError
+
+# Sizes of the small model. Heads of 16 numbers leave room for partial rotation; six layers show
+# three kinds of attention twice.
+_HEAD_DIM = 16
+_MAX_KV_HEADS = 2
+_MAX_GROUP = 4
+_MAX_LAYERS = 6
+_WINDOW = 8
+_VOCAB = 96
+_LENGTH = 256
+
+#: Fields with the width of an MLP or an expert, and what they become.
+_WIDTHS = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 48,
+    "n_inner": 96,
+    "intermediate_size_mlp": 96,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+    "word_embed_proj_dim": None,  # the hidden size
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+}
+#: Fields with a number of experts; at most this many stay.
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "zero_expert_num": 2,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_num_shared_experts": 1,
+    "num_dense_layers": 1,
+}
+#: MLA's and other parts of a head.
+_RANKS = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+
+def shrink(config: Any) -> Any:
+    """A copy of a config with small sizes, whose layers are of all kinds that the original has.
+
+    Ratios that change the computation stay: query heads per KV head (up to 4), partial rotation,
+    RoPE's type and scaling, norms, biases, soft caps, sinks. Windows become shorter than the texts
+    of the gate.
+    """
+    small = copy.deepcopy(config)
+    depth = int(small.num_hidden_layers)
+    kept = _kept_layers(small, depth)
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list) and len(value) == depth and name != "architectures":
+            setattr(small, name, [value[i] for i in kept])
+    own = _own_sizes(config, kept)
+    _set(small, "num_hidden_layers", len(kept))
+    _shrink_heads(small)
+    if own:
+        small.per_layer_config = own
+    for name, size in _WIDTHS.items():
+        value = getattr(small, name, None)
+        if isinstance(value, list):
+            setattr(small, name, [size] * len(value))
+        elif value is not None:
+            _set(small, name, small.hidden_size if size is None else size)
+    for name, most in _EXPERTS.items():
+        value = getattr(small, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            _set(small, name, min(value, most))
+    _set(small, "vocab_size", _VOCAB)
+    for name in ("vocab_size_per_layer_input",):
+        if getattr(small, name, None) is not None:
+            setattr(small, name, _VOCAB)
+    for name in ("sliding_window", "attention_chunk_size"):
+        value = getattr(small, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            setattr(small, name, min(value, _WINDOW))
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(small, name, None) is not None:
+            setattr(small, name, 0)
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    return small
+
+
+def _kept_layers(config: Any, depth: int) -> list[int]:
+    """The first two layers of every kind, in order, at most `_MAX_LAYERS`."""
+    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == depth]
+    kinds = [tuple(map(str, layer)) for layer in zip(*lists, strict=True)] or [()] * depth
+    seen: dict[Any, int] = {}
+    kept = []
+    for layer, kind in enumerate(kinds):
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= 2:
+            kept.append(layer)
+    return kept[:_MAX_LAYERS] if len(kept) > 2 else list(range(min(depth, 4)))
+
+
+def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
+    """Sizes of heads that single layers have for themselves, with the ratio that they had."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    usual = vars(config)["head_dim"]
+    dims = {i: config.per_layer_config[layer].head_dim for i, layer in enumerate(kept)}
+    return {
+        i: {"head_dim": max(_HEAD_DIM * dim // usual, 8)} for i, dim in dims.items() if dim != usual
+    }
+
+
+def _shrink_heads(config: Any) -> None:
+    """Sizes of heads and ranks; the ratio of query to KV heads stays, up to 4."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    own_dim = vars(config).get("head_dim")
+    square = own_dim is None or own_dim * heads == config.hidden_size
+    small_kv = min(kv_heads, _MAX_KV_HEADS) if kv_heads < heads else min(heads, 4)
+    small_heads = small_kv * min(heads // kv_heads, _MAX_GROUP)
+    _set(config, "num_attention_heads", small_heads)
+    if "num_key_value_heads" in vars(config):
+        _set(config, "num_key_value_heads", small_kv)
+    for name in ("head_dim", "kv_channels"):
+        if name in vars(config):
+            _set(config, name, _HEAD_DIM)
+    if getattr(config, "rotary_dim", None) is not None:
+        config.rotary_dim = _HEAD_DIM // 2
+    _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
+    rotated = own_dim is not None and own_dim == getattr(config, "qk_rope_head_dim", None)
+    for name, size in _RANKS.items():
+        if getattr(config, name, None) is not None:
+            _set(config, name, size)
+    if rotated:  # MLA: the dimension of RoPE
+        _set(config, "head_dim", _RANKS["qk_rope_head_dim"])
+    if getattr(config, "qk_rope_head_dim", None) is not None and hasattr(config, "qk_head_dim"):
+        _set(config, "qk_head_dim", config.qk_nope_head_dim + config.qk_rope_head_dim)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None:
+        _set(config, "max_position_embeddings", min(int(longest), _LENGTH))
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except AttributeError:  # a property that follows from other fields
+        return
+
+
+def random_model(config: Any) -> PreTrainedModel:
+    """A model of this config in float32, with weights at which every part matters.
+
+    transformers' own initialisation makes attention almost uniform and its share of the output
+    small, so that errors in it would not show.
+    """
+    torch.manual_seed(0)
+    try:
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise ModelError(f"no small model can be made: {type(error).__name__}: {error}") from error
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2:
+                parameter.copy_(drawn * 1.5 / parameter.shape[-1] ** 0.5)
+            elif name.endswith("weight"):
+                parameter.copy_(1 + 0.2 * drawn)
+            else:
+                parameter.copy_(0.2 * drawn)
+    return network.eval()
