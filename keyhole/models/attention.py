@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
-from keyhole.models import mla, selective_recompute
+from keyhole.models import chunked, mla, selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
 from keyhole.policies.base import PromptQueries, ScoreRequest, Selection, Step
 
@@ -51,7 +51,8 @@ def attention(
         )
     batch, layer = keyhole, int(module.layer_idx)  # type: ignore[arg-type]
     layout = batch.cache.geometry.layers[layer]
-    assert sliding_window == layout.window, f"layer {layer}: {sliding_window} != {layout.window}"
+    own_window = None if layout.chunked else layout.window
+    assert sliding_window == own_window, f"layer {layer}: {sliding_window} != {own_window}"
 
     rows = query[0].transpose(0, 1)
     if layout.shared_values:
@@ -101,6 +102,8 @@ def _paged(
             part = selective_recompute.attend(
                 batch, chunk, layer, query[chunk.rows], window, options
             )
+        elif cache.geometry.layers[layer].chunked:
+            part = chunked.prefill(batch, chunk, layer, query[chunk.rows], options)
         else:
             place = (keys, values, chunk.pages, chunk.start)
             part = kernels.prefill(query[chunk.rows], *place, window=window, **options)
@@ -157,7 +160,11 @@ def _attend_window(
     step = batch.step
     assert step is not None
     kept = step.kept_tokens
-    selection = None if kept is None else kept.selection(layer, window)
+    if batch.cache.geometry.layers[layer].chunked:
+        assert kept is None, "stored documents have no place in chunks"
+        selection = chunked.newest(step.lengths, window)
+    else:
+        selection = None if kept is None else kept.selection(layer, window)
     batch.reads.append(selection)
     paged = (query, batch.cache.keys[layer], batch.cache.values[layer])
     within = window if selection is None else None  # a selection is already within the window
@@ -249,16 +256,21 @@ class PassThrough:
             self.batch.latents[layer_idx] = latent, rope
         return key, value
 
-    def get_seq_length(self, *_: Any) -> int:
-        """Zero: positions are passed with each step."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Zero: positions are passed with each step.
+
+        A layer that asks for itself adds 0 .. T - 1 to the answer to get the positions: int64 [T].
+        """
+        if layer_idx is None:
+            return 0
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
 
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
         """Sizes for a mask that is never created, as none is registered under our name."""
         return int(query_length), 0
 
     def get_query_offset(self, *_: Any) -> int:
-        """As `get_seq_length`."""
+        """As `get_seq_length` of the model."""
         return 0
 
 

@@ -15,6 +15,7 @@ from keyhole.errors import ModelError
 #: Kinds of layers, as in `layer_types`, whose keys and values are in pages.
 _FULL = {"full_attention", "attention", "global"}
 _SLIDING = {"sliding_attention", "local"}
+_CHUNKED = {"chunked_attention"}
 
 #: What the other kinds of layers are, for the error.
 _OTHER_KINDS = {
@@ -23,7 +24,6 @@ _OTHER_KINDS = {
     "conv": "a convolution keeps a state, not keys and values",
     "hybrid": "a layer of attention and a state-space model keeps a recurrent state as well",
     "recurrent": "a recurrent layer keeps a state, not keys and values",
-    "chunked_attention": "tokens of a layer with chunked attention see only their own chunk",
     "indexed_attention": "the model selects by an indexer of its own",
 }
 
@@ -80,7 +80,7 @@ def check(config: Any, name: str) -> None:
             f"model {name!r} ({family}) is an encoder ({_ENCODERS[family]}): every token sees the "
             "whole text; Keyhole runs decoders, which continue a text"
         )
-    kinds = set(_kinds(config) or ()) - _FULL - _SLIDING
+    kinds = set(_kinds(config) or ()) - _FULL - _SLIDING - _CHUNKED
     if kinds:
         reasons = "; ".join(f"{kind}: {_OTHER_KINDS.get(kind, 'unknown')}" for kind in sorted(kinds))
         raise ModelError(f"model {name!r} ({family}) has layers that cannot be run: {reasons}")
@@ -116,8 +116,9 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
             num_query_heads=heads,
         )
         return (latent,) * depth
+    kinds = _kinds(config) or [""] * depth
     return tuple(
-        _layout(config, _of_layer(config, layer), heads, window)
+        _layout(config, _of_layer(config, layer), heads, window, kinds[layer] in _CHUNKED)
         for layer, window in enumerate(_windows(config))
     )
 
@@ -132,7 +133,9 @@ def _varies(config: Any) -> bool:
     return bool(getattr(config, "is_heterogeneous", False))
 
 
-def _layout(config: Any, own: Any, heads: int, window: int | None) -> LayerLayout:
+def _layout(
+    config: Any, own: Any, heads: int, window: int | None, chunked: bool
+) -> LayerLayout:
     family = config.model_type
     key_dim = int(getattr(own, "head_dim", None) or config.hidden_size // heads)
     value_dim = int(getattr(own, "v_head_dim", None) or key_dim)
@@ -153,6 +156,7 @@ def _layout(config: Any, own: Any, heads: int, window: int | None) -> LayerLayou
         key_dim=key_dim,
         value_dim=value_dim,
         window=window,
+        chunked=chunked,
         num_query_heads=heads,
     )
 
@@ -167,12 +171,15 @@ def _kinds(config: Any) -> list[str] | None:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """Each layer's sliding window, or None."""
+    """Each layer's sliding window or chunk, or None."""
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     kinds = _kinds(config)
     if kinds is None:
         return [window] * int(config.num_hidden_layers)
-    return [window if kind in _SLIDING else None for kind in kinds]
+    chunk = getattr(config, "attention_chunk_size", None)
+    return [
+        window if kind in _SLIDING else chunk if kind in _CHUNKED else None for kind in kinds
+    ]
 
 
 #: Numbers that a key has more where positions are a bias (ALiBi): see `own_attention`.

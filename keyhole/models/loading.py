@@ -82,8 +82,15 @@ class Model:
     def geometry(self, page_size: int) -> Geometry:
         """The model's shape for a cache of this page size."""
         config = self.network.config
+        layers = families.layouts(config)
+        for layer in layers:
+            if layer.chunked and layer.window is not None and layer.window % page_size:
+                raise ConfigError(
+                    f"page_size {page_size} must divide the chunks of {layer.window} tokens of this "
+                    "model's layers"
+                )
         return Geometry(
-            layers=families.layouts(config),
+            layers=layers,
             num_query_heads=int(config.num_attention_heads),
             page_size=page_size,
             itemsize=self.dtype.itemsize,

@@ -99,7 +99,7 @@ def shrink(config: Any) -> Any:
     for name in ("vocab_size_per_layer_input",):
         if getattr(small, name, None) is not None:
             setattr(small, name, _VOCAB)
-    for name in ("sliding_window", "attention_chunk_size"):
+    for name in ("sliding_window", "window_size", "attention_chunk_size", "floor_scale"):
         value = getattr(small, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
             setattr(small, name, min(value, _WINDOW))
