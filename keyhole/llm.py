@@ -17,6 +17,7 @@ from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.engine import Engine
+from keyhole.engine.exactness_gate import require
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
@@ -446,9 +447,9 @@ def _loaded(
     dtype: str | torch.dtype,
 ) -> Model:
     if isinstance(model, PreTrainedModel):
-        return adopt(model, tokenizer, device, dtype)
+        return adopt(model, tokenizer, device, dtype, require)
     if not isinstance(model, Model):
-        return load(model, device, dtype, tokenizer)
+        return load(model, device, dtype, tokenizer, require)
     if tokenizer is not None:
         raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
     return model

@@ -30,6 +30,7 @@ COMMANDS = {
     "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",
     "train-head": "train the head that chooses what SpeContext reads",
     "eval": "ask a model tasks under several policies and budgets",
+    "models": "the families of models that the installed transformers has, and which run exactly",
     "verify": "compare the engine with transformers on a model",
     "info": "versions, kernels, devices and folders of this installation",
     "bench": "measure decode steps or offloading on this machine",

@@ -8,6 +8,7 @@ per config, transformers and Keyhole. `keyhole verify` compares the real weights
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -21,11 +22,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import keyhole
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.errors import KeyholeError, ModelError
+from keyhole.errors import KeyholeError, ModelError, UnknownNameError
 from keyhole.models import families
 from keyhole.models.loading import adopt
 from keyhole.models.shrink import random_model, shrink
@@ -83,7 +86,7 @@ def measure(config: Any, name: str = "this model") -> Verdict:
             error = _difference(config)
     except KeyholeError as refused:
         return Verdict(family, None, str(refused))
-    except Exception as failed:  # any code of transformers may fail on what it gets from us
+    except Exception as failed:  # noqa: BLE001 - any error of a family's code is a refusal
         line = (str(failed).strip().splitlines() or ["no message"])[0]
         return Verdict(family, None, f"a small model fails with {type(failed).__name__}: {line}")
     if error < TOLERANCE:
@@ -91,6 +94,32 @@ def measure(config: Any, name: str = "this model") -> Verdict:
     return Verdict(
         family, error, f"logits differ from transformers' by {error:.1g} standard deviations"
     )
+
+
+#: Fields without which a family's default config describes no model.
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
+}
+
+
+def families_of_transformers() -> list[str]:
+    """`model_type` of every family of the installed transformers that generates text."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def measure_family(family: str) -> Verdict:
+    """The verdict of a family's default config; UnknownNameError for an unknown `model_type`."""
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or family not in CONFIG_MAPPING:
+        raise UnknownNameError("family", family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    try:
+        config = CONFIG_MAPPING[family](**_EXAMPLES.get(family, {}))
+    except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
+        line = (str(failed).strip().splitlines() or ["no message"])[0]
+        return Verdict(family, None, f"its default config fails: {type(failed).__name__}: {line}")
+    verdict = _known(config, family)
+    return dataclasses.replace(verdict, family=family)
 
 
 def _difference(config: Any) -> float:

@@ -160,6 +160,7 @@ def _attend_window(
     step = batch.step
     assert step is not None
     kept = step.kept_tokens
+    selection: Selection | None
     if batch.cache.geometry.layers[layer].chunked:
         assert kept is None, "stored documents have no place in chunks"
         selection = chunked.newest(step.lengths, window)

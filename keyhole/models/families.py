@@ -82,11 +82,13 @@ def check(config: Any, name: str) -> None:
         )
     kinds = set(_kinds(config) or ()) - _FULL - _SLIDING - _CHUNKED
     if kinds:
-        reasons = "; ".join(f"{kind}: {_OTHER_KINDS.get(kind, 'unknown')}" for kind in sorted(kinds))
+        reasons = "; ".join(
+            f"{kind}: {_OTHER_KINDS.get(kind, 'unknown')}" for kind in sorted(kinds)
+        )
         raise ModelError(f"model {name!r} ({family}) has layers that cannot be run: {reasons}")
     if getattr(config, "num_hidden_layers", None) is None:
         raise ModelError(
-            f"model {name!r} ({family}) is made of several models; Keyhole runs models of text alone"
+            f"model {name!r} ({family}) consists of several models; Keyhole runs models of text"
         )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
         _check_sizes(_of_layer(config, layer), name)
@@ -133,9 +135,7 @@ def _varies(config: Any) -> bool:
     return bool(getattr(config, "is_heterogeneous", False))
 
 
-def _layout(
-    config: Any, own: Any, heads: int, window: int | None, chunked: bool
-) -> LayerLayout:
+def _layout(config: Any, own: Any, heads: int, window: int | None, chunked: bool) -> LayerLayout:
     family = config.model_type
     key_dim = int(getattr(own, "head_dim", None) or config.hidden_size // heads)
     value_dim = int(getattr(own, "v_head_dim", None) or key_dim)
@@ -177,9 +177,7 @@ def _windows(config: Any) -> list[int | None]:
     if kinds is None:
         return [window] * int(config.num_hidden_layers)
     chunk = getattr(config, "attention_chunk_size", None)
-    return [
-        window if kind in _SLIDING else chunk if kind in _CHUNKED else None for kind in kinds
-    ]
+    return [window if kind in _SLIDING else chunk if kind in _CHUNKED else None for kind in kinds]
 
 
 #: Numbers that a key has more where positions are a bias (ALiBi): see `own_attention`.

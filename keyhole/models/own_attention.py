@@ -34,10 +34,14 @@ def adapt(network: nn.Module) -> None:
             module.__class__ = _subclass(make, type(module))  # type: ignore[arg-type]
 
 
+def adapted(network: nn.Module) -> str | None:
+    """The name of the first class in a network that `adapt` would replace; None without any."""
+    names = (type(module).__name__ for module in network.modules())
+    return next((name for name in names if name in _ADAPTED), None)
+
+
 @functools.cache
-def _subclass(
-    make: Callable[[Any], dict[str, Any]], cls: type[nn.Module]
-) -> type[nn.Module]:
+def _subclass(make: Callable[[Any], dict[str, Any]], cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"Keyhole{cls.__name__}", (cls,), make(cls))
 
 
@@ -101,9 +105,7 @@ def _xglm(cls: Any) -> dict[str, Any]:
             _heads(project(hidden_states), self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out, _ = attention(
-            self, query, key, value, None, scaling=self.scaling, keyhole=past.batch
-        )
+        out, _ = attention(self, query, key, value, None, scaling=self.scaling, keyhole=past.batch)
         return self.out_proj(out.flatten(2)), None
 
     return {"forward": forward}
@@ -132,7 +134,11 @@ def _bloom(cls: Any) -> dict[str, Any]:
 
 def _mpt(cls: Any) -> dict[str, Any]:
     def forward(
-        self: Any, hidden_states: Tensor, position_bias: Any, past_key_values: Any = None, **named: Any
+        self: Any,
+        hidden_states: Tensor,
+        position_bias: Any,
+        past_key_values: Any = None,
+        **named: Any,
     ) -> Any:
         if not isinstance(past_key_values, PassThrough):
             return cls.forward(self, hidden_states, position_bias, past_key_values, **named)
@@ -162,9 +168,7 @@ def _diff_llama(cls: Any) -> dict[str, Any]:
         )
         query, key = rotate(query, key, *position_embeddings)
         halves = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [1, Hkv, T, 2 D]
-        out, _ = attention(
-            self, query, key, halves, None, scaling=self.scaling, keyhole=past.batch
-        )
+        out, _ = attention(self, query, key, halves, None, scaling=self.scaling, keyhole=past.batch)
         first, second = out.chunk(2, 2)
         gain = [
             torch.exp((a * b).sum(dtype=torch.float32))
@@ -179,7 +183,8 @@ def _diff_llama(cls: Any) -> dict[str, Any]:
 
 def _heads(x: Tensor, dim: int) -> Tensor:
     """[1, T, H D] as [1, H, T, D]."""
-    return x.unflatten(-1, (-1, dim)).transpose(1, 2)
+    split: Tensor = x.unflatten(-1, (-1, dim))
+    return split.transpose(1, 2)
 
 
 def _with_alibi(

@@ -5,9 +5,10 @@ of a key or query at position p by the angle p * frequency. A further rotation b
 yields the same key at p + m, whatever p was. Rotations are linear, so a rotated mean is the mean of
 the rotated vectors. A constant factor on all keys (YaRN's, LongRoPE's) is unaffected.
 
-transformers' families all hold rotated vectors in halves, the pair (i, i + half): MLA's too, though
-its weights may be interleaved. A model with learned positions (gpt_bigcode) adds them to the tokens
-before the first layer and cannot be shifted.
+Most of transformers' families hold rotated vectors in halves, the pair (i, i + half): MLA's too,
+though its weights may be interleaved. Others pair neighbours, or leave some layers unrotated; a
+small model shows it, and they are refused. A model with learned positions (gpt_bigcode) adds them
+to the tokens before the first layer and cannot be shifted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
@@ -54,9 +56,9 @@ class RopeShift:
         config = model.network.config
         if not rotates(model):
             raise ConfigError(
-                f"model {model.name!r} is of the family {config.model_type!r}, which learned a "
-                "vector per position: stored documents cannot be shifted there; use a model with "
-                "RoPE"
+                f"model {model.name!r} is of the family {config.model_type!r}, which has no rotary "
+                "embedding for all layers: stored documents cannot be shifted there; use a model "
+                "with RoPE"
             )
         layouts = families.layouts(config)
         if any(layout.chunked for layout in layouts):
@@ -64,7 +66,7 @@ class RopeShift:
                 f"model {model.name!r} has layers of chunked attention: stored documents cannot be "
                 "shifted there, as their tokens would change chunks"
             )
-        problem = _problem(config.to_json_string(use_diff=False), type(config))
+        problem = _problem(config.to_json_string(use_diff=False))
         if problem is not None:
             raise ConfigError(
                 f"model {model.name!r} is of the family {config.model_type!r}, whose {problem}: "
@@ -139,14 +141,15 @@ class _KeyRecorder:
 
 
 @functools.cache
-def _problem(fields: str, cls: type[Any]) -> str | None:
+def _problem(fields: str) -> str | None:
     """Why keys of this config's family cannot be shifted by `turn`; None if they can.
 
     Measured: the keys of a small random model at positions p, turned by 5, against those at p + 5.
     Families differ in which part of a head they rotate, in how its numbers are paired, and in which
     layers they rotate at all.
     """
-    small = shrink(cls.from_dict(json.loads(fields)))
+    values = json.loads(fields)
+    small = shrink(CONFIG_MAPPING[values["model_type"]].from_dict(values))
     small._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]):
         network = random_model(small)
@@ -170,6 +173,6 @@ def _problem(fields: str, cls: type[Any]) -> str | None:
         if torch.allclose(shift.turn(layer, before, _SHIFT), after, atol=1e-3, rtol=1e-3):
             continue
         if torch.allclose(before, after, atol=1e-3, rtol=1e-3):
-            return f"layer {layer} does not rotate its keys"
+            return "some layers do not rotate their keys"
         return "keys are rotated in pairs that Keyhole does not turn"
     return None

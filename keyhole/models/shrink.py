@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keyhole.errors import ModelError
@@ -17,62 +16,48 @@ _HEAD_DIM = 16
 _MAX_KV_HEADS = 2
 _MAX_GROUP = 4
 _MAX_LAYERS = 6
-_WINDOW = 8
 _VOCAB = 96
-_LENGTH = 256
+_WINDOW = 8
 
-#: Fields with the width of an MLP or an expert, and what they become.
-_WIDTHS = {
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "ffn_dim": 96,
-    "ffn_hidden_size": 96,
-    "expert_ffn_hidden_size": 48,
-    "n_inner": 96,
-    "intermediate_size_mlp": 96,
-    "dense_intermediate_size": 96,
-    "shared_intermediate_size": 48,
-    "word_embed_proj_dim": None,  # the hidden size
-    "decoder_ffn_dim": 96,
-    "encoder_ffn_dim": 96,
-}
-#: Fields with a number of experts; at most this many stay.
-_EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "zero_expert_num": 2,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "top_k_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_shared_experts": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "moe_num_shared_experts": 1,
-    "num_dense_layers": 1,
-}
-#: MLA's and other parts of a head.
-_RANKS = {
+#: Fields that get this value, if they have one: widths of MLPs and experts, ranks of MLA.
+_SIZES = {
+    **dict.fromkeys(
+        ["intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "n_inner"], 96
+    ),
+    **dict.fromkeys(["ffn_dim", "ffn_hidden_size", "decoder_ffn_dim"], 96),
+    **dict.fromkeys(["moe_intermediate_size", "shared_intermediate_size"], 48),
+    **dict.fromkeys(["shared_expert_intermediate_size", "expert_ffn_hidden_size"], 48),
+    "vocab_size": _VOCAB,
+    "vocab_size_per_layer_input": _VOCAB,
     "kv_lora_rank": 24,
     "q_lora_rank": 20,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+    "kv_channels": _HEAD_DIM,
+    "rotary_dim": _HEAD_DIM // 2,
+    **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 0),
+}
+#: Fields that stay below this: numbers of experts, windows (below the lengths of the gate's texts).
+_AT_MOST = {
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
+    "moe_num_experts": 4,
+    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"], 2),
+    **dict.fromkeys(["top_k_experts", "zero_expert_num", "n_group"], 2),
+    **dict.fromkeys(["topk_group", "num_shared_experts", "n_shared_experts"], 1),
+    **dict.fromkeys(["first_k_dense_replace", "moe_num_shared_experts", "num_dense_layers"], 1),
+    **dict.fromkeys(["sliding_window", "window_size", "attention_chunk_size"], _WINDOW),
+    "floor_scale": _WINDOW,
+    "max_position_embeddings": 256,
 }
 
 
 def shrink(config: Any) -> Any:
     """A copy of a config with small sizes, whose layers are of all kinds that the original has.
 
-    Ratios that change the computation stay: query heads per KV head (up to 4), partial rotation,
-    RoPE's type and scaling, norms, biases, soft caps, sinks. Windows become shorter than the texts
-    of the gate.
+    What changes the computation stays: query heads per KV head (up to 4), partial rotation, RoPE's
+    type and scaling, norms, biases, soft caps, sinks. Windows become shorter than the texts of the
+    gate.
     """
     small = copy.deepcopy(config)
     depth = int(small.num_hidden_layers)
@@ -80,32 +65,21 @@ def shrink(config: Any) -> Any:
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == depth and name != "architectures":
             setattr(small, name, [value[i] for i in kept])
-    own = _own_sizes(config, kept)
     _set(small, "num_hidden_layers", len(kept))
+    own = _own_sizes(config, kept)
     _shrink_heads(small)
-    if own:
-        small.per_layer_config = own
-    for name, size in _WIDTHS.items():
+    for name, size in _SIZES.items():
         value = getattr(small, name, None)
-        if isinstance(value, list):
-            setattr(small, name, [size] * len(value))
-        elif value is not None:
-            _set(small, name, small.hidden_size if size is None else size)
-    for name, most in _EXPERTS.items():
+        if value is not None:
+            _set(small, name, [size] * len(value) if isinstance(value, list) else size)
+    for name, most in _AT_MOST.items():
         value = getattr(small, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
             _set(small, name, min(value, most))
-    _set(small, "vocab_size", _VOCAB)
-    for name in ("vocab_size_per_layer_input",):
-        if getattr(small, name, None) is not None:
-            setattr(small, name, _VOCAB)
-    for name in ("sliding_window", "window_size", "attention_chunk_size", "floor_scale"):
-        value = getattr(small, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            setattr(small, name, min(value, _WINDOW))
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if getattr(small, name, None) is not None:
-            setattr(small, name, 0)
+    if getattr(small, "word_embed_proj_dim", None) is not None:  # OPT
+        small.word_embed_proj_dim = small.hidden_size
+    if own:
+        small.per_layer_config = own
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     return small
@@ -136,33 +110,23 @@ def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
 
 
 def _shrink_heads(config: Any) -> None:
-    """Sizes of heads and ranks; the ratio of query to KV heads stays, up to 4."""
+    """Numbers and sizes of heads; the ratio of query to KV heads stays, up to 4."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     own_dim = vars(config).get("head_dim")
     square = own_dim is None or own_dim * heads == config.hidden_size
     small_kv = min(kv_heads, _MAX_KV_HEADS) if kv_heads < heads else min(heads, 4)
     small_heads = small_kv * min(heads // kv_heads, _MAX_GROUP)
+    rope_dim = getattr(config, "qk_rope_head_dim", None)
     _set(config, "num_attention_heads", small_heads)
+    _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
     if "num_key_value_heads" in vars(config):
         _set(config, "num_key_value_heads", small_kv)
-    for name in ("head_dim", "kv_channels"):
-        if name in vars(config):
-            _set(config, name, _HEAD_DIM)
-    if getattr(config, "rotary_dim", None) is not None:
-        config.rotary_dim = _HEAD_DIM // 2
-    _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
-    rotated = own_dim is not None and own_dim == getattr(config, "qk_rope_head_dim", None)
-    for name, size in _RANKS.items():
-        if getattr(config, name, None) is not None:
-            _set(config, name, size)
-    if rotated:  # MLA: the dimension of RoPE
-        _set(config, "head_dim", _RANKS["qk_rope_head_dim"])
-    if getattr(config, "qk_rope_head_dim", None) is not None and hasattr(config, "qk_head_dim"):
-        _set(config, "qk_head_dim", config.qk_nope_head_dim + config.qk_rope_head_dim)
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None:
-        _set(config, "max_position_embeddings", min(int(longest), _LENGTH))
+    if "head_dim" in vars(config):  # MLA: the dimension of RoPE
+        rotated = own_dim is not None and own_dim == rope_dim
+        _set(config, "head_dim", _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM)
+    if rope_dim is not None and hasattr(config, "qk_head_dim"):
+        _set(config, "qk_head_dim", _SIZES["qk_nope_head_dim"] + _SIZES["qk_rope_head_dim"])
 
 
 def _set(config: Any, name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ModelError, UnknownNameError
 from keyhole.models import families
 from keyhole.models.files import parameters
-from keyhole.models.files.locate import locate
+from keyhole.models.files.locate import ModelFiles, locate
 
 # The `config.json` of a model, read without torch, which transformers' own configs import.
 #
@@ -82,9 +82,7 @@ def normalised(stored: dict[str, Any]) -> Any:
     Only the fields that `families` and `parameters` read; a required field that the file lacks
     stays unset.
     """
-    family = stored.get("model_type")
-    if family not in DEFAULTS:
-        return SimpleNamespace(model_type=family)
+    family = str(stored["model_type"])
     names = _OTHER_NAMES.get(family, {})
     given = {names.get(name, name): value for name, value in stored.items()}
     fields = {"tie_word_embeddings": False, **DEFAULTS[family], **given}
@@ -95,6 +93,13 @@ def normalised(stored: dict[str, Any]) -> Any:
         fields["layer_types"] = _layer_types(family, fields, depth)
     fields["rope_parameters"] = _rope(family, fields)
     return SimpleNamespace(**fields)
+
+
+def _by_transformers(place: ModelFiles) -> Any:
+    """The config of a family that is not in `DEFAULTS`; imports transformers and torch."""
+    from keyhole.models.loading import read_config
+
+    return read_config(place)
 
 
 def _layer_types(family: str, fields: dict[str, Any], depth: int) -> list[str] | None:
@@ -183,21 +188,28 @@ def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
         stored = json.loads(path.read_text())
         if not isinstance(stored, dict):
             raise ModelError(f"the config of {name!r} must be a JSON object")
-        config = normalised(stored)
+        known = stored.get("model_type") in DEFAULTS
+        config = normalised(stored) if known else _by_transformers(place)
         families.check(config, name)
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
         counted = _count(headers, config)
         number = dtype if dtype != "auto" else _dtype(stored, headers)
         layers = families.layouts(config)
+        if known:
+            weights = counted or parameters.num_parameters(config)
+            last_layer = parameters.num_layer_parameters(config, len(layers) - 1)
+        else:
+            built, last_layer = parameters.num_built(config)
+            weights = counted or built
         return Checkpoint(
             name=Path(name).name if Path(name).is_dir() else name,
             dtype=number,
             layers=layers,
             num_query_heads=int(config.num_attention_heads),
-            num_parameters=counted or parameters.num_parameters(config),
+            num_parameters=weights,
             counted_from="the weights' headers" if counted else "the config",
-            layer_parameters=parameters.num_layer_parameters(config, len(layers) - 1),
+            layer_parameters=last_layer,
             step_numbers=parameters.step_numbers(config),
             vocab_size=int(config.vocab_size),
             max_length=families.max_length(config)[0],

@@ -1,7 +1,8 @@
-"""The weights and peak activations of a model of a supported family.
+"""The weights and peak activations of a model.
 
-Counted from the fields of its config, as transformers builds the modules; nothing is loaded. A test
-compares the counts with real models.
+Weights are counted from the fields of its config, as transformers builds the modules; nothing is
+loaded. A test compares the counts with real models. That is for the families of
+`checkpoint.DEFAULTS`, of which a plan can be made without torch; `num_built` counts any other.
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ def num_layer_parameters(config: Any, layer: int) -> int:
     return attention + _mlp(config, layer) + norms * _norm(config)
 
 
+def num_built(config: Any) -> tuple[int, int]:
+    """Weights of any family's model, and of its last layer, from modules without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    lists = [m for m in network.modules() if isinstance(m, torch.nn.ModuleList)]
+    layers = [m for m in lists if len(m) == int(config.num_hidden_layers)]
+    last = layers[0][-1] if layers else network
+    return sum(p.numel() for p in network.parameters()), sum(p.numel() for p in last.parameters())
+
+
 def step_numbers(config: Any) -> int:
     """Peak live activations of a layer, per token of a step; an estimate."""
     hidden = int(config.hidden_size)
@@ -47,8 +61,10 @@ def step_numbers(config: Any) -> int:
 
 def head_dim(config: Any) -> int:
     """D, the size of a head's keys."""
-    if config.model_type == "deepseek_v3":
+    if getattr(config, "kv_lora_rank", None) is not None:
         return int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
+    if getattr(config, "is_heterogeneous", False):
+        return max(int(own.head_dim) for own in config.per_layer_config)
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 
@@ -97,9 +113,12 @@ def _latent_attention(config: Any) -> int:
 
 
 def _intermediate(config: Any) -> int:
-    if config.model_type == "gpt_bigcode":
-        return int(config.n_inner or 4 * config.hidden_size)
-    return int(config.intermediate_size)
+    """The width of an MLP, under the name that the family has for it."""
+    for name in ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"):
+        found = getattr(config, name, None)
+        if found is not None:
+            return max(found) if isinstance(found, list | tuple) else int(found)
+    return 4 * int(config.hidden_size)
 
 
 def _mlp(config: Any, layer: int) -> int:
