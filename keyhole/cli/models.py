@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole.cli.common import show
 
 if TYPE_CHECKING:
-    from keyhole.engine.exactness_gate import Verdict
+    from keyhole.engine.exactness_gate import Exactness
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(verdict: Verdict) -> dict[str, Any]:
+def _row(verdict: Exactness) -> dict[str, Any]:
     return {
         "family": verdict.family,
         "exact": verdict.exact,

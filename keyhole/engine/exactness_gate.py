@@ -16,6 +16,7 @@ import logging
 import os
 import warnings
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import keyhole
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.errors import KeyholeError, ModelError, UnknownNameError
@@ -46,7 +46,7 @@ _CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Exactness:
     """Whether a family is exact.
 
     error: largest difference of logits / their standard deviation; None if it could not be run.
@@ -76,7 +76,7 @@ def require(config: Any, name: str) -> None:
         )
 
 
-def measure(config: Any, name: str = "this model") -> Verdict:
+def measure(config: Any, name: str = "this model") -> Exactness:
     """Compares a small random model of this config's kind with transformers, in float32."""
     family = str(config.model_type)
     try:
@@ -85,13 +85,13 @@ def measure(config: Any, name: str = "this model") -> Verdict:
             warnings.simplefilter("ignore")
             error = _difference(config)
     except KeyholeError as refused:
-        return Verdict(family, None, str(refused))
+        return Exactness(family, None, str(refused))
     except Exception as failed:  # noqa: BLE001 - any error of a family's code is a refusal
         line = (str(failed).strip().splitlines() or ["no message"])[0]
-        return Verdict(family, None, f"a small model fails with {type(failed).__name__}: {line}")
+        return Exactness(family, None, f"a small model fails with {type(failed).__name__}: {line}")
     if error < TOLERANCE:
-        return Verdict(family, error)
-    return Verdict(
+        return Exactness(family, error)
+    return Exactness(
         family, error, f"logits differ from transformers' by {error:.1g} standard deviations"
     )
 
@@ -109,7 +109,7 @@ def families_of_transformers() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def measure_family(family: str) -> Verdict:
+def measure_family(family: str) -> Exactness:
     """The verdict of a family's default config; UnknownNameError for an unknown `model_type`."""
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or family not in CONFIG_MAPPING:
         raise UnknownNameError("family", family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -117,7 +117,7 @@ def measure_family(family: str) -> Verdict:
         config = CONFIG_MAPPING[family](**_EXAMPLES.get(family, {}))
     except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
         line = (str(failed).strip().splitlines() or ["no message"])[0]
-        return Verdict(family, None, f"its default config fails: {type(failed).__name__}: {line}")
+        return Exactness(family, None, f"its default config fails: {type(failed).__name__}: {line}")
     verdict = _known(config, family)
     return dataclasses.replace(verdict, family=family)
 
@@ -167,20 +167,24 @@ class _quiet:  # noqa: N801 - reads as a word after `with`
         transformers.logging.set_verbosity(self._level)
 
 
-def _known(config: Any, name: str) -> Verdict:
-    key = _digest(config)
+def _known(config: Any, name: str) -> Exactness:
+    try:
+        families.check(config, name)
+        key = _digest(shrink(config))
+    except Exception:  # noqa: BLE001 - `measure` says what is wrong
+        return measure(config, name)
     return _stored(key) or _measured(key, config, name)
 
 
 @functools.cache
-def _stored(key: str) -> Verdict | None:
+def _stored(key: str) -> Exactness | None:
     try:
-        return Verdict(**json.loads(_path(key).read_text()))
+        return Exactness(**json.loads(_path(key).read_text()))
     except (OSError, ValueError, TypeError):  # none, or damaged: measured again
         return None
 
 
-def _measured(key: str, config: Any, name: str) -> Verdict:
+def _measured(key: str, config: Any, name: str) -> Exactness:
     verdict = measure(config, name)
     _stored.cache_clear()
     path = _path(key)
@@ -202,11 +206,11 @@ def _measured(key: str, config: Any, name: str) -> Verdict:
 
 
 def _digest(config: Any) -> str:
-    """Of all that may change the verdict: the config but for its name, and the versions."""
+    """Of all that may change the verdict: the small config but for its name, and the versions."""
     fields = config.to_dict()
     for name in ("_name_or_path", "architectures", "dtype", "quantization_config"):
         fields.pop(name, None)
-    versions = (keyhole.__version__, transformers.__version__, torch.__version__)
+    versions = (metadata.version("keyhole"), transformers.__version__, torch.__version__)
     text = json.dumps([fields, versions], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,7 @@
-"""A small random model of the same class and the same kinds of layers as a config describes."""
+"""Models made from a config alone.
+
+A small random one of the same class, with the same kinds of layers, or one without memory.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keyhole.errors import ModelError
+from keyhole.models.files.locate import ModelFiles
+from keyhole.models.loading import read_config
 
 # Sizes of the small model. Heads of 16 numbers leave room for partial rotation; six layers show
 # three kinds of attention twice.
@@ -118,6 +124,7 @@ def _shrink_heads(config: Any) -> None:
     small_kv = min(kv_heads, _MAX_KV_HEADS) if kv_heads < heads else min(heads, 4)
     small_heads = small_kv * min(heads // kv_heads, _MAX_GROUP)
     rope_dim = getattr(config, "qk_rope_head_dim", None)
+    _shrink_rope(config, own_dim or config.hidden_size // heads)
     _set(config, "num_attention_heads", small_heads)
     _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
     if "num_key_value_heads" in vars(config):
@@ -127,6 +134,16 @@ def _shrink_heads(config: Any) -> None:
         _set(config, "head_dim", _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM)
     if rope_dim is not None and hasattr(config, "qk_head_dim"):
         _set(config, "qk_head_dim", _SIZES["qk_nope_head_dim"] + _SIZES["qk_rope_head_dim"])
+
+
+def _shrink_rope(config: Any, old_dim: int) -> None:
+    """Factors per pair of numbers (LongRoPE's): as many as the small head has pairs."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+        for name in ("short_factor", "long_factor"):
+            if rope.get(name) is not None:
+                pairs = max(len(rope[name]) * _HEAD_DIM // old_dim, 1)
+                rope[name] = (rope[name] * _HEAD_DIM)[:pairs]
 
 
 def _set(config: Any, name: str, value: Any) -> None:
@@ -158,3 +175,15 @@ def random_model(config: Any) -> PreTrainedModel:
             else:
                 parameter.copy_(0.2 * drawn)
     return network.eval()
+
+
+def build(place: ModelFiles) -> tuple[Any, int, int]:
+    """A model's config, its number of weights and that of its last layer; no memory is taken."""
+    config = read_config(place)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
+    last = layers[0][-1] if layers else network
+    total, of_last = (sum(p.numel() for p in m.parameters()) for m in (network, last))
+    return config, total, of_last

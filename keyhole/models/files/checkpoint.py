@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,7 +82,9 @@ def normalised(stored: dict[str, Any]) -> Any:
     Only the fields that `families` and `parameters` read; a required field that the file lacks
     stays unset.
     """
-    family = str(stored["model_type"])
+    family = stored.get("model_type")
+    if family not in DEFAULTS:
+        raise ModelError(f"the family {family!r} is not one of {', '.join(DEFAULTS)}")
     names = _OTHER_NAMES.get(family, {})
     given = {names.get(name, name): value for name, value in stored.items()}
     fields = {"tie_word_embeddings": False, **DEFAULTS[family], **given}
@@ -93,13 +95,6 @@ def normalised(stored: dict[str, Any]) -> Any:
         fields["layer_types"] = _layer_types(family, fields, depth)
     fields["rope_parameters"] = _rope(family, fields)
     return SimpleNamespace(**fields)
-
-
-def _by_transformers(place: ModelFiles) -> Any:
-    """The config of a family that is not in `DEFAULTS`; imports transformers and torch."""
-    from keyhole.models.loading import read_config
-
-    return read_config(place)
 
 
 def _layer_types(family: str, fields: dict[str, Any], depth: int) -> list[str] | None:
@@ -175,10 +170,16 @@ class Checkpoint:
         )
 
 
-def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
+#: Reads the config of any family, and counts its weights and those of its last layer.
+Build = Callable[[ModelFiles], tuple[Any, int, int]]
+
+
+def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> Checkpoint:
     """The shape of "tiny", of a folder, or of a hub id in the local cache or on the hub.
 
-    dtype: "auto" is the config's. ModelError as `keyhole.models.loading.load` raises it.
+    dtype: "auto" is the config's. build: for families that are not in `DEFAULTS`, which need
+    transformers; without it they are refused. ModelError as `keyhole.models.loading.load`
+    raises it.
     """
     if dtype != "auto" and dtype not in ITEMSIZES:
         raise UnknownNameError("dtype", dtype, ["auto", *ITEMSIZES])
@@ -188,28 +189,29 @@ def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
         stored = json.loads(path.read_text())
         if not isinstance(stored, dict):
             raise ModelError(f"the config of {name!r} must be a JSON object")
-        known = stored.get("model_type") in DEFAULTS
-        config = normalised(stored) if known else _by_transformers(place)
+        if build is None or stored.get("model_type") in DEFAULTS:
+            config, built = normalised(stored), None
+        else:
+            config, *built = build(place)
         families.check(config, name)
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
         counted = _count(headers, config)
         number = dtype if dtype != "auto" else _dtype(stored, headers)
         layers = families.layouts(config)
-        if known:
-            weights = counted or parameters.num_parameters(config)
-            last_layer = parameters.num_layer_parameters(config, len(layers) - 1)
-        else:
-            built, last_layer = parameters.num_built(config)
-            weights = counted or built
+        if built is None:
+            built = [
+                parameters.num_parameters(config),
+                parameters.num_layer_parameters(config, len(layers) - 1),
+            ]
         return Checkpoint(
             name=Path(name).name if Path(name).is_dir() else name,
             dtype=number,
             layers=layers,
             num_query_heads=int(config.num_attention_heads),
-            num_parameters=weights,
+            num_parameters=counted or built[0],
             counted_from="the weights' headers" if counted else "the config",
-            layer_parameters=last_layer,
+            layer_parameters=built[1],
             step_numbers=parameters.step_numbers(config),
             vocab_size=int(config.vocab_size),
             max_length=families.max_length(config)[0],

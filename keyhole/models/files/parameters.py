@@ -2,7 +2,7 @@
 
 Weights are counted from the fields of its config, as transformers builds the modules; nothing is
 loaded. A test compares the counts with real models. That is for the families of
-`checkpoint.DEFAULTS`, of which a plan can be made without torch; `num_built` counts any other.
+`checkpoint.DEFAULTS`, for which `keyhole plan` needs no torch; `models.shrink.build` counts others.
 """
 
 from __future__ import annotations
@@ -33,19 +33,6 @@ def num_layer_parameters(config: Any, layer: int) -> int:
     else:
         attention = _attention(config)
     return attention + _mlp(config, layer) + norms * _norm(config)
-
-
-def num_built(config: Any) -> tuple[int, int]:
-    """Weights of any family's model, and of its last layer, from modules without memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
-    lists = [m for m in network.modules() if isinstance(m, torch.nn.ModuleList)]
-    layers = [m for m in lists if len(m) == int(config.num_hidden_layers)]
-    last = layers[0][-1] if layers else network
-    return sum(p.numel() for p in network.parameters()), sum(p.numel() for p in last.parameters())
 
 
 def step_numbers(config: Any) -> int:
