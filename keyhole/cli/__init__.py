@@ -1,12 +1,12 @@
-"""The command line: one module per command, each with `add_arguments` and `run`.
+"""The command line: each command is a module, or a class, with `add_arguments` and `run`.
 
 Modules import what is heavy when a command runs, so that `--help` needs no torch.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 import keyhole
-from keyhole.cli.common import config_file, show
-from keyhole.cli.common.parser import Parser, add_command, check_leftover
+from keyhole.cli.common import terminal
+from keyhole.cli.common.parser import Parser, add_command, check_leftover, read_config
 from keyhole.errors import KeyholeError
 
-#: Name and one line of help, in the order of `keyhole --help`; each is a module here, with _ for -.
+#: Name and one line of help, in the order of `keyhole --help`.
 COMMANDS = {
     "demo": "two long tasks under four methods, each beside its control, and a picture",
     "generate": "continue a prompt",
@@ -36,6 +36,16 @@ COMMANDS = {
     "completion": "a script for bash, zsh or fish",
 }
 
+#: Where the command of another name is than `keyhole.cli.NAME`: a module, or a class of one.
+_PLACES = {
+    "chat": "generate:Chat",
+    "completion": "about:Completion",
+    "eval": "evaluate",
+    "info": "about:Info",
+    "methods": "about:Methods",
+    "train-head": "train_head",
+}
+
 
 def build_parser(config: Mapping[str, Any] = MappingProxyType({})) -> Parser:
     """The parser of `keyhole` with all its commands; config: values for their flags."""
@@ -45,8 +55,8 @@ def build_parser(config: Mapping[str, Any] = MappingProxyType({})) -> Parser:
         dest="command", title="commands", metavar="COMMAND", required=True
     )
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
-        add_command(commands, name, summary, module, config)
+        command = pkgutil.resolve_name(f"keyhole.cli.{_PLACES.get(name, name)}")
+        add_command(commands, name, summary, command, config)
     return parser
 
 
@@ -59,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments, leftover = build_parser(config_file.read(given)).parse_known_args(given)
+        arguments, leftover = build_parser(read_config(given)).parse_known_args(given)
         check_leftover(arguments, leftover)
         return int(arguments.run(arguments))
     except KeyholeError as error:
         if "--debug" in given:
             traceback.print_exc()
-        show.error(str(error))
+        terminal.error(str(error))
         return 2
     except BrokenPipeError:  # the reader of our output has gone, as in `keyhole generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in given:
             traceback.print_exc()
         where = f" {error.filename!r}" if error.filename is not None else ""
-        show.error(f"{error.strerror or error}{where}")
+        terminal.error(f"{error.strerror or error}{where}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

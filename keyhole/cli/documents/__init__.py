@@ -7,11 +7,11 @@ stands for all documents below it: `--documents handbook/` for handbook/a.md and
 from __future__ import annotations
 
 import argparse
-import importlib
+import pkgutil
 
 from keyhole.cli.common.parser import Parser, add_command
 
-#: Name and one line of help; each is a module here, documents/NAME.py.
+#: Name and one line of help.
 ACTIONS = {
     "add": "encode files and store them",
     "list": "what is stored",
@@ -21,13 +21,23 @@ ACTIONS = {
     "ask": "answer a question over stored documents",
 }
 
+#: The modules and classes of the actions.
+_PLACES = {
+    "add": "add",
+    "list": "manage:List",
+    "show": "ask:Show",
+    "remove": "manage:Remove",
+    "verify": "manage:Verify",
+    "ask": "ask:Ask",
+}
+
 
 def add_arguments(parser: Parser) -> None:
     """The actions of `keyhole documents`."""
     actions = parser.add_subparsers(dest="action", title="actions", metavar="ACTION", required=True)
     for name, summary in ACTIONS.items():
-        module = importlib.import_module(f"keyhole.cli.documents.{name}")
-        add_command(actions, name, summary, module, parser.config, run="run_action")
+        action = pkgutil.resolve_name(f"keyhole.cli.documents.{_PLACES[name]}")
+        add_command(actions, name, summary, action, parser.config, run="run_action")
 
 
 def run(arguments: argparse.Namespace) -> int:
