@@ -43,7 +43,7 @@ class Metrics:
         gauge("pages_free", "pages that a request could take").set_function(
             lambda: float(engine.cache.available)
         )
-        gauge("offloaded_layers", "layers whose KV cache is in the lower tier").set_function(
+        gauge("offloaded_layers", "layers whose KV cache is offloaded").set_function(
             lambda: float(0 if engine.placement is None else engine.placement.offloaded)
         )
         self._requests = counter("requests", "answered requests", ("path", "status"))
