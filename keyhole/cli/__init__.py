@@ -6,7 +6,6 @@ Modules import what is heavy when a command runs, so that `--help` needs no torc
 from __future__ import annotations
 
 import os
-import pkgutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -36,16 +35,6 @@ COMMANDS = {
     "completion": "a script for bash, zsh or fish",
 }
 
-#: Where the command of another name is than `keyhole.cli.NAME`: a module, or a class of one.
-_PLACES = {
-    "chat": "generate:Chat",
-    "completion": "about:Completion",
-    "eval": "evaluate",
-    "info": "about:Info",
-    "methods": "about:Methods",
-    "train-head": "train_head",
-}
-
 
 def build_parser(config: Mapping[str, Any] = MappingProxyType({})) -> Parser:
     """The parser of `keyhole` with all its commands; config: values for their flags."""
@@ -54,9 +43,9 @@ def build_parser(config: Mapping[str, Any] = MappingProxyType({})) -> Parser:
     commands = parser.add_subparsers(
         dest="command", title="commands", metavar="COMMAND", required=True
     )
+    modules = _modules()
     for name, summary in COMMANDS.items():
-        command = pkgutil.resolve_name(f"keyhole.cli.{_PLACES.get(name, name)}")
-        add_command(commands, name, summary, command, config)
+        add_command(commands, name, summary, modules[name], config)
     return parser
 
 
@@ -89,6 +78,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def _modules() -> dict[str, Any]:
+    """By the name of a command the module, or the class of one, with `add_arguments` and `run`."""
+    from keyhole.cli import (
+        about,
+        bench,
+        calibrate,
+        demo,
+        documents,
+        evaluate,
+        generate,
+        plan,
+        serve,
+        train_head,
+        verify,
+    )
+
+    return {
+        "demo": demo,
+        "generate": generate,
+        "chat": generate.Chat,
+        "serve": serve,
+        "documents": documents,
+        "methods": about.Methods,
+        "plan": plan,
+        "calibrate": calibrate,
+        "train-head": train_head,
+        "eval": evaluate,
+        "verify": verify,
+        "info": about.Info,
+        "bench": bench,
+        "completion": about.Completion,
+    }
 
 
 def _first_line(docstring: str | None) -> str:

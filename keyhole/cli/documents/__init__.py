@@ -7,7 +7,7 @@ stands for all documents below it: `--documents handbook/` for handbook/a.md and
 from __future__ import annotations
 
 import argparse
-import pkgutil
+from typing import Any
 
 from keyhole.cli.common.parser import Parser, add_command
 
@@ -21,23 +21,22 @@ ACTIONS = {
     "ask": "answer a question over stored documents",
 }
 
-#: The modules and classes of the actions.
-_PLACES = {
-    "add": "add",
-    "list": "manage:List",
-    "show": "ask:Show",
-    "remove": "manage:Remove",
-    "verify": "manage:Verify",
-    "ask": "ask:Ask",
-}
-
 
 def add_arguments(parser: Parser) -> None:
     """The actions of `keyhole documents`."""
     actions = parser.add_subparsers(dest="action", title="actions", metavar="ACTION", required=True)
+    from keyhole.cli.documents import add, ask, manage
+
+    commands: dict[str, Any] = {
+        "add": add,
+        "list": manage.List,
+        "show": ask.Show,
+        "remove": manage.Remove,
+        "verify": manage.Verify,
+        "ask": ask.Ask,
+    }
     for name, summary in ACTIONS.items():
-        action = pkgutil.resolve_name(f"keyhole.cli.documents.{_PLACES[name]}")
-        add_command(actions, name, summary, action, parser.config, run="run_action")
+        add_command(actions, name, summary, commands[name], parser.config, run="run_action")
 
 
 def run(arguments: argparse.Namespace) -> int:
