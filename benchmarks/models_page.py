@@ -1,4 +1,6 @@
-"""Writes docs/reference/models.md, the table of `keyhole models`: `python -m benchmarks.models_page`.
+"""Writes docs/reference/models.md, the table of `keyhole models`.
+
+Run `python -m benchmarks.models_page`.
 
 A test that is not for every run compares the page with what the gate measures.
 """
@@ -18,10 +20,11 @@ _HEAD = """<!-- Written by `python -m benchmarks.models_page`. -->
 
 # Families of models
 
-What `keyhole models` prints with transformers {version}: every class for causal language models, and whether a small
-random model of its default config gives the logits of transformers' eager attention in the engine
-([how](../architecture.md#what-is-refused-and-why)). {exact} of {all} are exact. A checkpoint is measured by its own config, so
-it may be refused where its family's default is exact; `keyhole verify MODEL` compares its real weights.
+What `keyhole models` prints with transformers {version}: every class for causal language models,
+and whether a small random model of its default config gives the logits of transformers' eager
+attention in the engine ([how](../architecture.md#what-is-refused-and-why)). {exact} of {all} are
+exact. A checkpoint is measured by its own config, so it may be refused where the default is
+exact; `keyhole verify MODEL` compares its real weights.
 
 | family | verdict |
 |---|---|

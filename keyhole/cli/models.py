@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from keyhole.cli.common import show
+from keyhole.cli.common import terminal
 
 if TYPE_CHECKING:
     from keyhole.engine.exactness_gate import Exactness
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         verdict = measure_family(name)
         exact += verdict.exact
         if arguments.json:
-            print(show.to_json(_row(verdict)), flush=True)
+            print(terminal.to_json(_row(verdict)), flush=True)
         else:
             print(f"{name:24} {verdict.reason or 'exact'}", flush=True)
     if not arguments.json:

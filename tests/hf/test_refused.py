@@ -127,7 +127,9 @@ def test_a_model_in_training_is_refused(network: Any) -> None:
 def test_what_cannot_run_is_refused_before_anything_changes(network: Any) -> None:
     with pytest.raises(ConfigError, match="takes a model of transformers, not Linear"):
         sparse(nn.Linear(1, 1)).__enter__()
-    other = AutoModelForCausalLM.from_config(BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, is_decoder=True))
+    other = AutoModelForCausalLM.from_config(
+        BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, is_decoder=True)
+    )
     with pytest.raises(ModelError, match="is an encoder"):
         sparse(other).__enter__()
     own = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
