@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -156,8 +156,8 @@ def _add_stat_logger() -> None:
     if getattr(plain, "keyhole", False):
         return
 
-    def load_plugins_by_group(group: str) -> dict[str, Callable[[], Any]]:
-        found: dict[str, Callable[[], Any]] = plain(group)
+    def load_plugins_by_group(group: str) -> dict[str, Any]:
+        found: dict[str, Any] = plain(group)
         ours = group == STAT_LOGGER_PLUGINS_GROUP
         return {**found, "keyhole": KeyholeStatLogger} if ours else found
 

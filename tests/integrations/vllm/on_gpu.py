@@ -29,7 +29,7 @@ BUDGET, LONGEST = 128, 1024
 
 def answers(checkpoint: str, backend: str, policy: str | None, budget: int) -> dict[str, Any]:
     """In a process of its own: the tokens of one engine, and what it read."""
-    import vllm  # noqa: PLC0415 - only where it is installed
+    import vllm
 
     asked = {"policy": policy, "token_budget": budget}
     llm = vllm.LLM(
