@@ -24,8 +24,8 @@ from keyhole.bench.memory import Skipped
 from keyhole.bench.model import Weights, make_weights
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, require_systems
 from keyhole.kernels import operations
-from keyhole.method_settings import parse_one
 from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.registry import parse_one
 
 
 def run(settings: DecodeSettings, report: Report, outside: Outside | None = None) -> dict[str, Any]:

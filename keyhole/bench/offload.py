@@ -36,7 +36,7 @@ from keyhole.bench.offload_loading import (
     timed,
 )
 from keyhole.bench.settings import PAGE_SIZE, OffloadSettings
-from keyhole.cache.offload.prefetch import Traffic
+from keyhole.cache.prefetch import Traffic
 from keyhole.config import require
 from keyhole.engine.head_runner import load_head
 from keyhole.eval.tiny_language.tasks import make

@@ -33,7 +33,7 @@ from keyhole.bench.offload_loading import (
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings, OffloadSettings
 from keyhole.config import require
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.retrieval.head import RetrievalHead
 
 # Tokens after the prompt whose logits are compared.

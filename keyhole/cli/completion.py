@@ -14,7 +14,7 @@ from keyhole.cli import bench
 from keyhole.cli.common.parser import Parser
 from keyhole.cli.eval import SUITES
 from keyhole.errors import UnknownNameError
-from keyhole.models.files.checkpoint import ITEMSIZES
+from keyhole.models.checkpoint import ITEMSIZES
 from keyhole.policies import available_policies
 from keyhole.reuse import reuse_names
 

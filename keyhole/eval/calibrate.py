@@ -35,7 +35,7 @@ from keyhole.llm import LLM
 from keyhole.models.batch import Batch
 from keyhole.models.loading import Model
 from keyhole.policies.base import ScoreRequest, Selection, Step
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.policies.delta import Delta
 from keyhole.policies.selection_layers import (
     Calibration,

@@ -8,7 +8,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.head_recall import WINDOW, RecallCell, RecallText, measure
 from keyhole.models.loading import Model
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training.corpus import Corpus
+from keyhole.retrieval.training.training_config import Corpus
 
 HEAD = "head"
 BUDGETS = (64, 256)

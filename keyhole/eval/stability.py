@@ -18,7 +18,7 @@ from keyhole.engine.documents.encoder import encode
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
-from keyhole.reuse.stability import NUM_STABLE, Stability, stable_layers
+from keyhole.reuse.sam_kv import NUM_STABLE, Stability, stable_layers
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
 #: Blocks of a document that a text is cut into: three times what an outlier needs.

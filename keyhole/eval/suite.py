@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from keyhole.config import EngineConfig
-from keyhole.engine.memory.allocation import free_memory
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.allocation import free_memory
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval import workloads
 from keyhole.eval.methods import Method

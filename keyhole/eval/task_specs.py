@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from keyhole import method_settings
+from keyhole import registry
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.settings import FORCED, TASKS
 from keyhole.eval.tasks import RULER, TINY_FORMS, Task, make_task, tasks
-from keyhole.method_settings import Spec
+from keyhole.registry import Spec
 
 _RULER = "ruler"
 
@@ -26,7 +26,7 @@ def parse(text: str, *, bundled: bool) -> list[Task | str]:
     UnknownNameError for a task or a setting of one that is not there.
     """
     found: list[Task | str] = []
-    for spec in method_settings.parse(text):
+    for spec in registry.parse(text):
         for name in RULER if spec.name == _RULER else (spec.name,):
             known = TINY_FORMS.get(name, name) if bundled else name
             task = _task(dataclasses.replace(spec, name=known))
@@ -48,9 +48,9 @@ def answered(parsed: Sequence[Task | str], why: str) -> list[Task]:
 def _task(spec: Spec) -> Task | str:
     table = tasks()
     if spec.name in FORCED:
-        method_settings.typed(spec, "task", ())
+        registry.typed(spec, "task", ())
         return spec.name
     if spec.name not in table:
         raise UnknownNameError("task", spec.name, [*table, *FORCED, _RULER])
     fields = [f for f in dataclasses.fields(table[spec.name]) if "help" in f.metadata]
-    return make_task(spec.name, method_settings.typed(spec, "task", fields))
+    return make_task(spec.name, registry.typed(spec, "task", fields))

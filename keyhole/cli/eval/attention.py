@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from keyhole.bench import measure
-    from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+    from keyhole.engine.allocation import free_memory
+    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.attention.cells import AttentionGrid
     from keyhole.eval.attention.suite import AttentionSuite
     from keyhole.eval.methods import Budget

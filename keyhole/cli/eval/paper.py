@@ -130,8 +130,8 @@ def _suite(
 ) -> PaperSuite:
     import torch
 
-    from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+    from keyhole.engine.allocation import free_memory
+    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval import suite as eval_suite
     from keyhole.eval import task_specs
     from keyhole.eval import workloads as eval_workloads

@@ -20,12 +20,12 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.attention import measures
 from keyhole.eval.attention.candidates import Candidates
 from keyhole.eval.workloads.attention_recall import SampleRows
 from keyhole.eval.workloads.generation import Request, serve
-from keyhole.models import attention, mla
+from keyhole.models import attention
 from keyhole.models.batch import Batch
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
@@ -157,7 +157,7 @@ def expanded(model: Model, geometry: Geometry, layer: int, output: Tensor) -> Te
     """A layer's output; of MLA, values of each head from latents that all heads share."""
     if not geometry.layers[layer].shared_values:
         return output
-    return mla.expand(model.network.base_model.layers[layer].self_attn, output)
+    return attention.expand(model.network.base_model.layers[layer].self_attn, output)
 
 
 def _tokens(selection: Selection | None, step: Step, count: int) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 
 from keyhole.config import EngineConfig, require
 from keyhole.engine.head_runner import load_head
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.attention import overlap
 from keyhole.eval.attention.cells import METHOD, AttentionCell
 from keyhole.eval.attention.dense_run import LayerStep, Take, run

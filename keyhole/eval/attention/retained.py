@@ -1,6 +1,6 @@
 """The pages that a policy which evicts would still have, in a run that keeps them all.
 
-The rules are those of `keyhole.engine.memory.page_table`: prompt pages are pinned; when a page has
+The rules are those of `keyhole.engine.decode_inputs`: prompt pages are pinned; when a page has
 been filled and the next token would make one more than the policy allows, the page that the policy
 names is evicted.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.page_list import RetainedPages
+from keyhole.cache.kept_tokens import RetainedPages
 from keyhole.policies.base import Policy, Step
 
 

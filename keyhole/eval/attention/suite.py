@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import KeyholeError
 from keyhole.eval.attention import random_twin
 from keyhole.eval.attention.cells import RANDOM, TRAINED, AttentionCell, AttentionGrid

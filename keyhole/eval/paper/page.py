@@ -10,7 +10,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.paper import tables
 from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.report import page
-from keyhole.method_settings import SettingsFile
+from keyhole.registry import SettingsFile
 
 _TEMPLATE = "paper.html"
 

@@ -8,7 +8,7 @@ from keyhole.eval.methods import FULL
 from keyhole.eval.paper import policy_verdicts, reuse_verdicts
 from keyhole.eval.paper.policy_verdicts import MethodVerdict
 from keyhole.eval.paper.suite import PaperOutcome
-from keyhole.method_settings import SettingsFile
+from keyhole.registry import SettingsFile
 
 REFUSED = "refused"
 

@@ -18,7 +18,7 @@ from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 
 #: Chunks of a prompt from which the growth is read, where the prompt is long enough.
 _CHUNKS = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.paper import estimate
 from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid, DocumentOutcome
 from keyhole.eval.paper.estimate import Answers, PartEstimate

@@ -15,8 +15,7 @@ import dataclasses
 from keyhole.cache.layout import Geometry
 from keyhole.eval.methods import TOKEN_BUDGET
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.oracle import Oracle
-from keyhole.policies.controls.random_tokens import RandomTokens
+from keyhole.policies.controls import Oracle, RandomTokens
 from keyhole.policies.streaming_llm import StreamingLLM
 
 CONTROLS = ("recent", "random", "oracle")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from keyhole.eval.results.paired import wilson
 from keyhole.eval.tiny_language.tasks import TASKS, Item, make, shared
 from keyhole.eval.tiny_language.vocabulary import BOS, EOS, WORD_IDS
-from keyhole.models.files.locate import TINY_FOLDER
+from keyhole.models.locate import TINY_FOLDER
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 RESULTS = "results.json"

@@ -26,7 +26,7 @@ from keyhole.eval.workloads.perplexity import Likelihood, Perplexity, fields, fo
 from keyhole.eval.workloads.workload import MakeEngine
 from keyhole.kernels import ScoreRequest, Selection
 from keyhole.policies.base import Policy, Step
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 
 #: What a layer read of a sequence: int [Hkv or 1, n], -1 is padding, and its unit.
 _Read = tuple[np.ndarray, int]

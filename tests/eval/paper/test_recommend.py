@@ -23,9 +23,9 @@ from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.results.conditions import settings_of
 from keyhole.eval.run import EvalOutcome
 from keyhole.eval.terms.controls import controls
-from keyhole.method_settings import SettingsFile
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
+from keyhole.registry import SettingsFile
 from keyhole.reuse import make_reuse
 from tests.eval import eval_lines
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keyhole.eval.tasks import tasks
-from keyhole.method_settings import written
+from keyhole.registry import written
 
 #: Names and values, as text, of what is not as a task has it anyway.
 Told = tuple[tuple[str, str], ...]

@@ -1,4 +1,12 @@
-"""Full reuse: stored documents are concatenated and nothing is recomputed.
+"""The two ends of reuse: everything is recomputed, or nothing.
+
+Recompute: the whole prompt is computed, ignoring stored documents. The exact reference.
+
+Cost per prompt: a prefill of all documents.
+
+When to use it: for exact answers, and as the reference for the other methods.
+
+Full reuse: stored documents are concatenated and nothing is recomputed.
 
 The papers' baseline. They leave keys at the positions where the documents were encoded, which alone
 ruins the answers (SamKV, table 3); here RoPE is re-applied to keys unless `rotate=False` selects
@@ -13,16 +21,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from keyhole.cache.layout import Geometry
-from keyhole.config import require, setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
+from typing import TYPE_CHECKING, Self
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import require, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Reuse):
+    """Recomputes everything, exactly."""
+
+    name: ClassVar[str] = "recompute"
+    exact: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
+
+    def plan(
+        self, documents: Sequence[PlacedDocument], query: Sequence[Tensor] | None
+    ) -> RecomputePlan:
+        """Everything is kept and recomputed."""
+        shape = len(documents[0].layers), starts(documents)[-1]
+        every = torch.ones(shape, dtype=torch.bool)
+        return RecomputePlan(every, every.clone())
 
 
 @dataclass(frozen=True, kw_only=True)
