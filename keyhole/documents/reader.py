@@ -8,28 +8,31 @@ Integrity checks: whether a stored document is unchanged and belongs to this mod
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
 
 from keyhole.documents import file
+from keyhole.documents.catalogue import Catalogue
 from keyhole.documents.file import RecordHeader, Span
-from keyhole.documents.index import DocumentInfo
-from keyhole.documents.integrity import RecordError
+from keyhole.documents.index import DocumentInfo, record_file
+from keyhole.documents.integrity import (
+    Fingerprint,
+    Problem,
+    RecordError,
+    differences,
+    foreign,
+    model_of,
+)
 from keyhole.documents.record import STATISTICS, HeadRecord, LayerStatistics
+from keyhole.documents.source import SourceFile
 from keyhole.documents.storage import Lease, StorageReader
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
-from collections.abc import Iterator
-from contextlib import closing
-
-from keyhole.documents.catalogue import Catalogue
-from keyhole.documents.index import record_file
-from keyhole.documents.integrity import Fingerprint, Problem, differences, foreign, model_of
-from keyhole.documents.source import SourceFile
 
 
 class StoredDocument:

@@ -18,25 +18,19 @@ use and is not deleted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from torch import Tensor
 import fcntl
 import mmap
 import os
 import uuid
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Entry(NamedTuple):

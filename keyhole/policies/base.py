@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import settle_types, short_repr
+from keyhole.config import is_count, is_number, require, settle_types, short_repr
 from keyhole.kernels import LowRank, ScoreRequest, Selection
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from keyhole.cache.kept_tokens import KeptTokenRows, RetainedPages
     from keyhole.kernels.reference.rope import Rotation
-from keyhole.config import is_count, is_number, require
 
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 

@@ -1,66 +1,15 @@
-"""Controls that methods are compared with: full attention, recency, random tokens, an oracle.
-
-Full attention: every step reads every key and value. The baseline of all others.
-
-Cost per step and layer: the whole cache of a sequence.
-
-When to use it: where memory and speed allow it, and as the reference for every other method.
-
-Sliding window: a step reads the newest tokens and nothing else.
-
-The simplest bound on the tokens that a step reads (Longformer, Beltagy et al., arXiv 2004.05150,
-section 3.1, used here at decode time only). Tokens outside the window stay in the cache but are not
-read.
-
-Cost per step and layer: `token_budget` keys and values.
-
-When to use it: where only recent tokens matter; older tokens are never read.
-
-Random tokens: the control that selects at random.
-
-Not a published method. A method that is no better than this, at the same dense layers and the same
-number of tokens, has no useful selection. The newest token is always read. A
-token's score is a hash of the seed, the layer, the KV head, the length of the sequence and the
-token's position, so that every step and layer draws independently and runs are reproducible.
-
-Cost per step and layer: `token_budget` keys and values.
-
-Oracle: the tokens of largest true attention weight in this layer at this step.
-
-Not a published method, and it saves nothing: every layer computes all its attention weights, keeps
-the `token_budget` tokens of largest weight per KV head (the largest among the query heads of the
-group, the newest token always) and attends to these alone. It bounds the quality of any selection
-of that many tokens.
-
-Cost per step and layer: all keys and values once for the weights, then `token_budget` again. The
-keys read for the selection are not counted, as no real method could select this way.
-"""
+"""Controls that methods are compared with: full attention, recency, random tokens, an oracle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-from keyhole.policies.base import Policy, Selection, Step
-
-if TYPE_CHECKING:
-    from torch import Tensor
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
-from typing import TYPE_CHECKING
-
-from keyhole.policies.base import ScoreRequest
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Policy):
-    """Dense attention."""
+    """Dense attention.
+
+    Full attention: every step reads every key and value. The baseline of all others.
+
+    Cost per step and layer: the whole cache of a sequence.
+
+    When to use it: where memory and speed allow it, and as the reference for every other method.
+    """
 
     name: ClassVar[str] = "full"
     dense: ClassVar[bool] = True
@@ -81,7 +37,18 @@ class Full(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindow(Policy):
-    """The last `token_budget` tokens."""
+    """The last `token_budget` tokens.
+
+    Sliding window: a step reads the newest tokens and nothing else.
+
+    The simplest bound on the tokens that a step reads (Longformer, Beltagy et al., arXiv
+    2004.05150, section 3.1, used here at decode time only). Tokens outside the window stay in the
+    cache but are not read.
+
+    Cost per step and layer: `token_budget` keys and values.
+
+    When to use it: where only recent tokens matter; older tokens are never read.
+    """
 
     name: ClassVar[str] = "sliding_window"
     capturable: ClassVar[bool | str] = True
@@ -107,7 +74,17 @@ class SlidingWindow(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomTokens(Policy):
-    """`token_budget` tokens drawn at random, per KV head; a control, not a method."""
+    """`token_budget` tokens drawn at random, per KV head; a control, not a method.
+
+    Random tokens: the control that selects at random.
+
+    Not a published method. A method that is no better than this, at the same dense layers and the
+    same number of tokens, has no useful selection. The newest token is always read. A token's score
+    is a hash of the seed, the layer, the KV head, the length of the sequence and the token's
+    position, so that every step and layer draws independently and runs are reproducible.
+
+    Cost per step and layer: `token_budget` keys and values.
+    """
 
     name: ClassVar[str] = "random"
     capturable: ClassVar[bool | str] = True
@@ -165,7 +142,18 @@ def _hashed(seed: int, layer: int, lengths: Tensor, num_heads: int, num_tokens: 
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Policy):
-    """The `token_budget` tokens of largest true attention weight, per KV head; a control."""
+    """The `token_budget` tokens of largest true attention weight, per KV head; a control.
+
+    Oracle: the tokens of largest true attention weight in this layer at this step.
+
+    Not a published method, and it saves nothing: every layer computes all its attention weights,
+    keeps the `token_budget` tokens of largest weight per KV head (the largest among the query heads
+    of the group, the newest token always) and attends to these alone. It bounds the quality of any
+    selection of that many tokens.
+
+    Cost per step and layer: all keys and values once for the weights, then `token_budget` again.
+    The keys read for the selection are not counted, as no real method could select this way.
+    """
 
     name: ClassVar[str] = "oracle"
     capturable: ClassVar[bool | str] = True

@@ -1,38 +1,16 @@
-"""The two ends of reuse: everything is recomputed, or nothing.
-
-Recompute: the whole prompt is computed, ignoring stored documents. The exact reference.
-
-Cost per prompt: a prefill of all documents.
-
-When to use it: for exact answers, and as the reference for the other methods.
-
-Full reuse: stored documents are concatenated and nothing is recomputed.
-
-The papers' baseline. They leave keys at the positions where the documents were encoded, which alone
-ruins the answers (SamKV, table 3); here RoPE is re-applied to keys unless `rotate=False` selects
-the naive form.
-
-Cost per prompt: reading the stored keys and values.
-
-When to use it: where documents do not depend on each other, and to measure what answers lose by it.
-"""
+"""The two ends of reuse: everything is recomputed, or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
-
-if TYPE_CHECKING:
-    from torch import Tensor
-from typing import TYPE_CHECKING, Self
-
 from keyhole.cache.layout import Geometry
 from keyhole.config import require, setting
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Reuse):
-    """Recomputes everything, exactly."""
+    """Recomputes everything, exactly.
+
+    Recompute: the whole prompt is computed, ignoring stored documents. The exact reference.
+
+    Cost per prompt: a prefill of all documents.
+
+    When to use it: for exact answers, and as the reference for the other methods.
+    """
 
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
@@ -57,7 +42,19 @@ class Recompute(Reuse):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainReuse(Reuse):
-    """All stored keys and values, unchanged."""
+    """All stored keys and values, unchanged.
+
+    Full reuse: stored documents are concatenated and nothing is recomputed.
+
+    The papers' baseline. They leave keys at the positions where the documents were encoded, which
+    alone ruins the answers (SamKV, table 3); here RoPE is re-applied to keys unless `rotate=False`
+    selects the naive form.
+
+    Cost per prompt: reading the stored keys and values.
+
+    When to use it: where documents do not depend on each other, and to measure what answers lose by
+    it.
+    """
 
     name: ClassVar[str] = "reuse"
     keeps_all: ClassVar[bool] = True

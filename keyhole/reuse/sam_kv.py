@@ -1,8 +1,4 @@
-"""Fusion of a token's new keys and values with its stored ones.
-
-SamKV, section 3.3, equation 4. The more similar they are, the more weight the new ones have.
-
-SamKV: documents are pruned by the question and by each other, then partly recomputed.
+"""SamKV: documents are pruned by the question and by each other, then partly recomputed.
 
 Cao, Si, Zhang, Liu, Sparse Attention across Multiple-context KV Cache (arXiv 2508.11661), section 3
 and appendix A. A document keeps its first and last blocks, and the middle blocks that score highest
@@ -49,25 +45,17 @@ Beyond the paper, where a mean hides the relevant key: with score="extremes" ste
 queries of all of the question's tokens with single keys of a block
 (`keyhole.reuse.block_scores`), and `share` replaces P in step 3. With score="random" step 4
 draws as many blocks at random: a control for the value of the selection.
-
-SamKV's stable layers, and the file that stores them.
-
-SamKV, appendix A.2. Ranked by alpha, one block is the most important of a document over all layers;
-a layer in which that block is an outlier has stable attention and scores a point. Points are summed
-over calibration documents, and the layers with the most are the stable ones.
-
-Difference from the paper: "beta's ranking is an outlier" is read as its alpha being one among the
-blocks of the layer. A rank cannot be: the best of N ranks is 1.7 deviations from their mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -90,11 +78,6 @@ from keyhole.reuse.block_scores import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-import json
-from dataclasses import asdict
-from typing import Any
-
-from torch import Tensor
 
 
 def fused(new: Tensor, old: Tensor) -> Tensor:
@@ -329,6 +312,14 @@ _LEAST_BLOCKS = 11
 @dataclass(frozen=True, kw_only=True)
 class Stability:
     """Stable layers measured for one model.
+
+    SamKV, appendix A.2. Ranked by alpha, one block is the most important of a document over all
+    layers; a layer in which that block is an outlier has stable attention and scores a point.
+    Points are summed over calibration documents, and the layers with the most are the stable ones.
+
+    Difference from the paper: "beta's ranking is an outlier" is read as its alpha being one among
+    the blocks of the layer. A rank cannot be: the best of N ranks is 1.7 deviations from their
+    mean.
 
     scores: per layer, the calibration documents whose main block is an outlier there.
     """
