@@ -39,12 +39,11 @@ from keyhole import registry
 from keyhole.bench import measure
 from keyhole.config import is_count, require
 from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError, UnknownNameError
-from keyhole.eval import task_specs
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.settings import SETUPS
-from keyhole.eval.tasks import Task
-from keyhole.eval.workloads.workload import Answered
+from keyhole.eval.tasks import Task, answered, parse
+from keyhole.eval.workload import Answered
 from keyhole.integrations.presses import Press, make_press, presses
 from keyhole.models import families
 from keyhole.models.loading import Model, load
@@ -331,8 +330,8 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
         for budget in _numbers(arguments.budgets, "--budgets")
     ]
     bundled = is_tiny(arguments.model)
-    parsed = task_specs.parse(arguments.tasks, bundled=bundled)
-    tasks = task_specs.answered(parsed, "forces a text; kvpress's presses only answer")
+    parsed = parse(arguments.tasks, bundled=bundled)
+    tasks = answered(parsed, "forces a text; kvpress's presses only answer")
     lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
         yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)

@@ -42,7 +42,7 @@ SMALL = {"token_budget": 5 * PAGE}
 @pytest.fixture(autouse=True)
 def zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages begin with zeros, so that what is not written can be compared too."""
-    monkeypatch.setattr("keyhole.cache.layout.new_empty", torch.Tensor.new_zeros)
+    monkeypatch.setattr("keyhole.cache.huge_pages.new_empty", torch.Tensor.new_zeros)
 
 
 @pytest.fixture(scope="module")
