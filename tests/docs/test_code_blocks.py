@@ -61,6 +61,8 @@ NOT_RUN = {
     "docs/lm-eval.md": 2 * ["the harness has an environment of its own: make test-lm-eval"],
     "docs/tutorials/first-run.md": ["takes a minute; tests/cli/test_demo.py runs it"],
 }
+#: Pages whose commands take more than three seconds together.
+SLOW = ("docs/evaluation.md", "docs/how-to/measure.md", "docs/how-to/verify.md")
 #: What the pages call "your model": its family, and sizes that differ from the smallest.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "meta-llama/Llama-3.2-1B": ("llama", {"max_position_embeddings": 4096}),
@@ -119,8 +121,9 @@ def run(words: list[str]) -> None:
     served = words[:2] == ["keyhole", "serve"]  # it never ends; the fixture `server` stands for it
     if words[0] == "keyhole" and not served:
         # The last value of a flag counts. `vt` needs some 1,600 tokens.
-        length = "2048" if "vt" in words else "256"
-        smaller = ["--lengths", length, "--limit", "1"] if words[1] == "eval" else []
+        smaller = ["--lengths", "2048" if "vt" in words else "256", "--limit", "1"]
+        smaller += ["--policies", "delta", "--budgets", "1/8"]
+        smaller = smaller if words[1] == "eval" else []
         assert cli.main([*words[1:], *smaller]) == 0, words
     elif words[0] == "curl":
         subprocess.run(["curl", "--silent", "--fail", *words[1:]], check=True, timeout=60)
@@ -165,7 +168,9 @@ def server(place: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PAGES]
+)
 def test_the_blocks_of_a_page_run(page: str, place: Path, request: pytest.FixtureRequest) -> None:
     blocks = PAGES[page]
     address = ADDRESS
