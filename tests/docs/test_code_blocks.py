@@ -59,6 +59,11 @@ NOT_RUN = {
     ],
     "docs/kvpress.md": ["kvpress has an environment of its own: make test-kvpress"],
     "docs/lm-eval.md": 2 * ["the harness has an environment of its own: make test-lm-eval"],
+    "docs/tutorials/vllm.md": [
+        "vLLM has an environment of its own: make test-vllm",
+        *2 * ["it needs the server above"],
+    ],
+    "docs/vllm.md": 2 * ["vLLM has an environment of its own: make test-vllm"],
     "docs/tutorials/first-run.md": ["takes a minute; tests/cli/test_demo.py runs it"],
 }
 #: Pages whose commands take more than three seconds together.
@@ -217,8 +222,8 @@ def test_a_block_without_a_language_has_no_code() -> None:
     first = re.compile(r"(keyhole|make|pip|curl|python|import|from|\$) ")
     for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
         for block in code_blocks(path.read_text()):
-            assert block.language in ("", *LANGUAGES), path
-            assert block.language or not first.match(block.code), (path, block.code)
+            assert block.language in ("", "text", *LANGUAGES), path
+            assert block.language in LANGUAGES or not first.match(block.code), (path, block.code)
 
 
 def test_a_block_knows_its_reason() -> None:
