@@ -67,7 +67,12 @@ NOT_RUN = {
     "docs/tutorials/first-run.md": ["takes a minute; tests/cli/test_demo.py runs it"],
 }
 #: Pages whose commands take more than three seconds together.
-SLOW = ("docs/evaluation.md", "docs/how-to/measure.md", "docs/how-to/verify.md")
+SLOW = (
+    "docs/evaluation.md",
+    "docs/how-to/measure.md",
+    "docs/how-to/verify.md",
+    "docs/tutorials/own-model.md",
+)
 #: What the pages call "your model": its family, and sizes that differ from the smallest.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "meta-llama/Llama-3.2-1B": ("llama", {"max_position_embeddings": 4096}),
