@@ -1,16 +1,14 @@
-"""A cell of an evaluation: samples of a task answered under a press, as one line of results.
-
-Samples, their tokens and the fields of a line are those of `keyhole eval`, so that lines of both
-stand in one file. What differs is what a press is: in setup `prompt` it sees the question, in setup
-`question` only the context, which is kvpress's own usage; and decode steps are those of the answer
-alone, as the question is computed in one forward.
-
-Asks a model tasks under kvpress's compressors; see docs/kvpress.md.
+"""Runs evaluation tasks under the presses (KV cache compressors) of kvpress; see docs/kvpress.md.
 
 Names may have settings: `--presses snapkv:window_size=32,tova --tasks passkey:depth=0.5`. For the
-bundled model a task in plain English stands for its form in that model's words. Every cell (task,
-length, setup, press, budget) is a line that is added to --output; what is there already, with as
-many samples, is not measured again. Exit status 1 if one was refused.
+bundled model, a task in plain English is replaced by its form in that model's vocabulary. Every
+cell (task, length, setup, press, budget) adds a line to --output; a cell that is there already with
+as many samples is not measured again. Exit status 1 if a cell was refused.
+
+Samples, their tokens and the fields of a line are those of `keyhole eval`, so that one file can
+hold the lines of both. In setup `prompt` a press sees the question; in setup `question` it sees the
+context only, which is kvpress's own usage. Decode steps are those of the answer alone, as the
+question is computed in one forward pass.
 """
 
 from __future__ import annotations
@@ -50,12 +48,10 @@ from keyhole.models.loading import Model, load
 from keyhole.models.locate import TINY, is_tiny
 from keyhole.registry import Spec
 
-# A model of transformers that answers one prompt at a time from what a press left of it.
-#
-# Positions are given with every forward: the cache of a pressed prompt is shorter than the prompt,
-# and its length, which transformers would take, is not where the next token stands. They are given
-# as `cache_position` too, where kvpress looks to tell a prefill; transformers has no such thing any
-# more from 5.3 on, hands it down all the same, and without it every press fails.
+# Every forward pass is given its positions: the cache of a compressed prompt is shorter than the
+# prompt, so transformers would derive wrong positions from its length. They are also passed as
+# `cache_position`, by which kvpress recognises a prefill; transformers 5.3 and later do not use this
+# argument but pass it on, and every press fails without it.
 
 
 @dataclass(kw_only=True)
