@@ -32,7 +32,7 @@ _DATA, _DONE = b"data: ", b"data: [DONE]"
 
 
 @dataclass
-class Sample:
+class RequestTimes:
     """A request and how it went. Times in seconds of `time.perf_counter`.
 
     times: of each event that brought tokens. tokens: as the server counts them. error: why it
@@ -137,14 +137,14 @@ async def _json(request: Any) -> Any:
         return await answer.json()
 
 
-_Stream = Callable[[], Coroutine[Any, Any, Sample]]
+_Stream = Callable[[], Coroutine[Any, Any, RequestTimes]]
 
 
-async def _send(settings: ServeSettings, streams: Sequence[_Stream]) -> list[Sample]:
+async def _send(settings: ServeSettings, streams: Sequence[_Stream]) -> list[RequestTimes]:
     """Those that ended before the time limit."""
     limit = asyncio.Semaphore(settings.concurrency or len(streams))
     draw = random.Random(settings.seed)
-    done: list[Sample] = []
+    done: list[RequestTimes] = []
 
     async def one(stream: _Stream) -> None:
         try:
@@ -170,11 +170,11 @@ async def _send(settings: ServeSettings, streams: Sequence[_Stream]) -> list[Sam
     return done
 
 
-async def _stream(session: Any, body: dict[str, Any]) -> Sample:
+async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
     """One request, to its end."""
     import aiohttp
 
-    sample = Sample(time.perf_counter())
+    sample = RequestTimes(time.perf_counter())
     event = b""
     try:
         async with session.post("/v1/completions", json=body) as answer:
@@ -201,7 +201,7 @@ async def _stream(session: Any, body: dict[str, Any]) -> Sample:
 
 
 def summary(
-    samples: Sequence[Sample], seconds: float, wanted: int, settings: ServeSettings
+    samples: Sequence[RequestTimes], seconds: float, wanted: int, settings: ServeSettings
 ) -> dict[str, Any]:
     """What a line of results has. KeyholeError if no request was answered."""
     good = [sample for sample in samples if not sample.error]
@@ -224,7 +224,7 @@ def summary(
     }
 
 
-def _is_good(sample: Sample, settings: ServeSettings) -> bool:
+def _is_good(sample: RequestTimes, settings: ServeSettings) -> bool:
     gaps = sample.gaps_ms
     mean = sum(gaps) / len(gaps) if gaps else 0.0
     first, between = settings.goodput_first_ms, settings.goodput_between_ms

@@ -24,10 +24,10 @@ from keyhole.bench.settings import (
     OffloadSettings,
     ServeSettings,
 )
-from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 
 if TYPE_CHECKING:
     from keyhole.bench.measure import Report
@@ -115,7 +115,7 @@ def _serve(settings: ServeSettings, report: Report) -> dict[str, Any]:
 def _flat(result: dict[str, Any]) -> dict[str, Any]:
     """With the percentiles of a time as one cell."""
     return {
-        name: " / ".join(f"{x:.1f}" for x in value.values()) if name.endswith("_ms") else value
+        name: " / ".join(f"{x:.1f}" for x in value.values()) if isinstance(value, dict) else value
         for name, value in result.items()
     }
 
@@ -142,7 +142,7 @@ def measured(
     """
     outputs.check(Output("--output", arguments.output, outputs.LINES))
     file = LineFile(arguments.output)
-    show.status("loading torch and transformers ...")
+    terminal.status("loading torch and transformers ...")
     flags.quiet()
     from keyhole.bench import measure
 
@@ -162,11 +162,11 @@ def measured(
     line |= benchmark(settings, report)
     file.add(line)
     if arguments.json:
-        print(show.to_json(line))
+        print(terminal.to_json(line))
         return 0
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
-        met = show.styled(met, show.MARKS[met], sys.stdout)
+        met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
     bandwidth = line.get("read_bytes_per_s")
     said = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "
@@ -200,11 +200,11 @@ _DECODE: Columns = (
     ("tokens", "context", "{:,}".format),
     ("system", "system", str),
     ("step", "step_ms", milliseconds),
-    ("KV read", "kv_bytes", show.bytes_text),
+    ("KV read", "kv_bytes", terminal.bytes_text),
     ("keys read", "attended_fraction", "{:.1%}".format),
     *COMMON,
-    ("peak memory", "peak_bytes", show.bytes_text),
-    ("stated", "stated_bytes", show.bytes_text),
+    ("peak memory", "peak_bytes", terminal.bytes_text),
+    ("stated", "stated_bytes", terminal.bytes_text),
 )
 
 
@@ -215,7 +215,7 @@ _OFFLOAD: Columns = (
     ("step", "step_ms", milliseconds),
     ("time / above", "ratio_to_above", "{:.2f}".format),
     ("waiting", "stall_ms", milliseconds),
-    ("moved per step", "moved_bytes", show.bytes_text),
+    ("moved per step", "moved_bytes", terminal.bytes_text),
     ("was there", "hit_rate", "{:.1%}".format),
     ("repeated", "repeat_rate", "{:.1%}".format),
     ("right words", "right_share", "{:.1%}".format),
@@ -255,4 +255,4 @@ def _table(table: Table, results: Sequence[dict[str, Any]], stream: TextIO) -> s
         ["-" if result[field] is None else text(result[field]) for _, field, text in columns]
         for result in results
     ]
-    return show.table([head for head, _, _ in columns], rows, left=names, stream=stream)
+    return terminal.table([head for head, _, _ in columns], rows, left=names, stream=stream)

@@ -11,7 +11,7 @@ import pytest
 
 from keyhole import LLM, ConfigError
 from keyhole.bench import serve
-from keyhole.bench.serve import Sample, make_bodies, summary
+from keyhole.bench.serve import RequestTimes, make_bodies, summary
 from keyhole.bench.settings import ServeSettings
 from keyhole.cli import main
 from keyhole.errors import KeyholeError
@@ -64,10 +64,10 @@ def test_arrivals_follow_the_rate(address: str) -> None:
 def test_a_summary_counts_by_hand() -> None:
     settings = ServeSettings(goodput_first_ms=100.0, goodput_between_ms=20.0)
     samples = [
-        Sample(1.0, [1.05, 1.06, 1.07], tokens=3),  # good
-        Sample(1.0, [1.2, 1.21], tokens=2),  # its first token is late
-        Sample(1.0, [1.05, 1.1], tokens=2),  # its second one is
-        Sample(1.0, error="status 429"),
+        RequestTimes(1.0, [1.05, 1.06, 1.07], tokens=3),  # good
+        RequestTimes(1.0, [1.2, 1.21], tokens=2),  # its first token is late
+        RequestTimes(1.0, [1.05, 1.1], tokens=2),  # its second one is
+        RequestTimes(1.0, error="status 429"),
     ]
     found = summary(samples, 2.0, 5, settings)
     assert (found["answered"], found["unfinished"]) == (3, 1)
