@@ -50,7 +50,7 @@ from keyhole.registry import Spec
 
 # Every forward pass is given its positions: the cache of a compressed prompt is shorter than the
 # prompt, so transformers would derive wrong positions from its length. They are also passed as
-# `cache_position`, by which kvpress recognises a prefill; transformers 5.3 and later do not use this
+# `cache_position`, by which kvpress recognises a prefill; transformers 5.3 and later ignore this
 # argument but pass it on, and every press fails without it.
 
 
