@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keyhole.errors import ModelError
-from keyhole.models.files.locate import ModelFiles
 from keyhole.models.loading import read_config
+from keyhole.models.locate import ModelFiles
 
 # Sizes of the small model. Heads of 16 numbers leave room for partial rotation; six layers show
 # three kinds of attention twice.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import pytest
 
 import keyhole
 from benchmarks import speed_pages
-from keyhole.cli import build_parser
 from keyhole.engine.sequence import Result
-from keyhole.models import families
 from tests.docs.markdown import anchors
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +18,6 @@ README = (ROOT / "README.md").read_text()
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_COMMAND = re.compile(r"^keyhole (.*?)(?: +# .*)?$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -65,18 +61,6 @@ def test_every_policy_is_in_the_table() -> None:
         assert f"| [`{name}`]({link}) | `{cls.__name__}` | {doc} |" in README
 
 
-def test_every_command_is_one_that_the_program_takes() -> None:
-    commands = [
-        shlex.split(command)
-        for language, code in _FENCE.findall(README)
-        if language == "sh"
-        for command in _COMMAND.findall(code)
-    ]
-    assert len(commands) >= 4
-    for command in commands:
-        build_parser().parse_args(command)  # exits where it is wrong
-
-
 def test_no_link_is_relative_as_the_page_of_the_package_has_no_files() -> None:
     links = _LINK.findall(_FENCE.sub("", README))
     assert len(links) > 20
@@ -108,10 +92,6 @@ def test_every_folder_and_module_is_in_the_file_tree() -> None:
     assert all((ROOT / "keyhole" / name).exists() or (ROOT / name).exists() for name in shown)
 
 
-def test_every_family_is_named() -> None:
-    names = re.sub(r"[^a-z0-9]", "", README.split("## Methods")[1].split("## How")[0].lower())
-    for family in families.SUPPORTED:
-        if family not in ("gemma2", "gemma3_text", "deepseek_v3", "gpt_oss", "gpt_bigcode"):
-            assert family in names
-    for name in ("gemma2and3text", "deepseekv3", "gptoss", "gptbigcode"):
-        assert name in names
+def test_the_number_of_families_is_that_of_the_page() -> None:
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
+    assert f"{page.count('| exact |')} families" in README

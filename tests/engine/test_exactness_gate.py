@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks import models_page
+from benchmarks import reference_pages
 from keyhole import LLM, ModelError, SamplingParams, UnknownNameError
 from keyhole.cache.layout import LayerLayout
 from keyhole.engine import exactness_gate
@@ -221,6 +221,7 @@ def test_a_listed_kind_runs_as_ever(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_of_families_is_what_the_gate_measures() -> None:
-    assert models_page.render() == models_page.PAGE.read_text(), (
-        "run `python -m benchmarks.models_page`"
-    )
+    assert (
+        reference_pages.render_families()
+        == (reference_pages.ROOT / "docs/reference/models.md").read_text()
+    ), "run `python -m benchmarks.reference_pages --families`"
