@@ -32,7 +32,7 @@ from keyhole.errors import KeyholeError, ModelError, UnknownNameError
 from keyhole.models import families
 from keyhole.models.loading import adopt
 from keyhole.models.shrink import random_model, shrink
-from keyhole.policies.full import Full
+from keyhole.policies.controls import Full
 
 #: Largest difference of logits, in units of their standard deviation. Exact families differ by
 #: about 1e-5, from the order of sums; wrong ones by more than 0.1.
