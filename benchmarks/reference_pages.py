@@ -3,7 +3,7 @@
     docs/cli.md         every command with its help
     docs/methods.md     every policy and reuse method: the idea, the cost, the differences from the
                         paper, the settings
-    docs/reference/models.md  which families of models run exactly; measured, so with --families
+    docs/models.md  which families of models run exactly; measured, so with --families
     docs/python-api.md  its tables of settings; the rest is written by people
 
 Tests compare them with `render()` and `with_settings()`.
@@ -44,7 +44,7 @@ _FAMILIES = """<!-- Written by `python -m benchmarks.reference_pages --families`
 
 What `keyhole models` prints with transformers {version}: every class for causal language models,
 and whether a small random model of its default config gives the logits of transformers' eager
-attention in the engine ([how](../architecture.md#what-is-refused-and-why)). {exact} of {all} are
+attention in the engine ([how](architecture.md#what-is-refused-and-why)). {exact} of {all} are
 exact. A checkpoint is measured by its own config, so it may be refused where the default is
 exact; `keyhole verify MODEL` compares its real weights.
 
@@ -82,7 +82,7 @@ def with_settings(text: str) -> str:
 
 
 def render_families() -> str:
-    """Text of docs/reference/models.md: the table of `keyhole models`; a second per family."""
+    """Text of docs/models.md: the table of `keyhole models`; a second per family."""
     verdicts = [measure_family(name) for name in tqdm(families_of_transformers(), leave=False)]
     exact = sum(verdict.exact for verdict in verdicts)
     head = _FAMILIES.format(version=transformers.__version__, exact=exact, all=len(verdicts))
@@ -100,9 +100,9 @@ def _without_name(reason: str | None) -> str:
 def main() -> None:
     """Writes them into this repository; with --families the table of families alone."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", action="store_true", help="docs/reference/models.md alone")
+    parser.add_argument("--families", action="store_true", help="docs/models.md alone")
     if parser.parse_args().families:
-        (ROOT / "docs/reference/models.md").write_text(render_families())
+        (ROOT / "docs/models.md").write_text(render_families())
         return
     api = ROOT / "docs" / "python-api.md"
     api.write_text(with_settings(api.read_text()))
