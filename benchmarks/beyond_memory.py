@@ -37,6 +37,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 import keyhole
+from benchmarks import stored
 from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.bench import measure
 from keyhole.bench.model import give_back
@@ -92,8 +93,8 @@ def main() -> int:
         )
         line["results"].append(json.loads(done.stdout.splitlines()[-1]))
         print(_told(line["results"][-1]), flush=True)
-    output = measure.results() / "beyond-memory.jsonl"
-    measure.append(output, line)
+    output = stored.results() / "beyond-memory.jsonl"
+    stored.append(output, line)
     print(f"written: {output}")
     return 0
 

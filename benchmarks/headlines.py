@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
+from benchmarks import stored
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import measure, model
@@ -37,11 +38,11 @@ def main() -> None:
     flags.quiet()
     output = arguments.output
     if output is None and not arguments.small:
-        output = measure.results() / "headlines.jsonl"
+        output = stored.results() / "headlines.jsonl"
     for name in arguments.names or HEADLINES:
         line = _line(name, arguments)
         if output is not None:
-            measure.append(output, line)
+            stored.append(output, line)
         model.give_back()  # the next one needs this one's
 
 

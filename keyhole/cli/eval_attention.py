@@ -21,12 +21,11 @@ from keyhole.cli.evaluate import methods_of
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.eval import comparisons
-from keyhole.eval.line_file import LineFile
+from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.settings import TAKEN, AttentionSettings
 from keyhole.policies import available_policies
 
 if TYPE_CHECKING:
-    from keyhole.eval.attention.suite import AttentionOutcome
     from keyhole.eval.forced_text import Windows
     from keyhole.models.loading import Model
 
@@ -104,7 +103,7 @@ def _windows(model: Model, settings: AttentionSettings, bundled: bool) -> Window
     return TinyText(model) if bundled else forced_text.library(model)
 
 
-def _print(model: Model, outcome: AttentionOutcome, output: str) -> None:
+def _print(model: Model, outcome: EvalOutcome, output: str) -> None:
     from keyhole.eval.attention import tables
 
     print(f"{model.name}")

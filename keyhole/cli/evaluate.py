@@ -22,14 +22,13 @@ from keyhole import drawing, method_settings
 from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import UnknownNameError
-from keyhole.eval.line_file import LineFile
+from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.settings import EvalSettings
 from keyhole.method_settings import is_settings_file
 from keyhole.policies import available_policies, make_policy, policy_name
 
 if TYPE_CHECKING:
     from keyhole.eval.methods import Method
-    from keyhole.eval.run import EvalOutcome
 
 
 #: Name and one line of help.
@@ -161,7 +160,7 @@ def _print(outcome: EvalOutcome, settings: EvalSettings, model: str, output: str
     else:
         found = comparisons.results_table(outcome.lines, outcome.refused, terminal.bytes_text)
     terms = "" if settings.terms == "given" else f" ({settings.terms} terms)"
-    print(f"{model}{terms}: {found.common}\n")
+    print(f"{model}{terms}: {found.title}\n")
     print(terminal.table(found.heads, found.rows, left=found.left))
     if settings.terms == "tuned":
         print(f"\nchosen:\n{_chosen(outcome)}")

@@ -11,7 +11,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval import policy_trace
-from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.line_file import EvalOutcome, Line, LineFile
 from keyhole.eval.methods import FULL, GIVEN, TOKEN_BUDGET, Condition, Method, Terms, conditions_at
 from keyhole.eval.workload import Workload
 from keyhole.models.loading import Model
@@ -78,19 +78,6 @@ class Group:
             "length": self.length,
             "setup": self.setup,
         }
-
-
-@dataclass(kw_only=True)
-class EvalOutcome:
-    """What came of all cells, in their order.
-
-    lines: measured now or before; stored: how many of them before. refused: cells that this model
-    cannot have, with the same fields as far as they are known, and `error`.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    stored: int = 0
-    refused: list[Line] = field(default_factory=list)
 
 
 class Evaluation:

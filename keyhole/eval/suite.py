@@ -23,7 +23,7 @@ from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval import tuning
 from keyhole.eval.forced_text import AttentionRecall, Perplexity, TinyText, WindowedText
-from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.line_file import EvalOutcome, Line, LineFile
 from keyhole.eval.methods import (
     GIVEN,
     TOKEN_BUDGET,
@@ -35,7 +35,7 @@ from keyhole.eval.methods import (
     default_dense,
     settings_of,
 )
-from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
+from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.settings import EvalSettings
 from keyhole.eval.tasks import Task
 from keyhole.eval.tuning import Chosen

@@ -17,12 +17,12 @@ import torch
 
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
-from keyhole.eval.line_file import GATE, Line, LineFile
+from keyhole.eval.line_file import GATE, EvalOutcome, Line, LineFile
 from keyhole.eval.paper import estimate
-from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid, DocumentOutcome
+from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid
 from keyhole.eval.paper.estimate import Answers, PartEstimate, Speed, probe
 from keyhole.eval.paper.verdicts import MethodVerdict, ReuseResult, policy_verdicts, reuse_results
-from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation, Group, model_digest
+from keyhole.eval.run import EvalGrid, Evaluation, Group, model_digest
 from keyhole.eval.tasks import CountTokens, Task, token_counter
 from keyhole.eval.verify import verify
 from keyhole.eval.workload import Workload
@@ -148,7 +148,7 @@ class PaperOutcome:
     """What was measured, now or before, and what follows from it."""
 
     cells: EvalOutcome
-    questions: DocumentOutcome
+    questions: EvalOutcome
     policies: list[MethodVerdict]
     reuses: list[ReuseResult]
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from keyhole.documents.record import LayerStatistics
-from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib
+from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
 from keyhole.engine.documents.filling import Reused
-from keyhole.errors import ConfigError
 from keyhole.reuse.block_scores import outliers
 
 _DARK, _MARK = "#0b6e75", "#e08e4f"
@@ -61,9 +60,7 @@ def document_chart(
         axes[1].set_xlabel("block")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+            save(figure, path)
         finally:
             pyplot.close(figure)
 
@@ -183,9 +180,7 @@ def kept_chart(
             note = "numbers: places in the prompt"
             figure.text(0.99, 0.1 / whole, note, ha="right", fontsize=8, color=FAINT)
         try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+            save(figure, path)
         finally:
             pyplot.close(figure)
 

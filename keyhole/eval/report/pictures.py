@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 from keyhole.drawing import FAINT, matplotlib
 from keyhole.errors import ConfigError
-from keyhole.eval import policy_trace
 from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report import charts
 from keyhole.eval.report.cells import Cell, place_name, places
@@ -166,7 +165,7 @@ def map_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, list[Pictur
                     continue
 
                 def draw(axis: Any, kept: SelectionMap = kept, color: str = look.color) -> None:
-                    policy_trace.draw_selection_map(axis, kept, color=color, colors=studio.tools[1])
+                    charts.draw_selection_map(axis, kept, color=color, colors=studio.tools[1])
                     axis.set_title("")
                     axis.set_xlabel("position in the text", color=FAINT)
                     axis.set_ylabel("decode step", color=FAINT)
