@@ -24,10 +24,10 @@ import keyhole
 from benchmarks import stored
 from benchmarks.results_page import head_table
 from keyhole.bench import measure
-from keyhole.eval import head_recall
-from keyhole.eval.head_recall import RecallText
+from keyhole.eval import verify
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.eval.tiny_language.world import BOS, EOS, WORD_IDS
+from keyhole.eval.verify import RecallText
 from keyhole.models.loading import load
 from keyhole.retrieval.head import RetrievalHead
 
@@ -77,7 +77,7 @@ def line(named: list[str], note: str) -> dict[str, object]:
         n: [text(task, n, seed) for task in TASKS for seed in range(ITEMS.get(n, MOST_ITEMS))]
         for n in LENGTHS
     }
-    cells = head_recall.measure(model, heads, texts, BUDGETS)
+    cells = verify.measure_recall(model, heads, texts, BUDGETS)
     header = measure.header("head-recall", model.device, note, keyhole.__version__)
     header["command"] = shlex.join(["python", "-m", "benchmarks.head_recall", *sys.argv[1:]])
     settings = {"model": model.name, "budgets": BUDGETS, "lengths": LENGTHS, "tasks": TASKS}

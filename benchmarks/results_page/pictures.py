@@ -30,7 +30,7 @@ class Names:
     """File names of the pictures that there is something for; pareto: by task."""
 
     heat_map: str | None = None
-    charts: dict[str, str] = field(default_factory=dict)
+    pareto: dict[str, str] = field(default_factory=dict)
     maps: str | None = None
 
     @property

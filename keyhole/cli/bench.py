@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import keyhole
 from keyhole.bench.settings import AdmissionSettings, BenchSettings, DecodeSettings, OffloadSettings
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import LINES, TRACE, Output, check_outputs
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.line_file import LineFile
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownNameError("benchmark", name, SETTINGS)
     _check_own(arguments, name)
     settings: Any = SETTINGS[name](**flags.settings_of(arguments, SETTINGS[name]))
-    outputs.check(Output("--trace", arguments.trace, outputs.TRACE))
+    check_outputs(Output("--trace", arguments.trace, TRACE))
     return measured(name, settings, arguments, _RUNS[name])
 
 
@@ -112,7 +112,7 @@ def measured(
 
     table: of its results; None: that of `name` here. command: what its flags stand behind.
     """
-    outputs.check(Output("--output", arguments.output, outputs.LINES))
+    check_outputs(Output("--output", arguments.output, LINES))
     file = LineFile(arguments.output)
     terminal.status("loading torch and transformers ...")
     flags.quiet()

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import LAYERS, PICTURE, Output, check_outputs
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies.delta import Delta
@@ -107,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
         return run_stable(arguments, stable, texts)
     placement: Any = PlacementSettings(**flags.settings_of(arguments, PlacementSettings))
     settings = flags.settings_of(arguments, Delta)
-    outputs.check(
-        Output("--output", arguments.output, outputs.LAYERS),
-        Output("--plot", placement.plot, outputs.PICTURE),
+    check_outputs(
+        Output("--output", arguments.output, LAYERS),
+        Output("--plot", placement.plot, PICTURE),
     )
     if placement.plot is not None:
         drawing.matplotlib()
@@ -291,7 +291,7 @@ def run_stable(
     texts: of --data; None: those of the bundled model.
     """
     output = _output(arguments)
-    outputs.check(Output("--output", output, outputs.LAYERS))
+    check_outputs(Output("--output", output, LAYERS))
     texts = _texts(settings.num_documents) if texts is None else texts
     model = flags.load_model(arguments)
     from keyhole.eval.calibrate import cut, measure

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import keyhole
 from keyhole import drawing, method_settings
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import LINES, PAGE, Output, check_outputs
 from keyhole.errors import UnknownNameError
 from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.settings import EvalSettings
@@ -53,18 +53,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_task_arguments(parser)
-    from keyhole.cli import eval_paper
+    from keyhole.cli import eval_suites
 
-    eval_paper.add_arguments(parser)
+    eval_suites.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the suite; returns its exit status."""
     if arguments.suite not in SUITES:
         raise UnknownNameError("suite", arguments.suite, SUITES)
-    from keyhole.cli import eval_attention, eval_paper
+    from keyhole.cli import eval_suites
 
-    runs = {"tasks": _run_tasks, "attention": eval_attention.run, "paper": eval_paper.run}
+    runs = {
+        "tasks": _run_tasks,
+        "attention": eval_suites.run_attention,
+        "paper": eval_suites.run_paper,
+    }
     return runs[arguments.suite](arguments)
 
 
@@ -89,9 +93,9 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
     if settings.controls:  # before hours of work
         require_statistics()
     methods = methods_of(settings)
-    outputs.check(
-        Output("--output", arguments.output, outputs.LINES),
-        Output("--html", arguments.html, outputs.PAGE),
+    check_outputs(
+        Output("--output", arguments.output, LINES),
+        Output("--html", arguments.html, PAGE),
     )
     file = LineFile(arguments.output)
     bundled = flags.is_bundled(arguments.model)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import PICTURE, Output, check_outputs
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.models.files.locate import TINY
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         given["token_budget"] = getattr(policy, "token_budget", PlanSettings.token_budget)
     settings = PlanSettings(**given)
     if arguments.plot is not None:
-        outputs.check(Output("--plot", arguments.plot, outputs.PICTURE))
+        check_outputs(Output("--plot", arguments.plot, PICTURE))
         drawing.matplotlib()
     from keyhole.models.files import checkpoint
     from keyhole.planner import MemoryPlan

@@ -10,9 +10,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
-from keyhole.cli.common.terminal import INTERRUPTED
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import INTERRUPTED, PICTURE, Output, check_outputs
 from keyhole.cli.documents.manage import about, add_store, blocks, expand, open_llm
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
@@ -186,7 +185,7 @@ def _run_show(arguments: argparse.Namespace) -> int:
     if arguments.question is not None and arguments.output is None:
         arguments.output = _PICTURE
     if arguments.output is not None:
-        outputs.check(Output("--output", arguments.output, outputs.PICTURE))
+        check_outputs(Output("--output", arguments.output, PICTURE))
         drawing.matplotlib()
     llm = open_llm(arguments)
     info = llm.documents.get(arguments.name)
