@@ -43,7 +43,7 @@ def main() -> None:
         line = _line(name, arguments)
         if output is not None:
             stored.append(output, line)
-        model.give_back()  # the next one needs this one's
+        model.release_memory()  # the next one needs this one's
 
 
 def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from keyhole.errors import KeyholeError
 #: The repository that this file is in; meaningless where Keyhole is installed without one.
 ROOT = Path(__file__).parents[2]
 
-#: What one system did in one case, as it stands in a line.
+#: What one system did in one case, as a line stores it.
 Result = dict[str, Any]
 #: Takes results as they come, and notes for a reader beside them.
 Report = Callable[[Sequence[Result], Sequence[str]], None]
@@ -48,7 +48,7 @@ def header(
 ) -> dict[str, Any]:
     """What a line says about how, where and when it was measured; version: of Keyhole.
 
-    command: what the flags of this process stand behind.
+    command: the program before the flags of this process.
     """
     return {
         "benchmark": benchmark,
@@ -248,8 +248,8 @@ class Captured:
 # How the steps of a system reach a GPU: repeated as CUDA graphs, or launched one by one.
 #
 # One by one the host may take longer than the device, so that times of both kinds do not compare.
-# Every result of decode steps says which it was, and none is given of ours that should have been
-# repeated and were not.
+# Every result of decode steps says which it was. Keyhole's steps that should have been replayed, but
+# were not, are an error.
 
 
 Launches = dict[str, Any]
@@ -261,7 +261,7 @@ OUTSIDE = "another process computes on a CPU"
 
 
 class NotRecordedError(KeyholeError):
-    """Steps of ours were launched one by one where they could be repeated as CUDA graphs."""
+    """Keyhole's steps were launched one by one where they could be replayed as CUDA graphs."""
 
 
 def said(replayed_steps: int, why_not: str | None) -> Launches:

@@ -31,36 +31,36 @@ PAGE_SIZE = 16
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICES = "auto, cpu, cuda or cuda:0"
 
-#: Other people's systems in the decode benchmark: attention and cache of transformers. The first
-#: is what the others are compared with.
-PEERS = {
+#: Baselines of the decode benchmark: attention and cache of transformers. The others are compared
+#: with the first.
+BASELINES = {
     "transformers_sdpa": ("sdpa", "dynamic"),
     "transformers_eager": ("eager", "dynamic"),
     "transformers_static": ("sdpa", "static"),
 }
 
-#: More of them, only if asked for. The first is torch's flash attention over keys and values that
-#: lie side by side and are written in place, the best dense step that torch has; on a GPU it is a
-#: CUDA graph. The others keep keys and values on the host of a GPU, and copy a layer ahead.
-MORE_PEERS = {
+#: More baselines, measured only if they are named. The first is torch's flash attention over
+#: contiguous keys and values that are written in place, the best dense step that torch has; on a
+#: GPU it is a CUDA graph. The others keep keys and values on the host of a GPU, and copy a layer ahead.
+MORE_BASELINES = {
     "torch_flash": ("in_place", "in_place"),
     "transformers_offloaded": ("sdpa", "offloaded"),
     "transformers_eager_offloaded": ("eager", "offloaded"),
 }
 
-#: Of these, those that need a GPU.
-BELOW = tuple(name for name, (_, kind) in MORE_PEERS.items() if kind == "offloaded")
+#: Those of them that need a GPU.
+OFFLOADED = tuple(name for name, (_, kind) in MORE_BASELINES.items() if kind == "offloaded")
 
-#: Attention and cache of every system of others that runs in this process.
-ALL_PEERS = PEERS | MORE_PEERS
+#: Attention and cache of every baseline that runs in this process.
+ALL_BASELINES = BASELINES | MORE_BASELINES
 
-#: Policies that are timed unless others are asked for.
+#: Policies that are timed by default.
 POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What all benchmarks have in common; None is settled by each of them."""
+    """Settings of all benchmarks; each replaces None by its own default."""
 
     default_shape: ClassVar[str] = "smoke"
     default_repeat: ClassVar[int] = 1
@@ -104,23 +104,23 @@ class DecodeSettings(BenchSettings):
 
     systems: Names = setting(  # noqa: RUF009
         (),
-        f"{', '.join(PEERS)}, and policies, also with settings such as "
+        f"{', '.join(BASELINES)}, and policies, also with settings such as "
         "delta:token_budget=512,full_layers=0,1; "
         f"default: these and {', '.join(POLICIES)}; "
         "also "
-        f"{', '.join(name for name in MORE_PEERS if name not in BELOW)}, and on a GPU "
-        f"{', '.join(BELOW)}",
+        f"{', '.join(name for name in MORE_BASELINES if name not in OFFLOADED)}, and on a GPU "
+        f"{', '.join(OFFLOADED)}",
     )
     token_budget: int | None = setting(
         None,
-        "tokens that a policy may read in a layer, if none stand behind its name; None: each "
+        "tokens that a policy may read in a layer, unless its name has a token_budget; None: each "
         "policy's own default",
     )
     layers: int | None = setting(None, "layers of the model; None: as the shape has")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "systems", specs(self.systems) or (*PEERS, *POLICIES))
+        object.__setattr__(self, "systems", specs(self.systems) or (*BASELINES, *POLICIES))
         for name in ("layers", "token_budget"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "a whole number >= 1")
@@ -133,13 +133,14 @@ class OffloadSettings:
     budgets: tuple[int, ...] = setting((64, 128, 256, 512, 1024), "token budgets, the least first")
     policies: Names = setting(  # noqa: RUF009
         ("spe_context", "delta"),
-        "policies that select, with settings as in delta:recent_pages=4; one with a token_budget "
-        "of its own is measured at that alone",
+        "policies that select, with settings as in delta:recent_pages=4; one whose name has a "
+        "token_budget is measured at that alone",
     )
     words: int = setting(2048, "words of a derivation, its answer included")
     items: int = setting(2, "derivations")
     folder: str | None = setting(
-        None, "folder of the offloaded layers; None: the system's place; a GPU offloads to RAM"
+        None,
+        "folder of the offloaded layers; None: the temporary folder; a GPU offloads to RAM",
     )
     repeat: int = setting(100, "last steps of each derivation that are timed")
     context: int | None = setting(
@@ -147,7 +148,8 @@ class OffloadSettings:
     )
     shape: str = setting("llama-3.2-1b", "shape of that model")
     memory: int | None = setting(
-        None, "what that model and its cache may take above; None: every layer goes below that may"
+        None,
+        "bytes for that model and its cache in memory; None: all layers are offloaded that can be",
     )
     trace: str | None = setting(
         None, "also write a Chrome trace of some steps to this file; of that model if there is one"
@@ -173,7 +175,9 @@ class OffloadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionSettings:
-    """The benchmark of a question over stored documents that comes while others decode."""
+    """The benchmark of a question over stored documents that arrives while other requests
+    decode.
+    """
 
     methods: Names = setting(  # noqa: RUF009
         ("sam_kv", "reuse"), "methods of reuse, with settings as in sam_kv:update=fusion"
@@ -196,7 +200,7 @@ class AdmissionSettings:
 
 
 def specs(names: Iterable[str]) -> Names:
-    """Names with their settings, put together again where a comma between two of these parted them.
+    """Names with their settings, joined again where a comma between two settings split them.
 
     Policies get their names in the table: DELTA is delta.
     """
@@ -204,7 +208,7 @@ def specs(names: Iterable[str]) -> Names:
 
 
 def brings_budget(name: str) -> bool:
-    """Whether the name of a policy has a token_budget behind it, or is that of a settings file."""
+    """Whether the name of a policy sets a token_budget, or is a settings file."""
     spec = parse_one(name, "policy")
     given = [setting.replace("-", "_") for setting, _ in spec.settings]
     return "token_budget" in given or is_settings_file(spec.name)

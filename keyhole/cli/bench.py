@@ -1,7 +1,7 @@
 """Measures this machine: decode steps beside transformers (decode), offloading (offload).
 
-Or what others feel while a question over stored documents comes in (admission); this and offloading
-on the bundled model.
+Or how long other requests' steps take while a question over stored documents is admitted
+(admission). This and offloading run on the bundled model.
 
 All systems of a run take turns and must agree before they are timed. Every run adds a line with its
 machine, versions and settings to --output.
@@ -30,7 +30,7 @@ Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 #: Columns, and how many of them are names.
 Table = tuple[Columns, int]
 
-#: Benchmarks by name: their settings, and the flags that are theirs alone.
+#: Benchmarks by name: their settings, and the flags that only they have.
 SETTINGS: dict[str, type[Any]] = {
     "decode": DecodeSettings,
     "offload": OffloadSettings,
@@ -110,7 +110,7 @@ def measured(
 ) -> int:
     """Runs a benchmark and adds its line to --output; what it finds is printed as it comes.
 
-    table: of its results; None: that of `name` here. command: what its flags stand behind.
+    table: of its results; None: that of `name` here. command: the program before its flags.
     """
     check_outputs(Output("--output", arguments.output, LINES))
     file = LineFile(arguments.output)

@@ -3,11 +3,11 @@
 The model continues the prompts densely; every placement is judged by the same run, and the printed
 table compares them: the attention mass that a sparse layer keeps, the relative error of its output,
 the layers that read everything and the keys read. The output file is for
-`--policy delta:layers=FILE`; named keyhole-delta.json beside the weights, it is used by itself.
+`--policy delta:layers=FILE`; named keyhole-delta.json beside the weights, it is used automatically.
 
 With --stable-layers it measures for SamKV instead which layers should say how much of stored
 documents is kept: those in which the most important block of a document stands out. Its output
-file, keyhole-samkv.json beside the weights, is used by itself; elsewhere
+file, keyhole-samkv.json beside the weights, is used automatically; elsewhere
 `--reuse sam_kv:layers=FILE` takes it.
 """
 
@@ -181,7 +181,7 @@ _READS = {
 }
 
 
-#: The paper's ranking as it stands, without the first candidate; not a choice of this command.
+#: The paper's ranking alone, without the first candidate; not a choice of this command.
 _ALONE = "largest shifts alone"
 
 

@@ -1,11 +1,11 @@
 """Asks a model tasks under several policies and budgets, beside full attention.
 
 Names may have settings: `--tasks passkey:depth=0.5`, `--policies delta:recent_pages=2,quest`. For
-the bundled model, tasks in plain English stand for their forms in its own words. perplexity and
+the bundled model, tasks in plain English are replaced by their forms in its words. perplexity and
 attention_recall force the text of --text through decode steps.
 
-Every cell (task, length, setup, policy, budget) becomes a line of --output. What is there already,
-with as many samples, is not measured again, so that after an interruption the same command goes on.
+Every cell (task, length, setup, policy, budget) becomes a line of --output. Cells that are stored
+with as many samples are not measured again: after an interruption, repeat the command.
 Exit status 1 if a policy was refused on this model. docs/evaluation.md says what is measured.
 """
 

@@ -43,7 +43,7 @@ class PlanSettings:
     )
     policy: str | None = setting(
         None,
-        "NAME:SETTING=VALUE; None: all layers may be offloaded, nothing lies beside keys",
+        "NAME:SETTING=VALUE; None: all layers may be offloaded, and no policy keeps data",
     )
     requests: int = setting(1, "texts at once")
     token_budget: int = setting(
@@ -148,7 +148,7 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
 def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
-    """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
+    """With what the policy keeps, and its head, if there is one beside the model; loads torch."""
     from keyhole.engine.memory import plan as memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
     from keyhole.retrieval import head_files
@@ -223,7 +223,7 @@ def _title(plan: MemoryPlan, shape: Checkpoint) -> str:
 
 
 def _as_given(plan: MemoryPlan, settings: PlanSettings) -> str:
-    """How an engine is told; nothing where the terms are not its own."""
+    """The arguments of `LLM` for this plan; nothing for another preset's terms."""
     if settings.preset == "paper":
         return ""
     batch = f"max_batch={plan.model.requests}"

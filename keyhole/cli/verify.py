@@ -1,7 +1,7 @@
 """Compares the engine with transformers' eager attention on a model, before you rely on it.
 
-Exit status 1 if any check fails. Where a retrieval head lies beside the weights, also says how much
-of the model's attention it finds at which length.
+Exit status 1 if any check fails. With a retrieval head beside the weights it also reports how much
+of the model's attention the head finds at which length.
 """
 
 from __future__ import annotations

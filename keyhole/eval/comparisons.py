@@ -178,7 +178,7 @@ class Comparison:
 
     @property
     def can_tell(self) -> bool | None:
-        """Whether this place tells methods apart; None where that was not measured."""
+        """Whether methods can be told apart in this setting; None where that was not measured."""
         recent = self.controls.get(RECENT)
         if self.full is None or recent is None:
             return None
@@ -399,7 +399,9 @@ def controls_table(measured: Sequence[Line], refused: Sequence[Line]) -> EvalTab
 
 
 def note(line: Line, found: Comparison | None) -> str:
-    """What a reader has to know of a row: whether it tells anything, and what the budget lacks."""
+    """What a reader has to know of a row: whether it can tell methods apart, and what it reads
+    beside its budget.
+    """
     parts = []
     if found is not None and found.can_tell is False:
         parts.append("cannot tell")

@@ -68,7 +68,7 @@ class LineFile:
         self._between = b""  # what must stand before the next line
         found = _object(last)
         if found is None and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
-            raise self._wrong(len(whole) + 1)  # not ours: it would be lost
+            raise self._wrong(len(whole) + 1)  # not a line of Keyhole's: it would be lost
         if found is not None:  # somebody's editor left the last line without its end
             self.lines.append(found)
             self._cut_off, self._between = 0, b"\n"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class PolicyProxy(Policy):
     """Behaves as `inner`, and has its settings as attributes."""
 
-    capturable: ClassVar[bool | str] = "who looks on is called by the host, in every step"
+    capturable: ClassVar[bool | str] = "its observer runs on the host, in every step"
 
     inner: Policy
 
@@ -325,7 +325,7 @@ def selection_map(
 def _of_head(tokens: np.ndarray, head: int | None) -> np.ndarray:
     """Share of each token's KV heads that were read, or of one of them: [length].
 
-    tokens: bool [Hkv or 1, length]; one list for all heads stands for each of them.
+    tokens: bool [Hkv or 1, length]; one list may serve all heads.
     """
     if head is None:
         return np.asarray(tokens.mean(0))

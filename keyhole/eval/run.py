@@ -1,4 +1,4 @@
-"""Runs an evaluation cell by cell: what is stored is not measured again, what is refused is told.
+"""Runs an evaluation cell by cell; stored cells are not measured again, refused ones are reported.
 
 Full attention comes first in every group of cells that share task, length and setup: the others are
 read beside it.
@@ -49,7 +49,7 @@ class EvalGrid:
     controls: bool = False
 
     def is_mapped(self, method: Method) -> bool:
-        """Whether this method's cells get selection maps; one budget shows what there is to see."""
+        """Whether this method's cells get selection maps; one budget is enough."""
         return self.maps and method is next(m for m in self.methods if m.label == method.label)
 
     def groups(self) -> Iterator[Group]:
@@ -178,7 +178,7 @@ class Evaluation:
         return line
 
     def _measured(self, group: Group, one: Condition, full: Line | None) -> Line:
-        """A line but for what the cell is known by."""
+        """A line without the fields that identify the cell."""
         found = group.workload.measure(
             self._engine, one.policy, group.length, group.setup, group.samples
         )

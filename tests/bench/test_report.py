@@ -12,7 +12,7 @@ from benchmarks.paper.settings import HEADLINES
 from benchmarks.speed_pages import offload as offload_page
 from benchmarks.speed_pages import plot, tables
 from keyhole.bench import measure
-from keyhole.bench.settings import ALL_PEERS
+from keyhole.bench.settings import ALL_BASELINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +157,7 @@ def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
 def test_a_picture_is_written_and_says_when_it_was_measured(tmp_path: Path) -> None:
     line = decode_line()
     line["results"].append(line["results"][0] | {"system": "somebody_else"})
-    line["results"].append(line["results"][0] | {"system": list(ALL_PEERS)[-1]})
+    line["results"].append(line["results"][0] | {"system": list(ALL_BASELINES)[-1]})
     plot.step_times(line, tmp_path / "images" / "a.png")
     picture = (tmp_path / "images" / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG")

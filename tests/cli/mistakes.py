@@ -133,7 +133,7 @@ MISTAKES = [
     ("documents show", "the following arguments are required: NAME"),
     ("documents show x --output picture", "--output 'picture': a picture must end in .png, .svg,"),
     ("documents show x --output nowhere/picture.png", "--output 'nowhere/picture.png': there is"),
-    ("documents show x --documents y", "--documents needs a --question that is asked over them"),
+    ("documents show x --documents y", "--documents needs a --question"),
     ("documents show x --reuse detla", "unknown reuse method 'detla'"),
     ("documents show x --policy quest", "unknown option of documents show '--policy'"),
     ("documents ask x", "no documents; name stored ones: --documents NAME NAME, see `keyhole"),

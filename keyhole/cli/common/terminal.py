@@ -41,7 +41,7 @@ ERROR = "bold red"
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """The text as it is to be written to a stream: in a style, or as it stands."""
+    """The text as it is written to a stream: styled on a terminal, else unchanged."""
     if not style or not stream.isatty():
         return text
     from rich.console import Console  # only here, so that `documents list` pays nothing for it

@@ -181,7 +181,7 @@ def _run_show(arguments: argparse.Namespace) -> int:
     """Prints, and draws."""
     reuse = make_reuse(arguments.reuse)
     if arguments.question is None and arguments.documents:
-        raise ConfigError("--documents needs a --question that is asked over them")
+        raise ConfigError("--documents needs a --question")
     if arguments.question is not None and arguments.output is None:
         arguments.output = _PICTURE
     if arguments.output is not None:
@@ -299,10 +299,11 @@ def _show_question(arguments: argparse.Namespace, llm: LLM, reuse: Reuse) -> int
 class Ask:
     """Answers a question over stored documents and streams the text; the counters follow on stderr.
 
-    Documents stand in the order given between --prefix and the question, which is an argument or
-    comes on stdin ("-", or nothing and a pipe). --reuse says what is kept of what is stored and
-    what is computed again, --policy what each step of the answer reads of that. With --json, `kept`
-    and `written` list, per layer, the runs [start, stop) of tokens, all documents in a row.
+    Documents follow each other in the order given, between --prefix and the question, which is an
+    argument or comes on stdin ("-", or nothing and a pipe). --reuse says what is kept of what is
+    stored and what is computed again, --policy what each step of the answer reads of that. With
+    --json, `kept` and `written` list, per layer, the runs [start, stop) of tokens, all documents in
+    a row.
     """
 
     add_arguments = staticmethod(_add_ask_arguments)

@@ -42,9 +42,9 @@ class SummaryRow:
     """A policy at one length and budget on one kind of weights, over its sparse layers.
 
     mass, error: of the policy (METHOD) and of each control. read: tokens of the policy, and of its
-    controls. gain: the share of its recent control's error that it does without; None where it has
-    no control, or reads more. way: how far it comes from its recent control to the oracle, 1 being
-    there; None where the oracle is no better. repeats: share of a selection that is selected again
+    controls. gain: the share of its recent control's error that it avoids; None where it has no
+    control, or reads more. way: how far it gets from its recent control to the oracle, 1 being the
+    oracle; None where the oracle is no better. repeats: share of a selection that is selected again
     in the next step.
     """
 
@@ -100,7 +100,7 @@ class AttentionSetting:
 def places(lines: Iterable[Line]) -> list[AttentionSetting]:
     """The lines, sorted into what is compared; of two that measure the same the last one counts.
 
-    Overlaps stand in every place of their length and budget.
+    Overlaps belong to every setting of their length and budget.
     """
     known = list(lines)
     found: dict[tuple[Any, ...], AttentionSetting] = {}
@@ -203,7 +203,7 @@ _NAMES = {
     "head_tokens": "tokens per KV head",
 }
 HOW_TO_READ = (
-    "gain: the share of the recent control's error that the method does without (same dense "
+    "gain: the share of the recent control's error that the method avoids (same dense "
     "layers, sinks and budget, newest tokens elsewhere), with a 95 % interval over texts. better, "
     "worse: the interval leaves out 0. twin too: so it does with random weights, where nothing was "
     "learnt, and the gain is no result. way: how far the method comes from that control to the "

@@ -214,7 +214,7 @@ def seconds_of_question(speed: Speed, sample: Sample, methods: int) -> float:
 
 
 def estimate_text(parts: Sequence[PartEstimate]) -> str:
-    """For people, in a line: what there is to do, what is stored, and how long the rest takes."""
+    """One line for people: what is to be done, what is stored, and how long the rest takes."""
     told = [
         f"{part.name}: {part.number:,} {part.unit}{'s' * (part.number != 1)}, "
         f"{part.stored:,} stored"

@@ -93,7 +93,7 @@ def points(cells: Sequence[Cell]) -> dict[str, list[Point]]:
 
 
 def draw_pareto(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[str, str]:
-    """Draws the cells of one place into an axis; gives what each point says, by its SVG id."""
+    """Draws the cells of one place into an axis; returns the text of each point by its SVG id."""
     found = points(cells)
     texts: dict[str, str] = {}
     for name, own in found.items():
@@ -200,7 +200,7 @@ def gain_in_words(cell: Cell) -> str:
 
 
 def draw_gains(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[str, str]:
-    """Draws cells with a gain, the first on top; gives what each row says, by its SVG id."""
+    """Draws cells with a gain, the first on top; returns the text of each row by its SVG id."""
     texts: dict[str, str] = {}
     axis.axvline(0, color=INK, linewidth=0.8, zorder=1)
     for row, cell in enumerate(cells):
@@ -230,7 +230,7 @@ def draw_gains(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> d
 _MOST_DEPTHS, _BINS = 11, 10
 #: Cells more than these across have no room for numbers.
 _MOST_NUMBERS = 20
-#: From these shares on, a cell is half dark, or so dark that what stands in it is white.
+#: From these shares on, a cell is half dark, or so dark that its number is white.
 _HALF, _DARK = 0.58, 0.78
 
 

@@ -93,7 +93,7 @@ def _frame_outliers(axis: Any, where: np.ndarray) -> None:
     axis.legend(frameon=False, fontsize=8, **place)
 
 
-#: As in the other pictures: what is read, what is worked on anew, and what is not read.
+#: As in the other pictures: kept, recomputed, and dropped.
 _KEPT, _WRITTEN, _DROPPED = "#0b6e75", "#e08e4f", "#dde3e9"
 #: Inches: the picture, what is around the cells, and a line's name above and share below.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 9.0, 0.5, 0.1, 0.62, 0.38
@@ -186,7 +186,7 @@ def kept_chart(
 
 
 def _legend(reused: Reused) -> Iterator[tuple[str, str]]:
-    """Color and words of what there is."""
+    """Colours and labels of the kinds of cells in the picture."""
     stored = reused.kept & ~reused.written
     again = reused.written
     if bool(stored.any()):

@@ -103,7 +103,7 @@ class ReportTable:
 class Overview:
     """Scores of each method and budget (row) at each place (column), and their mean.
 
-    columns: what stands in a head, part by part.
+    columns: the parts of each column's head.
     """
 
     columns: tuple[list[str], ...]

@@ -129,7 +129,7 @@ class TinyItem(Task):
 
 
 def _stated(item: Item) -> tuple[str, ...]:
-    """The sentences of the answer that stand in the context as they are, once."""
+    """The sentences of the answer that the context contains exactly once."""
     facts = [f"{part.strip()} ." for part in item.answer.split(" .")[:-1]]
     return tuple(fact for fact in facts if item.context.count(fact) == 1)
 

@@ -54,7 +54,7 @@ def walk(rng: Random, length: int) -> Program:
     """
     rules = max(2, min(300, (length - 11) * 3 // 20))
     chain = rng.sample(NAMES, rules)
-    # The rest of the rules only stand in the way: no step can be guessed by elimination.
+    # The other rules are distractors: no step can be guessed by elimination.
     start = rules // 3
     facts = [
         [name, "follows", following, "."]
@@ -116,7 +116,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The kind of question, and the text it is asked of."""
+    """The kind of question, and the kind of text."""
 
     question: str
     density: float = 0.3
