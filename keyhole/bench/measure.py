@@ -248,8 +248,8 @@ class Captured:
 # How the steps of a system reach a GPU: repeated as CUDA graphs, or launched one by one.
 #
 # One by one the host may take longer than the device, so that times of both kinds do not compare.
-# Every result of decode steps says which it was. Keyhole's steps that should have been replayed, but
-# were not, are an error.
+# Every result of decode steps says which it was. It is an error if Keyhole's steps should have been
+# replayed and were not.
 
 
 Launches = dict[str, Any]

@@ -41,7 +41,7 @@ BASELINES = {
 
 #: More baselines, measured only if they are named. The first is torch's flash attention over
 #: contiguous keys and values that are written in place, the best dense step that torch has; on a
-#: GPU it is a CUDA graph. The others keep keys and values on the host of a GPU, and copy a layer ahead.
+#: GPU it is a CUDA graph. The others keep keys and values on the host, and copy a layer ahead.
 MORE_BASELINES = {
     "torch_flash": ("in_place", "in_place"),
     "transformers_offloaded": ("sdpa", "offloaded"),
