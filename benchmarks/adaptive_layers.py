@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+import benchmarks
 import keyhole
-from benchmarks import stored
 from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.bench import measure
 from keyhole.engine.sequence import Sequence
@@ -59,7 +59,7 @@ def main() -> None:
         arguments.share,
     )
     settings = {name: value for name, value in vars(arguments).items() if name != "note"}
-    LineFile(stored.results() / "adaptive-layers.jsonl").add(line | settings | {"parts": found})
+    LineFile(benchmarks.results() / "adaptive-layers.jsonl").add(line | settings | {"parts": found})
     for part in found:
         print(part)
 

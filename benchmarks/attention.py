@@ -13,14 +13,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import stored
+import benchmarks
 from keyhole.drawing import STYLE, matplotlib, save
 from keyhole.eval.attention.pictures import drawings
 from keyhole.eval.attention.tables import AttentionSetting, places, tables
 from keyhole.eval.line_file import EvalTable, Line, LineFile
 
-LINES = stored.results() / "attention.jsonl"
-PAGE = stored.ROOT / "docs/attention.md"
+LINES = benchmarks.results() / "attention.jsonl"
+PAGE = benchmarks.ROOT / "docs/attention.md"
 IMAGES = PAGE.parent / "images"
 PICTURES = {"loss": "attention-loss.png", "overlap": "attention-overlap.png"}
 BEGIN, END = "<!-- attention: python -m benchmarks.attention -->", "<!-- end of attention -->"

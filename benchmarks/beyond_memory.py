@@ -36,8 +36,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+import benchmarks
 import keyhole
-from benchmarks import stored
 from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.bench import measure
 from keyhole.bench.model import release_memory
@@ -93,8 +93,8 @@ def main() -> int:
         )
         line["results"].append(json.loads(done.stdout.splitlines()[-1]))
         print(_told(line["results"][-1]), flush=True)
-    output = stored.results() / "beyond-memory.jsonl"
-    stored.append(output, line)
+    output = benchmarks.results() / "beyond-memory.jsonl"
+    benchmarks.append(output, line)
     print(f"written: {output}")
     return 0
 

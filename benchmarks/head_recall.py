@@ -20,8 +20,8 @@ from random import Random
 
 import torch
 
+import benchmarks
 import keyhole
-from benchmarks import stored
 from benchmarks.results_page import head_table
 from keyhole.bench import measure
 from keyhole.eval import verify
@@ -37,8 +37,8 @@ TASKS = ("recall", "multiquery", "docs2", "majority", "derive")
 ITEMS = {8192: 2, 4096: 3}
 MOST_ITEMS = 4
 MOST_ROWS = 64
-OUTPUT = stored.results() / "head-recall.jsonl"
-PICTURE = stored.ROOT / "docs/images/head-recall.png"
+OUTPUT = benchmarks.results() / "head-recall.jsonl"
+PICTURE = benchmarks.ROOT / "docs/images/head-recall.png"
 
 
 def text(task: str, length: int, seed: int) -> RecallText:
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write tables and picture")
     arguments = parser.parse_args()
     if not arguments.render:
-        stored.append(OUTPUT, line(arguments.heads, arguments.note))
+        benchmarks.append(OUTPUT, line(arguments.heads, arguments.note))
     last = json.loads(OUTPUT.read_text().splitlines()[-1])
     head_table.picture(last, PICTURE)
     print(head_table.tables(last))

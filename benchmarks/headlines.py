@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmarks
 import keyhole
-from benchmarks import stored
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import measure, model
@@ -38,11 +38,11 @@ def main() -> None:
     flags.quiet()
     output = arguments.output
     if output is None and not arguments.small:
-        output = stored.results() / "headlines.jsonl"
+        output = benchmarks.results() / "headlines.jsonl"
     for name in arguments.names or HEADLINES:
         line = _line(name, arguments)
         if output is not None:
-            stored.append(output, line)
+            benchmarks.append(output, line)
         model.release_memory()  # the next one needs this one's
 
 

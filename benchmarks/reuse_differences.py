@@ -29,8 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import benchmarks
 import keyhole
-from benchmarks import stored
 from keyhole.bench import measure
 from keyhole.eval.comparisons import gain, wilson
 from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make
@@ -235,7 +235,7 @@ def main() -> None:
         command = ["python", "-m", "benchmarks.reuse_differences", *sys.argv[1:]]
         line |= {"command": shlex.join(command), "group": group, "kind": GROUPS[group][0]}
         line["results"] = count(network, tokenizer, group, arguments.items)
-        stored.append(stored.results() / f"{name}.jsonl", line)
+        benchmarks.append(benchmarks.results() / f"{name}.jsonl", line)
         print(report(line), flush=True)
 
 

@@ -19,10 +19,10 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from benchmarks import ROOT, results
 from benchmarks.paper import page as headline_page
 from benchmarks.speed_pages import offload as offload_page
 from benchmarks.speed_pages import plot, tables
-from benchmarks.stored import ROOT, results
 
 BEGIN, END = "<!-- results: python -m benchmarks.speed_pages -->\n", "<!-- end of results -->"
 #: Comments around the part of docs/results.md that `benchmarks.results_page` writes.

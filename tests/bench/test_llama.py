@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import stored
+import benchmarks
 from benchmarks.llama_cpp import file as llama_file
 from benchmarks.llama_cpp import run, state, worker
 from benchmarks.llama_cpp.file import LlamaFile
@@ -53,7 +53,7 @@ def any_llama(request: pytest.FixtureRequest) -> None:
     """Both, where the peers' environment is there."""
     if request.param == "stand-in":
         request.getfixturevalue("stand_in")
-    elif not (stored.ROOT / worker.ENVIRONMENT / "bin/python").exists():
+    elif not (benchmarks.ROOT / worker.ENVIRONMENT / "bin/python").exists():
         pytest.skip("needs what `make bench-peers` sets up")
 
 

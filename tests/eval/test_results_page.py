@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import results_page, speed_pages, stored
+import benchmarks
+from benchmarks import results_page, speed_pages
 from benchmarks.results_page import controls
 from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import pictures as results_pictures
@@ -82,7 +83,7 @@ def rows(text: str, title: str) -> dict[str, list[str]]:
 
 
 def test_the_page_and_its_pictures_are_those_of_the_stored_lines() -> None:
-    results, docs = stored.results(), ROOT / "docs"
+    results, docs = benchmarks.results(), ROOT / "docs"
     found = results_page.stored(results / results_page.LINES)
     errors = results_page.stored(results / results_page.ERRORS)
     scope = results_page.stored(results / results_page.SCOPE)
