@@ -11,7 +11,6 @@ from benchmarks import speed_pages
 from benchmarks.paper.settings import HEADLINES
 from benchmarks.speed_pages import offload as offload_page
 from benchmarks.speed_pages import plot, tables
-from keyhole.bench import measure
 from keyhole.bench.settings import ALL_BASELINES
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +209,7 @@ def test_kernels_of_a_gpu_stand_beside_those_of_its_processor() -> None:
 def test_without_stored_lines_there_is_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(measure, "results", lambda: tmp_path)
+    monkeypatch.setattr(speed_pages, "results", lambda: tmp_path)
     assert speed_pages.stored("decode") == []
     assert "##" not in speed_pages.page([], [])
     assert speed_pages.render([]) == ""
