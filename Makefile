@@ -8,6 +8,7 @@ KVPRESS_READY := .venv-kvpress/.ready
 VLLM_READY := .venv-vllm/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
+DEPLOY_READY := .venv-deploy/.ready
 WORKFLOWS_READY := .venv-workflows/.ready
 
 # Spinning OpenMP threads starve each other on a busy machine.
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm lint types lint-workflows docs reference \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -63,6 +64,10 @@ lint: $(READY) ## ruff, mypy and vulture
 	@.venv/bin/python -m ruff format --check --quiet .
 	@.venv/bin/python -m mypy --no-error-summary
 	@.venv/bin/python -m vulture
+
+lint-deploy: $(DEPLOY_READY) ## deploy/: hadolint, in .venv-deploy, and systemd-analyze where it is
+	@.venv-deploy/bin/hadolint deploy/*.Containerfile
+	@.venv/bin/python -m pytest tests/deploy
 
 # A second opinion on types, which takes half a minute more; it brings a Node.js of its own.
 types: $(TYPES_READY) $(READY) ## pyright, in .venv-types
@@ -163,6 +168,12 @@ $(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt 
 	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-lm-eval/bin/python -m pip install -qq --constraint constraints.txt \
 	  --requirement tests/integrations/lm-eval.txt pytest --editable '.[lm-eval]'
+	@touch $@
+
+$(DEPLOY_READY): tests/deploy/requirements.txt
+	@echo "setting up .venv-deploy"
+	@$(PYTHON) -m venv .venv-deploy
+	@.venv-deploy/bin/python -m pip install -qq --requirement tests/deploy/requirements.txt
 	@touch $@
 
 $(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)

@@ -50,8 +50,8 @@ from keyhole.bench.systems import (
 )
 from keyhole.errors import KeyholeError
 from keyhole.kernels import operations
-from keyhole.method_settings import parse_one
 from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.registry import parse_one
 
 _TINY = 1e-30  # two rows of zeros agree
 

@@ -15,7 +15,7 @@ from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import PICTURE, Output, check_outputs
 from keyhole.errors import ConfigError
-from keyhole.models.files.locate import TINY
+from keyhole.models.locate import TINY
 
 if TYPE_CHECKING:
     from keyhole.eval.demo import Demo, DemoOutcome

@@ -68,8 +68,8 @@ def run_attention(arguments: argparse.Namespace) -> int:
     import torch
 
     from keyhole.bench import measure
-    from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+    from keyhole.engine.allocation import free_memory
+    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.attention.suite import AttentionGrid, AttentionSuite
     from keyhole.eval.methods import Budget
     from keyhole.eval.suite import terms_of
@@ -229,8 +229,8 @@ def _paper_suite(
 ) -> PaperSuite:
     import torch
 
-    from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+    from keyhole.engine.allocation import free_memory
+    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.paper.documents import DocumentGrid
     from keyhole.eval.paper.suite import (
         PaperGrid,

@@ -38,12 +38,12 @@ from keyhole.models.attention import NAME
 from keyhole.models.loading import Model, load
 from keyhole.policies import available_policies
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.policies.spe_context import SpeContext
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import objectives
-from keyhole.retrieval.training.corpus import Corpus
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
+from keyhole.retrieval.training.training_config import Corpus
 
 #: Largest error allowed, see `Check.error`. Sums in another order cost float32 up to 2e-5 on the
 #: families of our tests; every layer rounds to 2^-11 in float16 and to 2^-8 in bfloat16, which came

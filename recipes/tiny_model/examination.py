@@ -16,7 +16,6 @@ import argparse
 import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -25,25 +24,9 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from keyhole.eval.comparisons import wilson
-from keyhole.eval.tiny_language.tasks import (
-    RECIPES,
-    ROOM,
-    TASKS,
-    Item,
-    item_of,
-    make,
-    num_documents,
-)
-from keyhole.eval.tiny_language.world import (
-    BOS,
-    EOS,
-    PAD,
-    QUESTIONS,
-    WORD_IDS,
-    is_possible,
-    write_world,
-)
-from keyhole.models.files.locate import TINY_FOLDER
+from keyhole.eval.tiny_language.tasks import TASKS, Item, make, shared
+from keyhole.eval.tiny_language.world import BOS, EOS, PAD, WORD_IDS
+from keyhole.models.locate import TINY_FOLDER
 from recipes.tiny_model.curriculum import TrainingBatch
 from recipes.tiny_model.network import supervised_logits
 
@@ -117,30 +100,6 @@ _LAST_SHARED = "majority"
 """The task of the shared context that is written down last."""
 _LONGEST_WALK = 2048
 """Words of a walk through all names there are; longer texts would be the same."""
-
-
-def shared(length: int, seed: int) -> list[Item]:
-    """Give one item of every task that asks about documents, all over the *same* context.
-
-    The context is read once and its cache can serve every question.
-    """
-    rng = Random(f"shared/{length}/{seed}")
-    tasks = [task for task, recipe in RECIPES.items() if recipe.density < 1]
-    kinds = {RECIPES[task].question for task in tasks}
-    while True:
-        world = write_world(
-            rng,
-            length - ROOM,
-            num_documents=num_documents(length),
-            features=("chains", "likes", "references"),
-        )
-        if all(is_possible(kind, world) for kind in kinds):
-            break
-    return [
-        item_of(task, world, QUESTIONS[RECIPES[task].question](world, rng), length, split=True)
-        for task in tasks
-        if task != "docs1"  # over documents, recall is the same question
-    ]
 
 
 class ContextReader:

@@ -10,7 +10,7 @@ import pytest
 from keyhole.cli.common import terminal
 from keyhole.cli.common.terminal import Output, OutputKind
 from keyhole.errors import ConfigError
-from keyhole.method_settings import SettingsFile
+from keyhole.registry import SettingsFile
 from tests.cli.conftest import Run
 
 KINDS = [

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole.eval.comparisons import wilson
-from keyhole.eval.tiny_language.tasks import TASKS, is_correct, make
+from keyhole.eval.tiny_language.tasks import TASKS, is_correct, make, shared
 from recipes.tiny_model import examination
 
 
@@ -26,7 +26,7 @@ def test_a_reader_says_what_greedy_generation_would() -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     reader = examination.ContextReader(checkpoint)
-    asked = [examination.shared(256, 3), [make("derive", 128, 1)], [make("walk", 256, 2)]]
+    asked = [shared(256, 3), [make("derive", 128, 1)], [make("walk", 256, 2)]]
     for items in asked:
         generated = []
         for item in items:

@@ -8,9 +8,9 @@ from keyhole.eval.tiny_language.tasks import (
     is_correct,
     make,
     share_before_first_error,
+    shared,
 )
 from keyhole.eval.tiny_language.world import WORD_IDS
-from recipes.tiny_model.examination import shared
 
 # Test modules are not a package, so the solver beside this file is loaded by its path.
 _spec = importlib.util.spec_from_file_location("solver", Path(__file__).with_name("solver.py"))

@@ -27,8 +27,8 @@ import torch
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.sequence import Sequence as Running
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval.line_file import GATE, EvalOutcome, Line, LineFile
 from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid
@@ -40,7 +40,7 @@ from keyhole.eval.verify import verify
 from keyhole.eval.workload import Request, Workload
 from keyhole.models.loading import Model
 from keyhole.policies import available_policies
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 
 #: Chunks of a prompt from which the growth is read, where the prompt is long enough.
 _CHUNKS = 4

@@ -115,7 +115,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class _Recipe:
     """The kind of question, and the kind of text."""
 
     question: str
@@ -124,22 +124,22 @@ class Recipe:
     features: tuple[str, ...] = ()
 
 
-RECIPES = {
-    "recall": Recipe(question="recall"),
-    "multikey": Recipe(question="recall", density=1.0),
-    "multiquery": Recipe(question="multiquery"),
-    "multivalue": Recipe(question="multivalue"),
-    "vartrack": Recipe(question="vartrack", features=("chains",)),
-    "docs1": Recipe(question="recall", documents=True),
-    "docs2": Recipe(question="hops", documents=True),
-    "reference": Recipe(question="reference", documents=True, features=("references",)),
-    "count": Recipe(question="count", features=("likes",)),
-    "majority": Recipe(question="majority", features=("likes",)),
+_RECIPES = {
+    "recall": _Recipe(question="recall"),
+    "multikey": _Recipe(question="recall", density=1.0),
+    "multiquery": _Recipe(question="multiquery"),
+    "multivalue": _Recipe(question="multivalue"),
+    "vartrack": _Recipe(question="vartrack", features=("chains",)),
+    "docs1": _Recipe(question="recall", documents=True),
+    "docs2": _Recipe(question="hops", documents=True),
+    "reference": _Recipe(question="reference", documents=True, features=("references",)),
+    "count": _Recipe(question="count", features=("likes",)),
+    "majority": _Recipe(question="majority", features=("likes",)),
 }
 _PROGRAMS = {"walk": walk, "derive": derive}
 
-TASKS: tuple[str, ...] = (*RECIPES, *_PROGRAMS)
-ROOM = 40
+TASKS: tuple[str, ...] = (*_RECIPES, *_PROGRAMS)
+_ROOM = 40
 """Words kept free for the frame and the longest answer of a question (multiquery: 35)."""
 
 
@@ -148,10 +148,9 @@ def num_documents(length: int) -> int:
     return max(2, min(16, length // 128))
 
 
-def item_of(
+def _item(
     task: str, world: World, asked: tuple[list[str], list[str]], length: int, *, split: bool
 ) -> Item:
-    """An item that asks this of a world; split: whether it tells the world's documents apart."""
     question, answer = asked
     return Item(
         task=task,
@@ -186,18 +185,42 @@ def make(task: str, length: int, seed: int) -> Item:
     rng = Random(f"{task}/{length}/{seed}")
     if task in _PROGRAMS:
         return _program(task, _PROGRAMS[task](rng, length - 1), length)
-    recipe = RECIPES[task]
+    recipe = _RECIPES[task]
     while True:
         world = write_world(
             rng,
-            length - ROOM,
+            length - _ROOM,
             density=recipe.density,
             num_documents=num_documents(length) if recipe.documents else 0,
             features=recipe.features,
         )
         if is_possible(recipe.question, world):
             asked = QUESTIONS[recipe.question](world, rng)
-            return item_of(task, world, asked, length, split=recipe.documents)
+            return _item(task, world, asked, length, split=recipe.documents)
+
+
+def shared(length: int, seed: int) -> list[Item]:
+    """Give one item of every task that asks about documents, all over the *same* context.
+
+    The context is read once and its cache can serve every question.
+    """
+    rng = Random(f"shared/{length}/{seed}")
+    tasks = [task for task, recipe in _RECIPES.items() if recipe.density < 1]
+    kinds = {_RECIPES[task].question for task in tasks}
+    while True:
+        world = write_world(
+            rng,
+            length - _ROOM,
+            num_documents=num_documents(length),
+            features=("chains", "likes", "references"),
+        )
+        if all(is_possible(kind, world) for kind in kinds):
+            break
+    return [
+        _item(task, world, QUESTIONS[_RECIPES[task].question](world, rng), length, split=True)
+        for task in tasks
+        if task != "docs1"  # over documents, recall is the same question
+    ]
 
 
 def share_before_first_error(item: Item, generated: str) -> float:
