@@ -51,7 +51,7 @@ MISTAKES = [
     ("generate x --policy sam_kv", "unknown policy 'sam_kv'; did you mean 'shadowkv'?"),
     ("generate x --reuse sam_kv", "unknown option of generate '--reuse'"),
     ("generate x --token-budget 256", "unknown option of generate '--token-budget'; settings"),
-    ("generate x --recent-pages 1", "unknown option of generate '--recent-pages'; settings stand"),
+    ("generate x --recent-pages 1", "unknown option of generate '--recent-pages'; settings follow"),
     ("generate x --max-token 5", "unknown option of generate '--max-token'; did you mean"),
     ("generate x --max-tokens", "argument --max-tokens: expected one argument"),
     ("generate x --max-tokens 0", "max_tokens 0 must be at least 1"),
