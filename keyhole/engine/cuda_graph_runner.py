@@ -231,8 +231,8 @@ class CudaGraphRunner:
         self.why_not = why
         self._forget()
         warnings.warn(
-            "decode steps cannot be captured as CUDA graphs; their operations are launched one by "
-            f"one, which is slower: {why.splitlines()[0] if why else 'no reason given'}",
+            "decode steps cannot be recorded as CUDA graphs and are launched one by one, which is "
+            f"slower: {why.splitlines()[0] if why else 'no reason given'}",
             RuntimeWarning,
             stacklevel=2,
         )
