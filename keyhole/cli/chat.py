@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole chat`."""
     flags.add_model(parser)
     flags.add_policy(parser)
-    flags.add_settings(parser, SamplingParams, "sampling", without=("n",))
+    flags.add_settings(parser, SamplingParams, "sampling", without=("n", "trace"))
     flags.add_settings(parser, EngineConfig, "engine")
 
 

@@ -26,6 +26,7 @@ class ServerConfig:
     drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
     log_format: str = setting("text", "lines of the log: text or json")
     log_prompts: bool = setting(False, "write prompts to the log")
+    page: bool = setting(True, "serve the page at /")
     served_model_name: str | None = setting(None, "name in /v1/models; None: the model's own")
 
     def __post_init__(self) -> None:
