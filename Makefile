@@ -7,6 +7,8 @@ LM_EVAL_READY := .venv-lm-eval/.ready
 KVPRESS_READY := .venv-kvpress/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
+PAGE_READY := .venv-page/.ready
+AXE := 4.14.1
 
 # Spinning OpenMP threads starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -14,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress lint types docs reference site serve-docs licences package lock gpu \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-page lint types docs reference site serve-docs licences package lock gpu \
   bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -47,6 +49,10 @@ test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .ven
 # kvpress's compressors on our tasks, in an environment of their own too.
 test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress*.py
+
+# The page of `keyhole serve` in Debian's Chromium, by Playwright; UPDATE_PICTURES=1 takes those of docs/ again.
+test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real browser, with .venv-page
+	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
 
 lint: $(READY) ## ruff, mypy and vulture
 	@.venv/bin/python -m ruff check --quiet .
@@ -158,6 +164,13 @@ $(TYPES_READY): constraints.txt
 	@echo "setting up .venv-types"
 	@$(PYTHON) -m venv .venv-types
 	@.venv-types/bin/python -m pip install -qq --constraint constraints.txt 'pyright[nodejs]'
+	@touch $@
+
+$(PAGE_READY): tests/server/page/requirements.txt | $(READY)
+	@echo "setting up .venv-page"
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
+	@.venv/bin/python -m pip install -qq --upgrade --target .venv-page --requirement tests/server/page/requirements.txt
+	@cd .venv-page && npm pack --silent axe-core@$(AXE) > /dev/null && tar -xzf axe-core-$(AXE).tgz --strip-components 1 package/axe.min.js
 	@touch $@
 
 $(DOCS_READY): requirements/docs.txt
