@@ -1,4 +1,4 @@
-"""The page in a real browser: Debian's Chromium, driven by Playwright. `make test-page` sets both up."""
+"""The page in Debian's Chromium, driven by Playwright; `make test-page` sets both up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ FACT = (
     "the old river falls . Alma keeps 17 . rain over the quiet field . Moper keeps 42 . a young "
     "wolf sings near the hill . Josa keeps 93 . winter morning waits by a grey stone . Nomar keeps "
     "54 . a bird sleeps under the bridge . often the summer rain turns . the fox runs over a loud "
-    "road . never a cloud by the garden . tree and stone and wind . question : Moper keeps ? answer :"
+    "road . never a cloud by the garden . tree and stone and wind . question : Moper keeps ? "
+    "answer :"
 )
 
 
@@ -54,11 +55,19 @@ def chromium() -> Iterator[Any]:
 
 @dataclass
 class Tab:
-    """A page of the browser, and what went wrong in it."""
+    """A page of the browser, the bodies that it sent for answers, and what went wrong in it."""
 
     page: Any
     address: str
+    asked: list[Any] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+
+    def on_request(self, request: Any) -> None:
+        """Keeps what is asked; nothing may be asked of other places."""
+        if not request.url.startswith((self.address, "data:")):
+            self.wrong.append(f"asked {request.url}")
+        if request.url.endswith("/completions"):
+            self.asked.append(request.post_data_json)
 
     def open(self) -> None:
         self.page.goto(self.address)
@@ -119,12 +128,7 @@ def make_tab(chromium: Any, site: str) -> Iterator[Callable[..., Tab]]:
         tab.page.on(
             "console", lambda said: tab.wrong.append(said.text) if said.type == "error" else None
         )
-        tab.page.on(
-            "request",
-            lambda request: None
-            if request.url.startswith((site, "data:"))
-            else tab.wrong.append(f"asked {request.url}"),
-        )
+        tab.page.on("request", tab.on_request)
         made.append((context, tab))
         tab.open()
         return tab

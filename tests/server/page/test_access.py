@@ -37,9 +37,7 @@ def opens(tab: Tab, view: str) -> None:
     tab.page.click(f"#sidebar [data-opens={view}]")
 
 
-@pytest.mark.parametrize(
-    ("width", "dark"), list(itertools.product(WIDTHS, (False, True))), ids=lambda v: str(v)
-)
+@pytest.mark.parametrize(("width", "dark"), list(itertools.product(WIDTHS, (False, True))), ids=str)
 def test_axe_finds_nothing(make_tab: Callable[..., Tab], width: int, dark: bool) -> None:
     tab = make_tab(width=width, dark=dark)
     assert tab.page.get_attribute("html", "data-theme") == ("dark" if dark else "light")

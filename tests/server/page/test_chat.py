@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from keyhole.eval.tiny_language.tasks import make
 from tests.server.page.conftest import BUDGET, FACT, Tab
 
@@ -67,13 +65,11 @@ def test_escape_leaves_a_question_as_it_was(tab: Tab) -> None:
 
 
 def test_an_answer_is_given_again(tab: Tab) -> None:
-    asked: list[Any] = []
-    tab.page.on("request", lambda r: asked.append(r.post_data_json) if r.method == "POST" else None)
     tab.ask(FACT)
     tab.page.click("[aria-label='Answer again']")
     tab.done()
     assert tab.texts(".answer .text") == ["Moper keeps 42 . done"]
-    assert [one["messages"] for one in asked] == 2 * [[{"role": "user", "content": FACT}]]
+    assert [one["messages"] for one in tab.asked] == 2 * [[{"role": "user", "content": FACT}]]
 
 
 def test_questions_and_answers_are_copied(tab: Tab) -> None:
@@ -103,17 +99,17 @@ def test_conversations_stay_in_the_browser(tab: Tab) -> None:
 
 
 def test_the_whole_conversation_is_asked(tab: Tab) -> None:
-    asked: list[Any] = []
-    tab.page.on("request", lambda r: asked.append(r.post_data_json) if r.method == "POST" else None)
     tab.ask(FACT)
     tab.ask(OTHER)
-    assert [message["role"] for message in asked[1]["messages"]] == ["user", "assistant", "user"]
-    assert asked[1]["messages"][1]["content"].strip() == "Moper keeps 42 . done"
+    assert [message["role"] for message in tab.asked[1]["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert tab.asked[1]["messages"][1]["content"].strip() == "Moper keeps 42 . done"
 
 
 def test_settings_go_with_a_question(tab: Tab) -> None:
-    asked: list[Any] = []
-    tab.page.on("request", lambda r: asked.append(r.post_data_json) if r.method == "POST" else None)
     tab.page.click("#sidebar [data-opens=settings]")
     tab.page.select_option("#policy", "streaming_llm")
     tab.page.fill("#token-budget", "48")
@@ -123,9 +119,13 @@ def test_settings_go_with_a_question(tab: Tab) -> None:
     tab.page.uncheck("#trace")
     assert tab.text("#policy-chip") == "streaming_llm · 48"
     tab.ask(FACT)
-    assert asked[0]["keyhole"] == {"trace": False, "policy": "streaming_llm", "token_budget": 48}
-    assert (asked[0]["max_tokens"], asked[0]["seed"]) == (3, 7)
-    assert asked[0]["messages"][0] == {"role": "system", "content": "the quiet field ."}
+    assert tab.asked[0]["keyhole"] == {
+        "trace": False,
+        "policy": "streaming_llm",
+        "token_budget": 48,
+    }
+    assert (tab.asked[0]["max_tokens"], tab.asked[0]["seed"]) == (3, 7)
+    assert tab.asked[0]["messages"][0] == {"role": "system", "content": "the quiet field ."}
     assert "Ended at the limit" in tab.text(".answer")
     tab.open()  # they are kept
     assert tab.text("#policy-chip") == "streaming_llm · 48"
@@ -168,7 +168,9 @@ def test_the_first_word_that_differs_is_marked(tab: Tab) -> None:
     words = list(zip(full.split(), sparse.split(), strict=False))
     place = next(i for i, (a, b) in enumerate(words) if a != b)
     assert tab.texts("mark") == list(words[place])
-    assert tab.texts(".note")[0] == f"The first difference is word {place + 1}: “{words[place][0]}”."
+    assert (
+        tab.texts(".note")[0] == f"The first difference is word {place + 1}: “{words[place][0]}”."
+    )
 
 
 def test_an_error_of_the_server_is_said(tab: Tab) -> None:

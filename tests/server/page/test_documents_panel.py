@@ -53,7 +53,8 @@ def test_files_are_dropped(panel: Tab) -> None:
       data.items.add(new File([TEXT], "dropped.txt", { type: "text/plain" }));
       zone.dispatchEvent(new DragEvent("dragover", { dataTransfer: data, bubbles: true }));
       const isOver = zone.classList.contains("over");
-      zone.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+      const dropped = { dataTransfer: data, bubbles: true, cancelable: true };
+      zone.dispatchEvent(new DragEvent("drop", dropped));
       return [isOver, zone.classList.contains("over")];
     }""".replace("TEXT", repr(FACTS))
     assert panel.page.eval_on_selector("#drop", drop) == [True, False]
@@ -66,8 +67,10 @@ def test_a_file_that_cannot_be_read_is_said(panel: Tab) -> None:
     panel.page.wait_for_selector(".toast.error")
     assert "picture.png" in panel.text(".toast.error")
     assert names(panel) == []
-    assert panel.wrong == ["Failed to load resource: the server responded with a status of 415 "
-                           "(Unsupported Media Type)"]
+    assert panel.wrong == [
+        "Failed to load resource: the server responded with a status of 415 "
+        "(Unsupported Media Type)"
+    ]
     panel.wrong.clear()
 
 
@@ -78,7 +81,7 @@ def test_progress_is_shown_while_documents_are_encoded(panel: Tab) -> None:
     ]
     panel.page.route(
         "**/v1/documents",
-        lambda route: route.fulfill(json={"data": [states[0] if len(states) == 1 else states.pop(0)]}),
+        lambda route: route.fulfill(json={"data": [states.pop(0) if states[1:] else states[0]]}),
     )
     panel.page.click("#panel-close")
     panel.page.click("#sidebar [data-opens=documents]")
@@ -116,10 +119,8 @@ def test_a_chat_asks_chosen_documents(panel: Tab) -> None:
 def test_a_chat_searches_all_documents(panel: Tab) -> None:
     panel.page.set_input_files("#file", [file("facts.txt", FACTS), file("others.md", OTHERS)])
     ready(panel, 2)
-    asked: list[Any] = []
-    panel.page.on("request", lambda r: asked.append(r.post_data_json) if r.method == "POST" else None)
     panel.page.check("#search-all")
     assert panel.page.is_disabled("#documents-list input[value='facts.txt']")
     panel.ask("question : Moper keeps ? answer :")
-    assert asked[0]["documents"] == {"search": {"query": None, "top_k": 4}}
+    assert panel.asked[0]["documents"] == {"search": {"query": None, "top_k": 4}}
     assert panel.text(".answer .text").startswith("Moper keeps 42")
