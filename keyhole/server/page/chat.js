@@ -198,6 +198,9 @@ function draw() {
   const last = messages.at(-1)?.answers?.at(-1);
   if (last) meter(last);
   else $("#meter").hidden = true;
+  for (const bubble of document.querySelectorAll(".bubble")) {
+    if (bubble.scrollHeight > bubble.clientHeight) bubble.tabIndex = 0; // scrolls by the keyboard
+  }
   $("#messages").scrollTop = $("#messages").scrollHeight;
 }
 
@@ -211,7 +214,7 @@ function drawMessage(message, index) {
 }
 
 function drawQuestion(message, index) {
-  const text = h("div", { class: "bubble" }, message.content);
+  const text = h("div", { class: "bubble", role: "group", "aria-label": "Question" }, message.content);
   const tools = h(
     "div",
     { class: "tools" },

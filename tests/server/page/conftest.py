@@ -80,6 +80,10 @@ class Tab:
         self.page.press("#question", "Enter")
         self.done()
 
+    def wait(self, condition: str) -> None:
+        """Until a condition in JavaScript is true."""
+        self.page.wait_for_function(f"() => {condition}")
+
     def done(self) -> None:
         self.page.wait_for_selector("#send:visible")
         self.page.wait_for_selector(".answer.running", state="detached")

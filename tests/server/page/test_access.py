@@ -15,13 +15,19 @@ MARKDOWN = (
     "# Title\n\n**bold** and `code`, [a page](https://example.org)\n\n- one\n- two\n\n> said\n\n"
     "| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)\n```\n"
 )
-_RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+_TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+#: Best practice, but where it is narrow an open panel stands in the place of `main`.
+_NOT_WITH_PANEL = ["landmark-one-main", "page-has-heading-one", "region"]
 
 
 def violations(tab: Tab) -> list[str]:
     tab.page.evaluate(AXE.read_text())
     found = tab.page.evaluate(
-        "(tags) => axe.run(document, { runOnly: { type: 'tag', values: tags } })", _RULES
+        """([tags, without]) => axe.run(document, {
+          runOnly: { type: "tag", values: tags },
+          rules: Object.fromEntries(without.map((name) => [name, { enabled: false }])),
+        })""",
+        [_TAGS, [] if tab.page.is_visible("main") else _NOT_WITH_PANEL],
     )
     assert len(found["passes"]) > 20
     return [
@@ -130,7 +136,7 @@ def test_the_keyboard_is_enough(tab: Tab) -> None:
     keyboard.press("Escape")
     assert focused(tab) == "Settings"
     assert tab.text("#policy-chip") == "delta · 32"
-    press(tab, "Shift+Tab", "New chat")
+    press(tab, "Shift+Tab", "new")
     keyboard.press("Enter")
     assert focused(tab) == "question"
     assert tab.page.is_visible("#welcome")
@@ -148,5 +154,6 @@ def test_the_theme_is_chosen(tab: Tab) -> None:
     tab.page.emulate_media(color_scheme="dark")
     tab.page.click("#sidebar [data-opens=settings]")
     tab.page.check("[name=theme][value=system]", force=True)
+    assert tab.page.get_attribute("html", "data-theme") == "dark"
     tab.page.emulate_media(color_scheme="light")
-    assert tab.page.get_attribute("html", "data-theme") == "light"
+    tab.wait("document.documentElement.dataset.theme === 'light'")

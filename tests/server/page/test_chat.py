@@ -27,8 +27,8 @@ def test_an_answer_comes_with_its_counters(tab: Tab) -> None:
 def test_text_and_counters_grow_while_it_answers_and_stop_ends_it(tab: Tab) -> None:
     tab.page.fill("#question", LONG)
     tab.page.press("#question", "Enter")
-    grows = "() => document.querySelector('.text')?.innerText.split(' ').length > 8"
-    tab.page.wait_for_function(grows)
+    grows = "document.querySelector('.text')?.innerText.split(' ').length > 8"
+    tab.wait(grows)
     assert tab.page.is_visible("#meter")
     assert float(tab.text("#meter-rate")) > 0
     tab.page.click("#stop")
@@ -84,9 +84,9 @@ def test_conversations_stay_in_the_browser(tab: Tab) -> None:
     tab.ask(FACT)
     tab.page.click("#new")
     tab.ask(OTHER)
-    tab.page.wait_for_function("document.querySelectorAll('#conversations li').length === 2")
+    tab.wait("document.querySelectorAll('#conversations li').length === 2")
     tab.open()
-    tab.page.wait_for_function("document.querySelectorAll('#conversations li').length === 2")
+    tab.wait("document.querySelectorAll('#conversations li').length === 2")
     tab.page.locator("#conversations li button").nth(2).click()
     assert tab.text(".answer .text") == "Moper keeps 42 . done"
     tab.page.click(".answer .read")  # what it read was kept, too
@@ -94,7 +94,7 @@ def test_conversations_stay_in_the_browser(tab: Tab) -> None:
     tab.page.click("#panel-close")
     tab.page.locator("#conversations li").nth(1).hover()
     tab.page.locator("#conversations li button").nth(3).click()
-    tab.page.wait_for_function("document.querySelectorAll('#conversations li').length === 1")
+    tab.wait("document.querySelectorAll('#conversations li').length === 1")
     assert tab.page.is_visible("#welcome")
 
 

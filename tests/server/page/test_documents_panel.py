@@ -31,9 +31,7 @@ def names(tab: Tab) -> list[str]:
 
 
 def ready(tab: Tab, count: int) -> None:
-    tab.page.wait_for_function(
-        f"document.querySelectorAll('#documents-list li.ready').length === {count}"
-    )
+    tab.wait(f"document.querySelectorAll('#documents-list li.ready').length === {count}")
 
 
 def test_files_are_chosen_listed_and_removed(panel: Tab) -> None:
@@ -96,7 +94,7 @@ def test_documents_are_found_by_their_words(panel: Tab) -> None:
     panel.page.set_input_files("#file", [file("facts.txt", FACTS), file("others.md", OTHERS)])
     ready(panel, 2)
     panel.page.fill("#find", "plank")
-    panel.page.wait_for_function("document.querySelectorAll('#documents-list li').length === 1")
+    panel.wait("document.querySelectorAll('#documents-list li').length === 1")
     assert names(panel) == ["others.md"]
     assert "plank" in panel.text(".snippet")
     panel.page.fill("#find", "nowhere")

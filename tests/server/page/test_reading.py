@@ -163,7 +163,7 @@ def test_it_follows_an_answer_that_grows(tab: Tab) -> None:
     tab.page.fill("#question", make("derive", 1000, seed=0).prompt)
     tab.page.press("#question", "Enter")
     tab.page.click(".read")
-    tab.page.wait_for_function(
+    tab.wait(
         "document.querySelectorAll('#answer-text .token').length > 10"
         " && Number(document.querySelector('#step').value) > 9"
     )
