@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
     llm = flags.make_llm(arguments, documents=arguments.documents)
     from keyhole.async_llm import AsyncLLM
-    from keyhole.server import logs
+    from keyhole.server.monitoring import logs
     from keyhole.server.run import serve
 
     logs.configure(config.log_format)

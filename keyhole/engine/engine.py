@@ -403,7 +403,7 @@ class Engine:
                 ids, values = best[0][i], best[1][i]
                 shown = [*range(sequence.params.logprobs), -1]
                 sequence.logprobs.append({ids[j]: values[j] for j in shown})
-            sequence.first_token = sequence.first_token or now
+            sequence.token_times.append(now)
             sequence.tokens.append(token)
             self._end_if_done(sequence, token)
 
