@@ -68,7 +68,8 @@ class AnswerReads:
                 "layers": list(read.layers),
                 "ranges": [_ranges(*entry) for entry in zip(read.ranges, read.lists, strict=True)],
             }
-        return {**first, "tokens": shown, "counters": counters([stats])}
+        told = {"counters": counters([stats]), "step_ms": stats.step_ms}
+        return {**first, "tokens": shown, **told}
 
 
 def _ranges(ranges: np.ndarray, lists: int) -> list[list[float]]:

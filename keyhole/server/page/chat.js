@@ -131,16 +131,22 @@ function take(one, chunk) {
   if (!choice) return;
   one.text += choice.delta?.content ?? choice.text ?? "";
   one.finish = choice.finish_reason ?? one.finish;
-  const now = performance.now();
-  one.first ??= now;
   const { keyhole } = choice;
-  if (!keyhole) return;
+  if (!keyhole) return measure(one);
   one.trace ??= { prompt: [], tokens: [] };
   one.trace.prompt.push(...(keyhole.prompt ?? []));
   one.trace.tokens.push(...keyhole.tokens);
   one.counters = keyhole.counters;
   one.tokens = one.trace.tokens.length;
-  if (one.tokens > 1) one.rate = (1000 * (one.tokens - 1)) / (now - one.first);
+  if (keyhole.step_ms) one.rate = 1000 / keyhole.step_ms;
+}
+
+/** Without a record the pieces are counted, each of which is a token unless the reader is slow. */
+function measure(one) {
+  const now = performance.now();
+  one.first ??= now;
+  one.tokens = (one.tokens ?? 0) + 1;
+  if (now - one.first > 200) one.rate = (1000 * (one.tokens - 1)) / (now - one.first);
 }
 
 let waiting = null;

@@ -34,8 +34,10 @@ const purify = globalThis.DOMPurify;
 export function rendered(text) {
   const made = purify.sanitize(marked.parse(text), ALLOWED);
   for (const link of made.querySelectorAll("a")) {
-    link.target = "_blank";
-    link.rel = "noopener noreferrer nofollow";
+    if (link.hasAttribute("href")) {
+      link.target = "_blank";
+      link.rel = "noopener noreferrer nofollow";
+    } else link.replaceWith(...link.childNodes);
   }
   for (const block of made.querySelectorAll("pre")) block.replaceWith(code(block));
   for (const table of made.querySelectorAll("table")) {

@@ -145,8 +145,10 @@ function choose(place) {
 function pin(place) {
   follows = answer.state === "running" && place >= answer.trace.tokens.length - 1;
   pinned = place;
-  passage = -1;
   choose(place);
+  toPassage(0);
+  passage = -1;
+  $("#passage").textContent = "";
 }
 
 function drawStep() {

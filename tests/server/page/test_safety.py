@@ -84,7 +84,7 @@ def test_markdown_is_rendered(tab: Tab) -> None:
         "li": ["one", "two"],
         "blockquote": ["said"],
         "td": ["1", "2"],
-        "pre": ["print('<hello>')"],
+        "pre": ["print('<hello>')\n"],
         "a": ["a page"],
     }
     assert tab.text(".code-head span") == "python"
