@@ -5,6 +5,7 @@ READY := .venv/.ready
 PEERS_READY := .venv-peers/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
 KVPRESS_READY := .venv-kvpress/.ready
+VLLM_READY := .venv-vllm/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
 PAGE_READY := .venv-page/.ready
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-page lint types docs reference site serve-docs licences package lock gpu \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm test-page lint types docs reference site serve-docs licences package lock gpu \
   bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -53,6 +54,14 @@ test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 # The page of `keyhole serve` in Debian's Chromium, by Playwright; UPDATE_PICTURES=1 takes those of docs/ again.
 test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real browser, with .venv-page
 	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
+
+# Keyhole's policies inside vLLM on the CPU. Its warnings are vLLM's own, so they are no errors here.
+test-vllm: $(VLLM_READY) ## the plugin for vLLM, in .venv-vllm (5 GB); ARGS="-k delta" for some tests
+	@.venv-vllm/bin/python -m pytest -W default tests/integrations/vllm $(ARGS)
+
+# Where vLLM and a CUDA device are; it says so where they are not.
+gpu-vllm: ## the plugin for vLLM on a CUDA device, with the vLLM of PYTHON
+	@PYTHONPATH=. $(PYTHON) -m tests.integrations.vllm.on_gpu
 
 lint: $(READY) ## ruff, mypy and vulture
 	@.venv/bin/python -m ruff check --quiet .
@@ -158,6 +167,16 @@ $(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt 
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt \
 	  --requirement tests/integrations/kvpress.txt pytest --editable '.[kvpress]'
+	@touch $@
+
+# torchvision and its like from the package index are built for CUDA and break transformers on a CPU.
+$(VLLM_READY): pyproject.toml tests/integrations/vllm/vllm.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
+	@echo "setting up .venv-vllm"
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install -qq torch==2.13.0
+	@.venv-vllm/bin/python -m pip install -qq --requirement tests/integrations/vllm/vllm.txt
+	@.venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@.venv-vllm/bin/python -m pip install -qq --editable .
 	@touch $@
 
 $(TYPES_READY): constraints.txt

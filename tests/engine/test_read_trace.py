@@ -21,7 +21,7 @@ from keyhole import (
     TidalDecode,
 )
 from keyhole.engine import read_trace
-from keyhole.eval.trace.trace import Traced
+from keyhole.eval.policy_trace import Traced
 from keyhole.models.loading import Model, load
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model

@@ -221,7 +221,7 @@ function toPassage(step) {
   passage = step ? (passage + step + passages.length) % passages.length : 0;
   const span = spans[passages[passage]];
   const box = span.closest(".tokens");
-  box.scrollTop = span.offsetTop - box.offsetTop - box.clientHeight / 3;
+  box.scrollTop = span.offsetTop - box.clientHeight / 3;
   if (!step) return;
   $("#passage").textContent = `passage ${passage + 1} of ${passages.length}`;
   span.classList.remove("flash");
@@ -275,7 +275,7 @@ function stripChosen(event) {
   const place = Math.floor(((event.clientX - left) / width) * spans.length);
   const span = spans[Math.min(Math.max(0, place), spans.length - 1)];
   const box = span.closest(".tokens");
-  box.scrollTop = span.offsetTop - box.offsetTop - box.clientHeight / 2;
+  box.scrollTop = span.offsetTop - box.clientHeight / 2;
 }
 
 export function begin() {

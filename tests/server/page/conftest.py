@@ -115,7 +115,7 @@ def make_tab(chromium: Any, site: str) -> Iterator[Callable[..., Tab]]:
     def make(*, width: int = 1280, dark: bool = False, **options: Any) -> Tab:
         theme = "dark" if dark else "light"
         context = chromium.new_context(
-            viewport={"width": width, "height": 800},
+            viewport={"width": width, "height": 840},
             color_scheme=theme,
             permissions=["clipboard-read", "clipboard-write"],
             reduced_motion="reduce",

@@ -35,7 +35,7 @@ def ready(tab: Tab, count: int) -> None:
 
 
 def test_files_are_chosen_listed_and_removed(panel: Tab) -> None:
-    assert panel.text("#documents-none") == "No documents yet."
+    panel.page.wait_for_selector("text=No documents yet.")
     panel.page.set_input_files("#file", [file("facts.txt", FACTS), file("others.md", OTHERS)])
     ready(panel, 2)
     assert names(panel) == ["facts.txt", "others.md"]

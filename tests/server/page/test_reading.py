@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keyhole import LLM, SamplingParams
+from keyhole.eval.tiny_language.tasks import make
 from tests.server.page.conftest import FACT, Tab
 
 
@@ -158,8 +159,6 @@ def test_the_strip_has_a_row_for_each_layer(view: Tab, wanted: Any) -> None:
 
 
 def test_it_follows_an_answer_that_grows(tab: Tab) -> None:
-    from keyhole.eval.tiny_language.tasks import make
-
     tab.page.fill("#question", make("derive", 1000, seed=0).prompt)
     tab.page.press("#question", "Enter")
     tab.page.click(".read")
