@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
+from keyhole.cache.kept_tokens import RetainedPages
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.page_list import RetainedPages
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.policies.base import Selection
 

@@ -11,7 +11,7 @@ from keyhole.cache.layout import Geometry, ModelSize, memory_model
 from keyhole.config import EngineConfig
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import ConfigError
-from keyhole.models.files import parameters
+from keyhole.models import checkpoint
 from keyhole.models.loading import Model
 from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy
@@ -39,7 +39,7 @@ def model_size(model: Model, head: RetrievalHead | None) -> ModelSize:
         weight_bytes=sum(stored.values()),
         head_weight_bytes=sum(x.nbytes for x in own),
         vocab_size=model.vocab_size,
-        step_numbers=parameters.step_numbers(model.network.config),
+        step_numbers=checkpoint.step_numbers(model.network.config),
     )
 
 

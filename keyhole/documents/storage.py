@@ -1,7 +1,19 @@
-"""Documents in a folder of this machine: files are mapped into memory, and renamed into place.
+"""Storage of documents: the interface of a backend, and a local folder with file locks.
+
+Storage of documents: a local folder, or any URL that fsspec supports.
+
+A backend holds two folders of immutable files, which are only replaced as a whole: `documents`, the
+sources, and `records`, the models' encodings.
+
+Documents in a folder of this machine: files are mapped into memory, and renamed into place.
 
 A file is written under `parts`, locked by its writer, synced to disk (fsync), and renamed. A
 process that dies leaves an unlocked part, which the next start deletes.
+
+File locks between processes: they are released when the process ends, however it ends.
+
+One lock per store serialises changes. A lease is a shared lock on one record: a leased record is in
+use and is not deleted.
 """
 
 from __future__ import annotations
@@ -10,20 +22,99 @@ import fcntl
 import mmap
 import os
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-
-from keyhole.documents.storage import Entry
-from keyhole.documents.storage.lock import is_free
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LocalPlace", "LocalReader", "LocalStaged"]
+
+class Entry(NamedTuple):
+    """A file in a listing.
+
+    stamp: changes when the file is replaced. written: seconds since 1970 UTC, None if not known.
+    """
+
+    size_bytes: int
+    stamp: str
+    written: float | None
+
+
+class StorageReader(Protocol):
+    """An open file. bytes_read: bytes requested from the backend so far."""
+
+    size: int
+    bytes_read: int
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Bytes from start to stop, uint8 [stop - start] each; OSError if they cannot be read."""
+        ...
+
+    def close(self) -> None:
+        """Tensors that were read stay valid."""
+        ...
+
+
+class Staged(Protocol):
+    """A file that is written but not yet committed."""
+
+    def commit(self) -> str:
+        """Commits the file atomically; returns its stamp, "" if that is not known."""
+        ...
+
+    def discard(self) -> None:
+        """Discards the file; no effect after `commit`."""
+        ...
+
+
+class StorageBackend(Protocol):
+    """Files by a relative path such as "records/x". Every failure raises OSError.
+
+    url: for messages. folder: this machine's folder if it is one that can be written to.
+    grace_s: the age at which an unreferenced file is deleted: another machine may be about to
+    commit its reference; 0 where all writers share one lock.
+    """
+
+    url: str
+    folder: Path | None
+    grace_s: float
+
+    def files(self, folder: str) -> dict[str, Entry]:
+        """The files in "documents" or "records", by name."""
+        ...
+
+    def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
+        """The beginning of each file, b"" where it cannot be read."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """The whole file; FileNotFoundError if there is none."""
+        ...
+
+    def reader(self, path: str) -> StorageReader:
+        """The file, open; FileNotFoundError if there is none."""
+        ...
+
+    def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> Staged:
+        """Writes a file without committing it; a failure leaves nothing behind."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Deletes a file; no effect if it does not exist."""
+        ...
+
+    def lease_path(self, path: str) -> Path | None:
+        """A file of this machine to lock while the file is read; None if there is none."""
+        ...
+
+    def clean(self) -> None:
+        """Deletes partial files of crashed writers."""
+        ...
+
 
 _PARTS = "parts"
 
@@ -173,3 +264,65 @@ def _sync_folder(folder: Path) -> None:
 
 def _entry(status: os.stat_result) -> Entry:
     return Entry(status.st_size, f"{status.st_size}-{status.st_mtime_ns}", status.st_mtime)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Lease:
+    """Marks the file at `path` as in use, until `close`.
+
+    create: make the file if there is none; otherwise FileNotFoundError.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        while True:
+            self._descriptor = os.open(path, flags, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+                if not create or os.fstat(self._descriptor).st_nlink:
+                    return
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)  # it was deleted while we waited
+
+    def close(self) -> None:
+        """Releases the file; may be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@contextmanager
+def is_free(path: Path) -> Iterator[bool]:
+    """Whether there is no lease on `path`; inside the block no lease can begin.
+
+    A missing file is free; one that cannot be opened is not.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError:
+            free = False
+        yield free
+    finally:
+        os.close(descriptor)
