@@ -26,6 +26,7 @@ import numpy as np
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
+from keyhole.engine.read_trace import Read, read_of
 from keyhole.errors import ConfigError
 from keyhole.eval.report.plot_style import FILL
 from keyhole.eval.workload import MakeEngine, Shown, serve
@@ -156,17 +157,6 @@ class PolicyProxy(Policy):
         return self.inner.overhead_bytes(geometry, step)
 
 
-@dataclass(frozen=True, eq=False)
-class Read:
-    """A Selection on the host: indices int [B, H, n] of the text, -1 is padding.
-
-    H is 1, the KV heads, or the lists of `Policy.selection_heads`.
-    """
-
-    indices: np.ndarray
-    unit: int
-
-
 @dataclass(eq=False)
 class TracedStep:
     """One decode step: lengths int32 [B], and per layer what it read (None: everything)."""
@@ -180,11 +170,7 @@ class TracedStep:
         length, read = int(self.lengths[row]), self.reads[layer]
         if read is None:
             return np.ones((1, length), bool)
-        indices = read.indices[row]
-        seen = np.zeros((len(indices), -(-length // read.unit)), bool)
-        for head, chosen in zip(seen, indices, strict=True):
-            head[chosen[chosen >= 0]] = True
-        return seen.repeat(read.unit, axis=1)[:, :length]
+        return read.tokens(row, length)
 
 
 @dataclass(eq=False)
@@ -194,7 +180,7 @@ class Trace:
     steps: list[TracedStep] = field(default_factory=list)
     only: frozenset[int] | None = None
     _step: Step | None = None
-    _shared: tuple[Selection, Read] | None = None
+    _shared: tuple[Selection | None, Read | None] | None = None
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
         """Adds what a layer reads; a step not seen before begins a new row."""
@@ -216,13 +202,8 @@ class Trace:
             selection = (
                 thinned.selection(layer) if selection is None else thinned.within(layer, selection)
             )
-        if selection is None:
-            return None if left is None else Read(left.entries[:, None], step.page_size)
         if self._shared is None or selection is not self._shared[0]:
-            indices = selection.indices.cpu().numpy()
-            if left is not None:
-                indices = _placed(indices, left.entries, step.page_size // selection.unit)
-            self._shared = selection, Read(indices, selection.unit)
+            self._shared = selection, read_of(selection, left, step.page_size)
         return self._shared[1]
 
     @property
@@ -244,15 +225,6 @@ class Trace:
             filled = np.minimum(size, len(tokens) - starts)
             shares[: len(starts), column] = np.add.reduceat(tokens, starts) / filled
         return shares
-
-
-def _placed(indices: np.ndarray, entries: np.ndarray, per_page: int) -> np.ndarray:
-    """Where in the text the indices [B, H, n] stand that count only the pages that are left.
-
-    entries: int64 [B, W], those pages. per_page: how many indices a page has.
-    """
-    pages = np.take_along_axis(entries[:, None], np.maximum(indices, 0) // per_page, 2)
-    return np.where(indices < 0, -1, pages * per_page + indices % per_page)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     flags.add_policy(parser)
     flags.add_reuse(parser)
-    flags.add_settings(parser, SamplingParams, "sampling", without=("n",))
+    flags.add_settings(parser, SamplingParams, "sampling", without=("n", "trace"))
     flags.add_settings(parser, EngineConfig, "engine")
 
 
