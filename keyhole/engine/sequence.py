@@ -283,7 +283,7 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
 
     Raises what ended the request if that was an error.
     """
-    done, tokens = sequence.is_finished, sequence.generated[given:]
+    done, tokens = sequence.is_finished, sequence.tokens[len(sequence.prompt) + given :]
     if not (done or tokens):
         return None
     wanted = sequence.params.logprobs is not None
