@@ -1,4 +1,4 @@
-"""`LLM`: text in, text out. Everything else of the engine hides behind it."""
+"""`LLM`: prompts in, results out, over the engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
-from keyhole.method_settings import require_depth
 from keyhole.models.loading import Model, adopt, load
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
+from keyhole.registry import require_depth
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.tokenization import (

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.method_settings import is_settings_file, parse, parse_one, written
 from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.registry import is_settings_file, parse, parse_one, written
 
 # Shapes of models, as fields of transformers' configurations; the weights are always random.
 #

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keyhole.cache.offload.resident_buffer import Frame, Resident, ResidentBuffer
-from keyhole.cache.offload.tiers import Tier
 from keyhole.cache.pages import PageCache
+from keyhole.cache.resident_buffer import Frame, Resident, ResidentBuffer
+from keyhole.cache.tiers import Tier
 from keyhole.errors import CapacityError
 from keyhole.kernels import Selection
 from keyhole.planner import buffer_tokens

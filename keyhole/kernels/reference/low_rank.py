@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.composite.gathered_attention import gather_tokens
-from keyhole.kernels.composite.rope import Rotation, shift_rope
-from keyhole.kernels.composite.selections import summary_scores
+from keyhole.kernels.reference.gathered_attention import gather_tokens
+from keyhole.kernels.reference.rope import Rotation, shift_rope
+from keyhole.kernels.reference.selections import summary_scores
 
 # Chunks of keys: their landmarks, which of them are outliers, and scores (ShadowKV).
 #

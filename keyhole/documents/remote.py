@@ -21,13 +21,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from keyhole.config import require
-from keyhole.documents.digest import sha256
-from keyhole.documents.storage import Entry, StorageBackend
-from keyhole.documents.storage.local import LocalPlace
+from keyhole.documents.integrity import sha256
+from keyhole.documents.storage import Entry, LocalPlace, StorageBackend
 from keyhole.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 __all__ = ["RemotePlace", "RemoteReader", "RemoteStaged", "open_place"]
 

@@ -29,7 +29,7 @@ from keyhole.errors import ConfigError, ModelError, UnknownNameError
 
 #: The name of the bundled model; a folder of this name is "./tiny".
 TINY = "tiny"
-TINY_FOLDER = Path(__file__).parents[1] / "tiny" / "keyhole-tiny"
+TINY_FOLDER = Path(__file__).parent / "tiny" / "keyhole-tiny"
 
 
 def named(model: object) -> str:

@@ -1,21 +1,29 @@
-"""A cell of an evaluation: samples of a task answered under a press, as one line of results.
+"""Runs evaluation tasks under the presses (KV cache compressors) of kvpress; see docs/kvpress.md.
 
-Samples, their tokens and the fields of a line are those of `keyhole eval`, so that lines of both
-stand in one file. What differs is what a press is: in setup `prompt` it sees the question, in setup
-`question` only the context, which is kvpress's own usage; and decode steps are those of the answer
-alone, as the question is computed in one forward.
+Names may have settings: `--presses snapkv:window_size=32,tova --tasks passkey:depth=0.5`. For the
+bundled model, a task in plain English is replaced by its form in that model's vocabulary. Every
+cell (task, length, setup, press, budget) adds a line to --output; a cell that is there already with
+as many samples is not measured again. Exit status 1 if a cell was refused.
+
+Samples, their tokens and the fields of a line are those of `keyhole eval`, so that one file can
+hold the lines of both. In setup `prompt` a press sees the question; in setup `question` it sees the
+context only, which is kvpress's own usage. Decode steps are those of the answer alone, as the
+question is computed in one forward pass.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib.metadata
+import itertools
+import json
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,23 +33,25 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import keyhole
+from keyhole import registry
 from keyhole.bench import measure
 from keyhole.config import is_count, require
-from keyhole.errors import ModelError, NumericalError, UnknownNameError
+from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError, UnknownNameError
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.settings import SETUPS
-from keyhole.eval.tasks import Task
+from keyhole.eval.tasks import Task, answered, parse
 from keyhole.eval.workload import Answered
-from keyhole.integrations.kvpress.presses import Press
+from keyhole.integrations.presses import Press, make_press, presses
 from keyhole.models import families
-from keyhole.models.loading import Model
+from keyhole.models.loading import Model, load
+from keyhole.models.locate import TINY, is_tiny
+from keyhole.registry import Spec
 
-# A model of transformers that answers one prompt at a time from what a press left of it.
-#
-# Positions are given with every forward: the cache of a pressed prompt is shorter than the prompt,
-# and its length, which transformers would take, is not where the next token stands. They are given
-# as `cache_position` too, where kvpress looks to tell a prefill; transformers has no such thing any
-# more from 5.3 on, hands it down all the same, and without it every press fails.
+# Every forward pass is given its positions: the cache of a compressed prompt is shorter than the
+# prompt, so transformers would derive wrong positions from its length. They are also passed as
+# `cache_position`, by which kvpress recognises a prefill; transformers 5.3 and later ignore this
+# argument but pass it on, and every press fails without it.
 
 
 @dataclass(kw_only=True)
@@ -255,3 +265,104 @@ def _costs(answers: list[PressAnswer]) -> dict[str, Any]:
         "step_ms": statistics.median(times) if times else None,
         "peak_bytes": max(answer.peak_bytes for answer in answers),
     }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m keyhole.integrations.kvpress",
+        description="Tasks under kvpress's compressors, in the lines of `keyhole eval`.",
+    )
+    add = parser.add_argument
+    add("model", nargs="?", default=TINY, help="folder, hub id, or tiny: the bundled model")
+    add("--presses", default="snapkv,tova", metavar="NAMES", help=f"of {', '.join(presses())}")
+    add("--budgets", default="128,256", metavar="TOKENS", help="kept of a prompt, per KV head")
+    add("--interval", type=int, metavar="TOKENS", help="press again after so many generated tokens")
+    add("--tasks", default="passkey,key_value", metavar="NAMES", help="as of `keyhole eval`")
+    add("--lengths", default="2048", metavar="TOKENS", help="of a sample, its answer included")
+    add("--setup", default="prompt", help=f"what is pressed: {', '.join(SETUPS)} or both")
+    add("--limit", type=int, default=16, metavar="N", help="samples in a cell")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--output", default="keyhole-eval.jsonl", metavar="FILE", help="where lines are added")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what is not there yet, one line each here and in the file."""
+    cells, file = list(_cells(arguments)), LineFile(arguments.output)
+    evaluation = PressEvaluation(load(arguments.model, arguments.device, arguments.dtype))
+    refused = 0
+    for cell in cells:
+        press, length = cell.press, cell.length
+        name = f"{cell.task.name} {length} {cell.setup} {press.name} {press.budget}"
+        stored = file.find(evaluation.known_by(cell), cell.samples)
+        try:
+            line = stored or evaluation.line(cell)
+        except KeyholeError as error:
+            print(f"{name}: refused: {error}", file=sys.stderr)
+            refused += 1
+            continue
+        if stored is None:
+            file.add(line)
+        print(_told(name, line) + ("" if stored is None else ", there already"), flush=True)
+    return 1 if refused else 0
+
+
+def _told(name: str, line: Mapping[str, Any]) -> str:
+    """A cell for people; without a decode step there is nothing to say of steps."""
+    if not line["decode_steps"]:
+        return f"{name}: score {line['score']:.3f}"
+    return (
+        f"{name}: score {line['score']:.3f}, {100 * line['read_share']:.1f} % of keys read, "
+        f"{line['step_ms']:.1f} ms a step"
+    )
+
+
+def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
+    """All combinations; ConfigError for what cannot be understood."""
+    made = [
+        make_press(spec.name, budget, _settings(spec), arguments.interval)
+        for spec in registry.parse(arguments.presses)
+        for budget in _numbers(arguments.budgets, "--budgets")
+    ]
+    bundled = is_tiny(arguments.model)
+    parsed = parse(arguments.tasks, bundled=bundled)
+    tasks = answered(parsed, "forces a text; kvpress's presses only answer")
+    lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
+    for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
+        yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
+
+
+def _settings(spec: Spec) -> dict[str, Any]:
+    """In the types that they have in JSON: kvpress does not say what they may be."""
+    try:
+        return {name: json.loads(value) for name, value in spec.settings}
+    except ValueError as error:
+        raise ConfigError(
+            f"settings in {spec.text!r} must be numbers, true or false, such as "
+            "snapkv:window_size=32"
+        ) from error
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas between") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command, where errors meant for a user are one line."""
+    try:
+        return run(_parser().parse_args(arguments))
+    except KeyholeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
