@@ -136,7 +136,7 @@ class Engine:
         recorded = self._runner._recorded
         if recorded is None:
             return f"there are no CUDA graphs on a device of kind {self.model.device.type}"
-        if self.policy.reads_keys and self.cache.lower_layers:
+        if self.policy.reads_keys and self.cache.offloaded_layers:
             return "the policy reads keys, and layers are offloaded"
         return recorded.why_not
 
@@ -370,7 +370,7 @@ class Engine:
     def _move_up(self, placement: LayerOffloader) -> None:
         demand = self.scheduler.demand()
         if demand is not None:
-            placement.move_up(demand, self.prefix, self._renumber)
+            placement.make_resident(demand, self.prefix, self._renumber)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
         self.scheduler.renumber(numbers)

@@ -299,7 +299,7 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
 
     Raises the error that ended the request, if one did.
     """
-    done, tokens = sequence.is_finished, sequence.generated[given:]
+    done, tokens = sequence.is_finished, sequence.tokens[len(sequence.prompt) + given :]
     if not (done or tokens):
         return None
     wanted = sequence.params.logprobs is not None
