@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+import benchmarks
 import keyhole
 from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.bench import measure
@@ -58,7 +59,7 @@ def main() -> None:
         arguments.share,
     )
     settings = {name: value for name, value in vars(arguments).items() if name != "note"}
-    LineFile(measure.results() / "adaptive-layers.jsonl").add(line | settings | {"parts": found})
+    LineFile(benchmarks.results() / "adaptive-layers.jsonl").add(line | settings | {"parts": found})
     for part in found:
         print(part)
 
@@ -86,7 +87,7 @@ def run(model: Model, words: int, texts: int, budget: int, share: float) -> list
         placement = llms["all below"].engine.placement
         assert placement is not None
         placement.least = len(placement.plan.model.order)
-        placement.move_down(placement.least)
+        placement.offload_layer(placement.least)
         requests = {
             name: [llm.submit(item.prompt, params) for item in items] for name, llm in llms.items()
         }

@@ -36,10 +36,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+import benchmarks
 import keyhole
 from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.bench import measure
-from keyhole.bench.model import give_back
+from keyhole.bench.model import release_memory
 from keyhole.engine.engine import Engine
 from keyhole.eval.tiny_language.tasks import is_correct, make, share_before_first_error
 from keyhole.models.loading import Model, load
@@ -92,8 +93,8 @@ def main() -> int:
         )
         line["results"].append(json.loads(done.stdout.splitlines()[-1]))
         print(_told(line["results"][-1]), flush=True)
-    output = measure.results() / "beyond-memory.jsonl"
-    measure.append(output, line)
+    output = benchmarks.results() / "beyond-memory.jsonl"
+    benchmarks.append(output, line)
     print(f"written: {output}")
     return 0
 
@@ -145,8 +146,8 @@ def _limited(arguments: argparse.Namespace) -> dict[str, Any]:
             "right_share": share_before_first_error(item, request.detokenizer.text),
             "tokens_reached": request.num_computed,
             "layers_below": engine.placement.offloaded if engine.placement else 0,
-            "upper_bytes": engine.cache.upper_bytes,
-            "lower_bytes": engine.cache.lower_bytes,
+            "resident_bytes": engine.cache.resident_bytes,
+            "offloaded_bytes": engine.cache.offloaded_bytes,
             "peak_bytes": peaks | {"VmHWM": _status("VmHWM")},
             "seconds": round(time.perf_counter() - begin, 1),
         }
@@ -178,7 +179,7 @@ def _warm_up(model: Model, folder: str) -> None:
     done = llm.generate(item.prompt, SamplingParams(max_tokens=64, temperature=0.0))
     assert done.stats.offloaded_layers, "layers should have moved"
     del llm
-    give_back()
+    release_memory()
 
 
 def _status(name: str) -> int:
@@ -208,8 +209,8 @@ def _told(result: dict[str, Any]) -> str:
         lines += [
             f"  {result['tokens_reached']:,} tokens in {result['seconds']} s, "
             f"{result['right_share']:.1%} right before the first wrong word; "
-            f"{result['layers_below']} layers below; above {mib('upper_bytes')}, below "
-            f"{mib('lower_bytes')}",
+            f"{result['layers_below']} layers below; above {mib('resident_bytes')}, below "
+            f"{mib('offloaded_bytes')}",
             f"  peaks in MiB: {', '.join(peaks)}",
         ]
     return "\n".join([*lines, *([f"  {result['error']}"] if "error" in result else [])])

@@ -211,6 +211,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
     ignore_eos: bool = setting(False, "go on after the model's end-of-sequence tokens")
     logprobs: int | None = setting(None, "give log-probabilities of the top k and the chosen token")
+    trace: bool = setting(False, "give which tokens each layer read for every generated token")
 
     def __post_init__(self) -> None:
         settle_types(self)

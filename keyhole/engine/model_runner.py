@@ -1,9 +1,4 @@
-"""Runs one planned step: packs the tokens in a row, calls the model, counts what was read.
-
-What the layers of a step read for its decoding sequences, counted.
-
-Runs one planned step: packs the tokens in a row, calls the model, counts what was read.
-"""
+"""Runs one planned step: packs the tokens in a row, calls the model, counts what was read."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import KeptTokenRows, RetainedPages, Thinned
+from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPages
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
@@ -28,6 +23,7 @@ from keyhole.engine.decode_inputs import (
     numbers_of,
 )
 from keyhole.engine.head_runner import HeadRunner
+from keyhole.engine.read_trace import trace_decodes, trace_prompt
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels.reference.rope import Rotation
@@ -93,7 +89,7 @@ class Runner:
     """The model with its cache and policy.
 
     keeper: the policy whose `on_append` sees written pages; None: `policy`.
-    recorder: how decode steps are recorded, to be repeated; None: each one is launched anew.
+    recorder: captures decode steps for replay; None: operations are launched one by one.
     """
 
     def __init__(
@@ -117,10 +113,10 @@ class Runner:
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
         like = torch.empty(0, dtype=model.dtype, device=model.device)
-        # The last row is for rows of a recorded step that stand for no sequence.
+        # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
-        self._thinned = Thinned(len(cache.keys), max_batch, model.device)
+        self._thinned = KeptTokenTable(len(cache.keys), max_batch, model.device)
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
@@ -197,11 +193,22 @@ class Runner:
         self._loads = self._prefetcher.end() if loading and self._prefetcher else None
         if victims is not None and batch.step is not None and batch.step.retained is not None:
             self._victims = victims, batch.step.retained.due, plan.decodes
+        self._trace(plan, batch)
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
         return reads
+
+    def _trace(self, plan: SchedulerOutput, batch: Batch) -> None:
+        """Records the reads of those sequences that are traced."""
+        traces = [sequence.trace for sequence in plan.decodes]
+        if any(trace is not None for trace in traces):
+            trace_decodes(traces, batch, self._cache.geometry)
+        for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
+            end = sequence.num_computed + count
+            if sequence.trace is not None and end == len(sequence.tokens):
+                trace_prompt(sequence.trace, chunk, end, self._cache.geometry)
 
     def renumber(self) -> None:
         """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
@@ -271,11 +278,11 @@ class Runner:
         return victims, counted(batch.reads, batch.step, self._cache.geometry, self._policy)
 
     def _is_plain(self, plan: SchedulerOutput) -> bool:
-        """Whether a step is nothing but decoding, over all tokens."""
-        below = self._cache.lower_layers
+        """Whether a step is nothing but decoding, over all tokens, and none is traced."""
+        below = self._cache.offloaded_layers
         if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
             return False
-        return all(sequence.kept is None for sequence in plan.decodes)
+        return all(s.kept is None and s.trace is None for s in plan.decodes)
 
     @torch.no_grad()
     def _decode(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:

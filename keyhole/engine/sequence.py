@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keyhole.config import SamplingParams
 from keyhole.engine.documents.filling import Context, Filling, Reused
+from keyhole.engine.read_trace import ReadTrace, TokenReads
 from keyhole.engine.request import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
 from keyhole.tokenization import Detokenizer
@@ -19,10 +20,10 @@ from keyhole.tokenization import Detokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What one request cost. None: does not apply.
+    """The cost of one request. None: does not apply.
 
     Fractions and bytes are of decode steps only, as prefill is always exact and full.
-    attended_fraction: keys read / keys there, mean over layers and steps.
+    attended_fraction: keys read / keys cached, mean over layers and steps.
     moved_bytes, hit_rate: what offloaded layers loaded, and the share of selected tokens
     that was there already.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
@@ -64,7 +65,7 @@ class Counters:
     moved_bytes: int = 0
 
     def add_step(self, attended_fraction: float, kv_bytes: float, other_bytes: float) -> None:
-        """One step more, in place: this is done for every sequence in every step."""
+        """Adds one step in place, as this runs for every sequence in every step."""
         self.attended_fraction += attended_fraction
         self.kv_bytes += kv_bytes
         self.other_bytes += other_bytes
@@ -84,7 +85,7 @@ class Counters:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what was generated after it.
+    """A prompt and its generated tokens.
 
     tokens: prompt and generated tokens. num_computed: how many have keys and values in `pages`.
     prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
@@ -101,6 +102,7 @@ class Sequence:
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
+    trace: what was read for its tokens, if its params ask for that.
     arrival, begun, token_times: when it came, when it was first let in, and when each token was
     sampled, in seconds of `time.perf_counter`.
     """
@@ -135,6 +137,7 @@ class Sequence:
     error: KeyholeError | None = None
     counters: Counters = field(default_factory=Counters)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    trace: ReadTrace | None = field(init=False)
     logits: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.perf_counter)
     begun: float | None = None
@@ -147,6 +150,12 @@ class Sequence:
         self.tokens = [*self.prompt, *self.given]
         self.random = random.Random(self.params.seed)
         self.changes_scores = self.params.changes_scores
+        self.trace = ReadTrace(len(self.prompt)) if self.params.trace else None
+
+    @property
+    def reads(self) -> list[TokenReads] | None:
+        """What was read for its generated tokens; None if nobody asks."""
+        return None if self.trace is None else self.trace.tokens
 
     @property
     def generated(self) -> list[int]:
@@ -155,18 +164,18 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all known tokens are computed, so that the next one can be chosen."""
+        """Whether all known tokens are computed, so that the next one can be sampled."""
         return self.num_computed == len(self.tokens)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the prompt that it shares is still to be computed by another one."""
+        """Whether another sequence is still computing the prompt that both share."""
         first = self.after
         return first is not None and not first.is_finished and not first.is_prompt_computed
 
     @property
     def wants_documents(self) -> bool:
-        """Whether its documents are still to be filled, or their filling to be begun."""
+        """Whether its documents are not completely filled yet."""
         return self.context is not None and (self.filling is None or self.filling.filled is None)
 
     @property
@@ -175,7 +184,7 @@ class Sequence:
         return self.num_computed >= len(self.prompt)
 
     def wants_logits(self, end: int) -> bool:
-        """Whether the logits after the first `end` tokens are needed, to choose or to keep."""
+        """Whether the logits after the first `end` tokens are needed, to sample or to keep."""
         return end == len(self.tokens) or self.keeps_logits(end)
 
     def keeps_logits(self, end: int) -> bool:
@@ -189,7 +198,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with a result or an error."""
         return self.finish_reason is not None
 
     def stats(self) -> Stats:
@@ -217,16 +226,18 @@ class Sequence:
         )
 
 
-#: Characters of a text that a notebook shows of a result.
+#: The characters of a text that `repr` of a result shows.
 _SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a request gave.
+    """The result of a request.
 
     finish_reason: "stop" (end token, stop text or id), "length" or "abort".
     logprobs: per generated token a dict token id -> log-probability, if asked for.
+    reads: per generated token the tokens that each layer read, if asked for (`trace`); of a very
+    long answer those of its first tokens.
     reused: what an answer took from stored documents (`LLM.ask`). others: the other completions of
     the prompt, where `SamplingParams.n` asks for several. arrival: when the request came, seconds
     since 1970, UTC. token_times: seconds from there to each sampled token.
@@ -238,6 +249,7 @@ class Result:
     stats: Stats
     prompt_token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
+    reads: list[TokenReads] | None = None
     reused: Reused | None = None
     others: tuple[Result, ...] = ()
     arrival: float = 0.0
@@ -263,14 +275,18 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one step of a stream gave; the last piece carries the whole result.
+    """The output of one step of a stream; the last piece has the whole result.
 
-    logprobs: of these tokens, as in `Result`.
+    logprobs, reads: of these tokens, as in `Result`. prompt_token_ids: with the first reads.
+    stats: the counters so far, where reads are asked for.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
+    reads: list[TokenReads] | None = None
+    prompt_token_ids: list[int] | None = None
+    stats: Stats | None = None
     result: Result | None = None
 
 
@@ -279,18 +295,22 @@ def _shortened(text: str) -> str:
 
 
 def piece_of(sequence: Sequence, given: int) -> Piece | None:
-    """What came of a stream behind its first `given` tokens; None: nothing yet.
+    """The piece of a stream after its first `given` tokens; None: nothing new yet.
 
-    Raises what ended the request if that was an error.
+    Raises the error that ended the request, if one did.
     """
-    done, tokens = sequence.is_finished, sequence.generated[given:]
+    done, tokens = sequence.is_finished, sequence.tokens[len(sequence.prompt) + given :]
     if not (done or tokens):
         return None
     wanted = sequence.params.logprobs is not None
+    reads = sequence.reads
     return Piece(
         text=sequence.detokenizer.take(final=done),
         token_ids=tokens,
         logprobs=sequence.logprobs[given : given + len(tokens)] if wanted else None,
+        reads=None if reads is None else reads[given : given + len(tokens)],
+        prompt_token_ids=None if reads is None or given else list(sequence.prompt),
+        stats=None if reads is None else sequence.stats(),
         result=result_of(sequence) if done else None,
     )
 
@@ -307,6 +327,7 @@ def result_of(sequence: Sequence) -> Result:
         stats=sequence.stats(),
         prompt_token_ids=list(sequence.prompt),
         logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+        reads=sequence.reads,
         reused=sequence.reused,
         arrival=time.time() - (time.perf_counter() - sequence.arrival),
         token_times=[at - sequence.arrival for at in sequence.token_times],

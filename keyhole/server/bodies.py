@@ -42,12 +42,16 @@ class StreamOptions(BaseModel):
 
 
 class KeyholeBody(BaseModel):
-    """What a request reads: a policy by name, None is the server's, and a budget up to its own."""
+    """What a request reads: a policy by name, None is the server's, and a budget up to its own.
+
+    trace: whether the answer says which tokens each layer read for every generated token.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     policy: str | None = None
     token_budget: int | None = Field(None, ge=1)
+    trace: bool = False
 
 
 class SamplingBody(BaseModel):
@@ -61,7 +65,7 @@ class SamplingBody(BaseModel):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=10_000)  # a server's own limit is lower
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -91,7 +95,8 @@ class SamplingBody(BaseModel):
         if given.get("top_k") == -1:  # vLLM's word for all
             given["top_k"] = 0
         given.setdefault("max_tokens", default_max_tokens)
-        return SamplingParams(**given, logprobs=logprobs)
+        trace = self.keyhole is not None and self.keyhole.trace
+        return SamplingParams(**given, logprobs=logprobs, trace=trace)
 
     def policy(self, own: Policy) -> PolicySpec | None:
         """The policy that the request asks for; None is `own`, the server's.
@@ -112,7 +117,7 @@ class SamplingBody(BaseModel):
         settings = {} if budget is None else {"token_budget": budget}
         name = None if asked.policy is None else policy_name(asked.policy)
         if name is None or name == own.name:
-            return settings
+            return settings or None
         known = available_policies()
         if name not in known:
             raise UnknownNameError("policy", name, known)

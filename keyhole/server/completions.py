@@ -21,6 +21,7 @@ from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody, Search
 from keyhole.server.documents.passages import passages_of
 from keyhole.server.documents.routes import search
 from keyhole.server.errors import ApiError, api_error
+from keyhole.server.reads import AnswerReads
 from keyhole.server.state import State, state_of
 
 logger = logging.getLogger("keyhole.server")
@@ -168,7 +169,12 @@ async def _whole(
                 state.finished(piece.result)
     ordered = [results[index] for index in range(len(streams))]
     documents = None if told is None else await asyncio.to_thread(told, ordered[0])
-    return JSONResponse(answer.whole(ordered, state.tokenizer, documents))
+    said = answer.whole(ordered, state.tokenizer, documents)
+    for choice, result in zip(said["choices"], ordered, strict=True):
+        if result.reads is not None:
+            of = AnswerReads(state.tokenizer)
+            choice["keyhole"] = await asyncio.to_thread(of.whole, result)
+    return JSONResponse(said)
 
 
 async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
@@ -200,10 +206,15 @@ async def _events(
     """Server-sent events, the last of them "[DONE]"; stack: left when the stream is."""
     results: dict[int, Result] = {}
     begun: set[int] = set()
+    reads: dict[int, AnswerReads] = {}
     with stack:
         async with asyncio.timeout(state.config.timeout), aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
-                yield _event(answer.piece(index, piece, state.tokenizer, first=index not in begun))
+                said = answer.piece(index, piece, state.tokenizer, first=index not in begun)
+                if piece.reads is not None:
+                    of = reads.setdefault(index, AnswerReads(state.tokenizer))
+                    said["choices"][0]["keyhole"] = await asyncio.to_thread(of.piece, piece)
+                yield _event(said)
                 begun.add(index)
                 if piece.result is not None:
                     results[index] = piece.result

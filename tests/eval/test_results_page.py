@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import benchmarks
 from benchmarks import results_page, speed_pages
 from benchmarks.results_page import controls
 from benchmarks.results_page import errors as results_errors
@@ -22,7 +23,6 @@ from benchmarks.results_page.cells import (
     gain_over_fixed,
     of_task,
 )
-from keyhole.bench import measure
 from keyhole.eval.policy_trace import SelectionMap
 from tests.eval import eval_lines
 
@@ -83,7 +83,7 @@ def rows(text: str, title: str) -> dict[str, list[str]]:
 
 
 def test_the_page_and_its_pictures_are_those_of_the_stored_lines() -> None:
-    results, docs = measure.results(), ROOT / "docs"
+    results, docs = benchmarks.results(), ROOT / "docs"
     found = results_page.stored(results / results_page.LINES)
     errors = results_page.stored(results / results_page.ERRORS)
     scope = results_page.stored(results / results_page.SCOPE)
@@ -110,7 +110,7 @@ def test_what_was_not_measured_is_a_dash_and_not_a_nought() -> None:
     assert scores["`delta`"] == ["90", "100"] + ["–"] * 5
     assert scores["`quest`"] == ["30"] + ["–"] * 6
     assert rows(text, "(below 1: answers stop early):")["`delta`"][:2] == ["1.02", "1.00"]
-    assert rows(text, "the policy chooses by:")["`delta`"][:2] == ["128", "256"]
+    assert rows(text, "reads in order to select:")["`delta`"][:2] == ["128", "256"]
     assert "10 at 1,024 tokens, 10 at 2,048 tokens" in " ".join(text.split())
     assert "passkey" not in text
     assert "`somebody`" in text.split(ASKED["tiny_recall"].title)[1]
