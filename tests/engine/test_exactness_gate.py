@@ -222,6 +222,5 @@ def test_a_listed_kind_runs_as_ever(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_page_of_families_is_what_the_gate_measures() -> None:
     assert (
-        reference_pages.render_families()
-        == (reference_pages.ROOT / "docs/models.md").read_text()
+        reference_pages.render_families() == (reference_pages.ROOT / "docs/models.md").read_text()
     ), "run `python -m benchmarks.reference_pages --families`"
