@@ -27,7 +27,7 @@ from keyhole.cli.about import description, settings_of, summary
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Formatter, Parser
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.exactness_gate import families_of_transformers, measure_family
+from keyhole.exactness_gate import families_of_transformers, measure_family
 from keyhole.policies import available_policies
 from keyhole.reuse import available_reuse_methods
 

@@ -17,10 +17,10 @@ from keyhole.config import EngineConfig, SamplingParams, parse_bytes
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.engine import Engine
-from keyhole.engine.exactness_gate import require
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
+from keyhole.exactness_gate import require
 from keyhole.models.loading import Model, adopt, load
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy

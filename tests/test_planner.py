@@ -255,7 +255,7 @@ import torch
 from keyhole.bench import memory
 from keyhole.llm import LLM
 from keyhole.config import SamplingParams
-from keyhole.engine.exactness_gate import require
+from keyhole.exactness_gate import require
 from keyhole.models.loading import load
 
 cpu = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole.cli.common import terminal
 
 if TYPE_CHECKING:
-    from keyhole.engine.exactness_gate import Exactness
+    from keyhole.exactness_gate import Exactness
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tqdm.auto import tqdm
 
     from keyhole.cli.common.flags import quiet
-    from keyhole.engine.exactness_gate import families_of_transformers, measure_family
+    from keyhole.exactness_gate import families_of_transformers, measure_family
 
     quiet()
     names = arguments.family or families_of_transformers()

@@ -21,8 +21,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, parse_bytes
-from keyhole.engine.exactness_gate import require
 from keyhole.errors import ConfigError
+from keyhole.exactness_gate import require
 from keyhole.hf.hooks import Hooks, SparseRun
 from keyhole.models import families, own_attention
 from keyhole.models.attention import NAME

@@ -1,7 +1,7 @@
 """What a model's config says of its cache: kinds and shapes of layers, and the longest sequence.
 
 There is no list of families. `check` refuses what cannot be expressed; whether the rest is exact is
-measured by `keyhole.engine.exactness_gate`.
+measured by `keyhole.exactness_gate`.
 """
 
 from __future__ import annotations

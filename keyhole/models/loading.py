@@ -52,7 +52,7 @@ CALIBRATION_FILE = "keyhole-delta.json"
 #: SpeContext uses a folder of `keyhole train-head` with this name there.
 HEAD_FOLDER = "keyhole-head"
 
-#: Called with a config and the model's name; see `keyhole.engine.exactness_gate.require`.
+#: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
 Accept = Callable[[Any, str], None]
 
 _DTYPES: dict[Any, Any] = {

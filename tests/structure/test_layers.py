@@ -19,6 +19,7 @@ LAYERS = (
     {"policies", "reuse"},
     {"models"},
     {"engine"},
+    {"exactness_gate"},
     {"llm"},
     {"async_llm"},
     {"eval", "hf"},

@@ -119,7 +119,7 @@ def load_model(arguments: argparse.Namespace) -> Model:
     terminal.status(f"loading {arguments.model or TINY} ...")
     quiet()
     from keyhole.bench import measure
-    from keyhole.engine.exactness_gate import require
+    from keyhole.exactness_gate import require
     from keyhole.models.loading import load_files
 
     measure.device(arguments.device)  # before the weights

@@ -12,10 +12,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks import reference_pages
-from keyhole import LLM, ModelError, SamplingParams, UnknownNameError
+from keyhole import LLM, ModelError, SamplingParams, UnknownNameError, exactness_gate
 from keyhole.cache.layout import LayerLayout
-from keyhole.engine import exactness_gate
-from keyhole.engine.exactness_gate import measure, measure_family, require
+from keyhole.exactness_gate import measure, measure_family, require
 from keyhole.models import families, own_attention
 from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model
