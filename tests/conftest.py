@@ -12,6 +12,7 @@ try:
 except ImportError:  # the tests in gpu/ run where nothing can be installed, and use none
     settings = None
 
+#: Tensors here are small; the kernels' own tests use two threads.
 torch.set_num_threads(1)
 
 if settings is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
+from tests.effort import examples
 from tests.kernels.paged import DTYPES
 
 
@@ -17,7 +18,7 @@ from tests.kernels.paged import DTYPES
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_tokens_land_in_their_slots_and_nothing_else_changes(
     size: int, heads: int, shared: bool, dtype: torch.dtype, data: st.DataObject
 ) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
 from keyhole.kernels import ScoreRequest, Selection
+from tests.effort import examples
 from tests.kernels.paged import Paged, assert_close, paged
 from tests.oracle import attention, float64, per_page, token_scores, tokens_of, visible
 
-examples = settings(max_examples=150)
+many = examples(150)
 
 
 def _wanted(case: Paged, read: list[list[list[int]]]) -> np.ndarray:
@@ -52,7 +53,7 @@ def _attend(case: Paged, selection: Selection | None) -> torch.Tensor:
 
 
 @given(paged())
-@examples
+@many
 def test_everything_or_the_window_is_read(case: Paged) -> None:
     read = [[visible(n, case.window)] * case.num_kv_heads for n in case.lengths.tolist()]
     assert_close(_attend(case, None), _wanted(case, read), case.query.dtype)
@@ -86,7 +87,7 @@ def selections(draw: st.DrawFn) -> tuple[Paged, Selection, list[list[list[int]]]
 
 
 @given(selections())
-@examples
+@many
 def test_only_the_selection_is_read(
     example: tuple[Paged, Selection, list[list[list[int]]]],
 ) -> None:
@@ -95,7 +96,7 @@ def test_only_the_selection_is_read(
 
 
 @given(paged(windows=False), st.data())
-@examples
+@many
 def test_scores_are_reduced_weights_and_the_output_is_the_same(
     case: Paged, data: st.DataObject
 ) -> None:
@@ -146,7 +147,7 @@ def test_scores_are_reduced_weights_and_the_output_is_the_same(
 
 
 @given(paged(windows=False))
-@settings(max_examples=20)
+@examples(20)
 def test_scores_that_are_not_reduced_are_those_of_each_query_head(case: Paged) -> None:
     out, (scores, summed) = kernels.attend_and_score(
         case.query,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from keyhole import kernels
+from tests.effort import examples
 from tests.kernels.paged import Paged, assert_close, paged
 from tests.oracle import bound, bounds, float64
 
-examples = settings(max_examples=100)
+many = examples(100)
 
 
 def _bounds(case: Paged) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +26,7 @@ def _bounds(case: Paged) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(paged())
-@examples
+@many
 def test_bounds_cover_exactly_the_tokens_that_are_there(case: Paged) -> None:
     low, high = _bounds(case)
     touched = torch.zeros(len(low), dtype=torch.bool)
@@ -40,7 +41,7 @@ def test_bounds_cover_exactly_the_tokens_that_are_there(case: Paged) -> None:
 
 
 @given(paged())
-@examples
+@many
 def test_bound_scores_are_the_formula(case: Paged) -> None:
     low, high = _bounds(case)
     found = kernels.bound_scores(case.query, low, high, case.table)
@@ -54,7 +55,7 @@ def test_bound_scores_are_the_formula(case: Paged) -> None:
 
 
 @given(paged())
-@examples
+@many
 def test_no_token_scores_above_the_bound_of_its_page(case: Paged) -> None:
     low, high = _bounds(case)
     found = float64(kernels.bound_scores(case.query, low, high, case.table))

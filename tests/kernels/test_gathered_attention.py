@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
 from keyhole.kernels import ScoreRequest, Selection
+from tests.effort import examples
 from tests.kernels.paged import Paged, assert_close, paged
 from tests.kernels.test_prefill import _LOSS
 from tests.oracle import attention, float64
@@ -32,7 +33,7 @@ def _attention(case: Paged, row: int, query: torch.Tensor, places: list[int]) ->
 
 
 @given(paged(max_batch=1), st.data())
-@settings(max_examples=100)
+@examples(100)
 def test_queries_see_the_chosen_tokens_that_are_not_after_them(
     case: Paged, data: st.DataObject
 ) -> None:
@@ -63,7 +64,7 @@ def test_queries_see_the_chosen_tokens_that_are_not_after_them(
 
 
 @given(paged(windows=False), st.data())
-@settings(max_examples=100)
+@examples(100)
 def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.DataObject) -> None:
     rows = [_subset(data, int(length)) for length in case.lengths]
     width = max(map(len, rows))
@@ -104,7 +105,7 @@ def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.Dat
 
 
 @given(paged(windows=False), st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_head_scores_are_over_the_chosen_tokens_alone(case: Paged, data: st.DataObject) -> None:
     """Softmax over these, the largest of each group; below every weight where nothing is."""
     rows = [_subset(data, int(length)) for length in case.lengths]

@@ -6,11 +6,12 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
 from keyhole.kernels import LowRank, Selection
+from tests.effort import examples
 from tests.kernels.paged import Paged, assert_close, paged
 from tests.oracle import Array, attention, float64
 
@@ -61,7 +62,7 @@ def low_ranks(draw: st.DrawFn) -> tuple[Paged, LowRank, Selection]:
 
 
 @given(low_ranks())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_attention_reads_rebuilt_keys(drawn: tuple[Paged, LowRank, Selection]) -> None:
     case, low_rank, selection = drawn
     found = kernels.attend_low_rank(

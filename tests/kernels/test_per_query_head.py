@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
 from keyhole.kernels import Selection
+from tests.effort import examples
 from tests.kernels.paged import Paged, assert_close, paged
 from tests.oracle import attention, bound, bounds, float64, tokens_of
 
-examples = settings(max_examples=100)
+many = examples(100)
 
 
 @st.composite
@@ -38,7 +39,7 @@ def selections(draw: st.DrawFn) -> tuple[Paged, Selection, list[list[list[int]]]
 
 
 @given(selections())
-@examples
+@many
 def test_every_query_head_reads_its_own_list(
     example: tuple[Paged, Selection, list[list[list[int]]]],
 ) -> None:
@@ -67,7 +68,7 @@ def test_every_query_head_reads_its_own_list(
 
 
 @given(paged())
-@examples
+@many
 def test_bounds_of_each_query_head_are_the_formula(case: Paged) -> None:
     low, high = (
         torch.full((len(case.keys), case.num_kv_heads, case.keys.shape[3]), torch.nan)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
 from keyhole.kernels.reference import attention as reference_attention
+from tests.effort import examples
 from tests.kernels.paged import Paged, assert_close, paged
 from tests.oracle import attention, float64, visible
 
@@ -52,7 +53,7 @@ def _check(case: Paged, start: int) -> None:
 
 
 @given(paged(max_batch=1), st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_a_chunk_anywhere_in_the_prompt_is_causal_attention(
     case: Paged, data: st.DataObject
 ) -> None:
@@ -60,7 +61,7 @@ def test_a_chunk_anywhere_in_the_prompt_is_causal_attention(
 
 
 @given(case=paged(max_batch=1), most=st.integers(1, 2000))
-@settings(max_examples=100)
+@examples(100)
 def test_blocks_of_rows_give_the_same(case: Paged, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_attention, "MAX_SCORES", most)

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
 from keyhole.kernels import Selection
 from keyhole.kernels.reference import resident_buffer
+from tests.effort import examples
 from tests.kernels.paged import DTYPES
 
 ROWS, MOST = 4, 40
@@ -127,7 +128,7 @@ def as_selection(lists: list[list[list[int]]], width: int, unit: int) -> Selecti
 
 
 @given(world=worlds, data=st.data())
-@settings(max_examples=120)
+@examples(120)
 def test_a_buffer_holds_what_is_selected_and_only_the_difference_is_copied(
     world: World, data: st.DataObject
 ) -> None:
@@ -180,7 +181,7 @@ def test_a_buffer_holds_what_is_selected_and_only_the_difference_is_copied(
 
 
 @given(world=worlds, data=st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
     twin = World(
         world.size, world.unit, world.heads, world.dtype, world.shared, world.places, world.seed

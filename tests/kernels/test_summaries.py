@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
+from tests.effort import examples
 from tests.kernels.paged import DTYPES, assert_close
 from tests.oracle import float64
 
@@ -51,7 +52,7 @@ def summed(draw: st.DrawFn) -> Summed:
 
 
 @given(summed())
-@settings(max_examples=60)
+@examples(60)
 def test_scores_are_products_with_what_stands_for_pages(case: Summed) -> None:
     found = kernels.summary_scores(case.query, case.summaries, case.table, case.valid)
     (_, heads, _), (_, of_page, kv_heads, _) = case.query.shape, case.summaries.shape

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keyhole import kernels
 from keyhole.kernels import Selection
+from tests.effort import examples
 from tests.oracle import best
 
 #: Few different numbers, so that most comparisons are ties; what lies past the end may be anything.
@@ -53,7 +54,7 @@ def check_form(selection: Selection, k: int, unit: int) -> list[list[list[int]]]
 
 @given(rows(), st.integers(1, 15), st.sampled_from((1, 16)), st.data())
 @example(([[[1.0] * 6]], [6], 6), 3, 16, None)
-@settings(max_examples=300)
+@examples(300)
 def test_the_best_entries_ties_to_the_earlier(
     example: tuple[list[list[list[float]]], list[int], int],
     k: int,
@@ -79,7 +80,7 @@ def test_the_best_entries_ties_to_the_earlier(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 20), st.integers(0, 19))
-@settings(max_examples=200)
+@examples(200)
 def test_the_first_and_the_newest_tokens(lengths: list[int], k: int, first: int) -> None:
     first = min(first, k - 1)
     found = kernels.recent_indices(torch.tensor(lengths, dtype=torch.int32), k, first=first)

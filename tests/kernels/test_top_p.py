@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
+from tests.effort import examples
 from tests.kernels.test_top_k import check_form
 from tests.oracle import best, enough
 
@@ -18,7 +19,7 @@ SHARES = st.sampled_from((0.01, 0.25, 0.5, 0.75, 0.999))
 
 
 @given(st.data(), st.integers(1, 15), SHARES, st.integers(0, 9), st.sampled_from((1, 16)))
-@settings(max_examples=300)
+@examples(300)
 def test_entries_are_taken_until_the_share_is_there(
     data: st.DataObject, k: int, share: float, least: int, unit: int
 ) -> None:

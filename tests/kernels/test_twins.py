@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
 from keyhole.kernels import ScoreRequest, Selection, reference
 from keyhole.kernels.reference import selections
+from tests.effort import examples
 
 PAGE = 16
 #: Relative to the largest number: sums in another order, and one rounding to the dtype.
@@ -86,7 +87,7 @@ def _with_sinks(cache: Cache, given: dict[str, object]) -> dict[str, object]:
 
 
 @given(caches, st.sampled_from((None, 1, 100, 5000)), options)
-@settings(max_examples=40)
+@examples(40)
 def test_attend_to_everything_or_a_window(
     cache: Cache, window: int | None, given: dict[str, object]
 ) -> None:
@@ -96,7 +97,7 @@ def test_attend_to_everything_or_a_window(
 
 
 @given(caches, st.sampled_from((1, 40, 700)), st.sampled_from((1, PAGE)), st.booleans(), options)
-@settings(max_examples=60)
+@examples(60)
 def test_attend_to_a_selection(
     cache: Cache, k: int, unit: int, shared: bool, given: dict[str, object]
 ) -> None:
@@ -107,7 +108,7 @@ def test_attend_to_a_selection(
 
 
 @given(caches, options)
-@settings(max_examples=40)
+@examples(40)
 def test_attend_and_score(cache: Cache, given: dict[str, object]) -> None:
     reduces = ("max", "sum", "group_max")
     requests = tuple(ScoreRequest(reduce, unit) for reduce in reduces for unit in (PAGE, 1))
@@ -120,7 +121,7 @@ def test_attend_and_score(cache: Cache, given: dict[str, object]) -> None:
 
 
 @given(caches)
-@settings(max_examples=40)
+@examples(40)
 def test_head_scores(cache: Cache) -> None:
     query, keys, _, table, lengths = cache.paged
     found = kernels.head_scores(query, keys, table, lengths, scale=cache.scale)
@@ -130,7 +131,7 @@ def test_head_scores(cache: Cache) -> None:
 
 
 @given(caches, st.sampled_from((1, 5, 100, 300)), st.sampled_from((None, 7, 200)), options)
-@settings(max_examples=30)
+@examples(30)
 def test_prefill(cache: Cache, count: int, window: int | None, given: dict[str, object]) -> None:
     length = int(cache.lengths[0])
     count = min(count, length)
@@ -142,7 +143,7 @@ def test_prefill(cache: Cache, count: int, window: int | None, given: dict[str, 
 
 
 @given(caches)
-@settings(max_examples=30)
+@examples(30)
 def test_bounds_and_their_scores(cache: Cache) -> None:
     query, keys, _, table, lengths = cache.paged
     shape = (keys.shape[0], keys.shape[1], keys.shape[3])
@@ -162,7 +163,7 @@ def test_bounds_and_their_scores(cache: Cache) -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 600), st.sampled_from((1, 3, 1000)), st.integers(0, 99))
-@settings(max_examples=60)
+@examples(60)
 def test_top_k_of_long_rows(n: int, k: int, distinct: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     scores = torch.randn(2, 3, n, generator=random).mul(distinct).round()
@@ -183,7 +184,7 @@ def test_top_k_of_long_rows(n: int, k: int, distinct: int, seed: int) -> None:
     st.sampled_from((2, 50, 10000)),
     st.sampled_from((0, 70)),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_trim_of_long_rows(n: int, k: int, share: float, distinct: int, least: int) -> None:
     random = torch.Generator().manual_seed(n * k + distinct)
     # Whole numbers, some below 0: their sums are exact in any order.
@@ -291,7 +292,7 @@ def test_a_broken_key_shows_in_the_result() -> None:
     DTYPES,
     st.booleans(),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_linear(
     tokens: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool
 ) -> None:

@@ -12,17 +12,23 @@ from transformers import AutoModelForCausalLM
 from keyhole import LLM, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
+from keyhole.models.loading import Model, load
 from tests.checkpoints import KINDS, make_model
 
 TOLERANCE = 1e-4
 PAGE = 8
 LENGTHS = (5, 37, 18, PAGE, 2 * PAGE)
-NEW = 12
+NEW = 8
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> Model:
+    return load(checkpoint, "cpu", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +50,8 @@ def expected(checkpoint: Path, texts: list[tuple[list[int], list[int]]]) -> list
     return [row.float() for row in rows]
 
 
-def engine(checkpoint: Path, **settings: int) -> Engine:
-    return LLM(checkpoint, dtype="float32", device="cpu", page_size=PAGE, **settings).engine
+def engine(model: Model, **settings: int) -> Engine:
+    return LLM(model, page_size=PAGE, **settings).engine
 
 
 def run(engine: Engine, sequences: list[Sequence]) -> list[Tensor]:
@@ -67,29 +73,27 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         assert (ours - theirs).abs().max() < TOLERANCE
 
 
-def test_alone(checkpoint: Path, texts: list, expected: list[Tensor]) -> None:
-    one = engine(checkpoint, max_batch=1)
+def test_alone(loaded: Model, texts: list, expected: list[Tensor]) -> None:
+    one = engine(loaded, max_batch=1)
     assert_equal([run(one, [add(one, text)])[0] for text in texts], expected)
 
 
-def test_in_a_ragged_batch(checkpoint: Path, texts: list, expected: list[Tensor]) -> None:
-    many = engine(checkpoint)
+def test_in_a_ragged_batch(loaded: Model, texts: list, expected: list[Tensor]) -> None:
+    many = engine(loaded)
     assert_equal(run(many, [add(many, text) for text in texts]), expected)
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("chunk", [1, PAGE - 1, PAGE, PAGE + 1])
-def test_in_prompt_chunks(
-    checkpoint: Path, texts: list, expected: list[Tensor], chunk: int
-) -> None:
-    chunked = engine(checkpoint, prefill_chunk=chunk)
+def test_in_prompt_chunks(loaded: Model, texts: list, expected: list[Tensor], chunk: int) -> None:
+    chunked = engine(loaded, prefill_chunk=chunk)
     assert_equal(run(chunked, [add(chunked, text) for text in texts]), expected)
 
 
 def test_interleaved_with_others_that_come_and_go(
-    checkpoint: Path, texts: list, expected: list[Tensor]
+    loaded: Model, texts: list, expected: list[Tensor]
 ) -> None:
-    busy = engine(checkpoint, max_batch=3, prefill_chunk=PAGE + 1)
+    busy = engine(loaded, max_batch=3, prefill_chunk=PAGE + 1)
     sequences = []
     for text in texts:
         sequences.append(add(busy, text))
@@ -99,9 +103,9 @@ def test_interleaved_with_others_that_come_and_go(
 
 
 def test_the_same_prompt_again_comes_from_the_prefix_cache(
-    checkpoint: Path, texts: list, expected: list[Tensor]
+    loaded: Model, texts: list, expected: list[Tensor]
 ) -> None:
-    warm = engine(checkpoint)
+    warm = engine(loaded)
     run(warm, [add(warm, text) for text in texts])
     again = [add(warm, text) for text in texts]
     assert_equal(run(warm, again), expected)

@@ -54,7 +54,7 @@ def test_a_fact_is_recalled_with_an_eighth_of_the_text() -> None:
     assert result.stats.attended_fraction < 0.2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [512, 1024])
 def test_a_derivation_is_right_with_an_eighth_of_the_text(words: int) -> None:
     """Of 1,024 words this one ended too early with a head that chose by attention alone."""

@@ -79,6 +79,7 @@ def test_a_selection_goes_on_from_a_head(network: Any, inputs: str, tmp_path: Pa
     assert config.trained_length == 512  # of the head that it began with
 
 
+@pytest.mark.slow
 def test_a_choice_learns_to_change_less(network: Any, start: str) -> None:
     """The true choice, not the soft one of training, on texts that were not trained on."""
     recipe = dataclasses.replace(of("selection", start), tokens=12_000)
