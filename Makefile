@@ -43,7 +43,7 @@ test: lint ## lint and the tests, but for the slow ones: five minutes on two cor
 	@$(PYTEST) -m "not slow"
 
 test-all: $(READY) ## the slow tests: with `make test` before it, everything
-	@$(PYTEST) -m slow
+	@KEYHOLE_THOROUGH=1 $(PYTEST) -m slow
 
 # The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
 test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .venv-lm-eval
