@@ -162,9 +162,10 @@ tiny-head: $(READY) ## trains its retrieval head again
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
-	@echo "setting up .venv"
+	@echo "setting up .venv, once: 1 of 2, downloading and installing torch"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --constraint constraints.txt torch
+	@echo "setting up .venv, once: 2 of 2, the other packages, and compiling the C++ kernels (about two minutes on 2 cores)"
 	@.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
