@@ -115,7 +115,6 @@ class Trace:
         if self.only is not None and layer not in self.only:
             return
         if step is not self._step:
-            self._step, self._shared = step, None
             self.steps.append(TracedStep(step.lengths.cpu().numpy(), step.page_size))
         self.steps[-1].reads[layer] = self.read(layer, selection, step)
 
@@ -124,6 +123,8 @@ class Trace:
 
         Without what the layer dropped, or was evicted. Layers that share a selection share a Read.
         """
+        if step is not self._step:  # None may be another read in every step: pages were evicted
+            self._step, self._shared = step, None
         left = step.retained
         thinned = (left or step).kept_tokens
         if thinned is not None:

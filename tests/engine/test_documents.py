@@ -22,6 +22,7 @@ from keyhole.reuse import make_reuse
 from keyhole.reuse.base import RecomputePlan, Reuse
 from keyhole.tokenization import Detokenizer
 from tests.checkpoints import make_model
+from tests.engine.pacing import AtOnce, paced
 from tests.engine.asking import (
     BLOCK,
     CASES,
@@ -356,6 +357,7 @@ def test_a_question_that_gave_way_goes_on_where_it_was(llms: dict[str, tuple[LLM
         memory=190 * tokens_of,
         max_batch=2,
     )
+    paced(small.engine, AtOnce())  # both run from the first step, however busy the machine is
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     method = make_reuse("sam_kv", settings).resolve(small.engine.geometry)
     gave_way = 0

@@ -41,6 +41,7 @@ def test_there_is_something_to_hand_on() -> None:
         "name",
         "dense",
         "wants_head",
+        "shifts_keys",
         "shares_pages",
         "reads_queries",
         "page_settings",
