@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keyhole.config import SamplingParams
 from keyhole.engine.documents.filling import Context, Filling, Reused
+from keyhole.engine.grammar import GrammarState
 from keyhole.engine.request import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
 from keyhole.tokenization import Detokenizer
@@ -99,6 +100,8 @@ class Sequence:
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
+    grammar: what its tokens must follow. caller: who asks; the queue lets callers take turns, of
+    which this is number `turn`.
     """
 
     prompt: list[int]
@@ -111,6 +114,8 @@ class Sequence:
     bad_ids: ListOf[ListOf[int]] = ()
     after: Sequence | None = None
     under: RequestPolicy = DENSE
+    grammar: GrammarState | None = None
+    caller: str = ""
 
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
@@ -121,6 +126,7 @@ class Sequence:
     reused: Reused | None = None
     filling: Filling | None = None
     slot: int = -1
+    turn: int = 0
     num_cached: int = 0
     repeated: int | None = None
     first: int = 0
@@ -147,6 +153,12 @@ class Sequence:
     def generated(self) -> list[int]:
         """The tokens after the prompt."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def max_tokens(self) -> int:
+        """At most this many tokens are generated."""
+        assert self.params.max_tokens is not None, "the engine resolves it"
+        return self.params.max_tokens
 
     @property
     def is_ready(self) -> bool:

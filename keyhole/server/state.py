@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from fastapi import Request
 
 from keyhole.async_llm import AsyncLLM
-from keyhole.config import SamplingParams
 from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Result
@@ -20,6 +18,7 @@ from keyhole.server.documents.queue import DocumentQueue
 from keyhole.server.errors import ApiError
 from keyhole.server.limits import Admission
 from keyhole.server.metrics import Metrics
+from keyhole.server.responses.history import History
 from keyhole.server.settings import ServerConfig
 
 
@@ -31,6 +30,7 @@ class State:
     config: ServerConfig
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
+    history: History = field(default_factory=History, init=False)
 
     def __post_init__(self) -> None:
         engine = self.llm.llm.engine
@@ -99,11 +99,20 @@ class State:
                 code="model_not_found",
             )
 
-    def shares(self, count: int, params: SamplingParams) -> list[SamplingParams]:
-        """For each of `count` completions of a prompt; with a seed each gets the next one."""
-        if params.seed is None:
-            return [params] * count
-        return [dataclasses.replace(params, seed=params.seed + i) for i in range(count)]
+    def check_count(self, count: int) -> None:
+        """ApiError for more completions at once than the server allows."""
+        most = self.config.max_completions
+        if count > most:
+            raise ApiError(
+                400,
+                f"{count} completions were asked for at once and at most {most} are allowed",
+                param="n",
+            )
+
+    def timeout(self, asked: float | None) -> float | None:
+        """Seconds that a request may take; None: as long as it needs."""
+        limits = [limit for limit in (asked, self.config.timeout) if limit is not None]
+        return min(limits, default=None)
 
 
 def state_of(request: Request) -> State:

@@ -129,7 +129,8 @@ WRONG = [
     ({"n": 1000}, 400, "1000 completions"),
     ({"model": "other"}, 404, "'other' is not served here"),
     ({"top_logprobs": 3}, 400, "needs logprobs"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    ({"functions": [{"name": "f"}]}, 400, "functions is not supported"),
+    ({"n": 10**9}, 400, "1000000000 completions"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "tokens"),
     ({"documents": ["nowhere"]}, 400, "nowhere"),
 ]

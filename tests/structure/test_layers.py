@@ -40,7 +40,7 @@ LAZY_FILES = {
 }
 """Files whose job is to import by name."""
 
-OPTIONAL = {"markitdown", "matplotlib", "scipy"}
+OPTIONAL = {"llguidance", "markitdown", "matplotlib", "scipy"}
 """Packages that may be absent, and so may be imported inside the function that needs them."""
 
 

@@ -1,4 +1,4 @@
-"""A TOML file with values for flags: `--config FILE.toml`, or KEYHOLE_CONFIG in the environment.
+"""A file with values for flags, TOML or YAML: `--config FILE`, or KEYHOLE_CONFIG.
 
     model = "Qwen/Qwen3-4B"         # model, device, dtype and store: of every command that has them
 
@@ -6,7 +6,9 @@
     policy = "delta:token_budget=512"
     max_tokens = 100
 
-Flags that are given come before the file.
+A file whose name ends with .yaml or .yml is YAML of the same form. A method may be written with its
+settings as a table: `policy = {name = "delta", token_budget = 512}`. Flags that are given come
+before the file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from keyhole.errors import ConfigError, UnknownNameError
 
 _FLAG, _VARIABLE = "--config", "KEYHOLE_CONFIG"
 _SHARED = ("model", "device", "dtype", "store")
+#: Flags that name a method, with its settings behind the name.
+_METHODS = ("policy", "reuse")
 
 
 def read(given: Sequence[str]) -> dict[str, Any]:
@@ -33,16 +37,37 @@ def read(given: Sequence[str]) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        found = _parsed(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {path!r} cannot be read: {error}") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{flag} {path!r} cannot be read: {said}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{flag} {path!r} must have names and values, not a {_kind(found)}")
     for name, value in found.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{flag} {path!r}: {name!r} must be the name of a flag or a command")
         if not isinstance(value, Mapping) and name not in _SHARED:
             raise ConfigError(
                 f"{flag} {path!r}: {name} must be in the table of a command, such as [generate]; "
                 f"alone stand {', '.join(_SHARED)}"
             )
-    return found
+    return dict(found)
+
+
+def _parsed(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix not in (".yaml", ".yml"):
+        return tomllib.loads(text)
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _kind(found: object) -> str:
+    return "list" if isinstance(found, list) else type(found).__name__
 
 
 def apply(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> None:
@@ -60,6 +85,8 @@ def apply(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> None:
     shared = {name: config[name] for name in _SHARED if name in config and name in actions}
     for given, value in {**shared, **own}.items():
         name = given.replace("-", "_")
+        if value is None:  # YAML's empty value: as if the line were not there
+            continue
         if isinstance(value, Mapping) and name not in actions:  # of an action
             continue
         if name not in actions:
@@ -77,8 +104,26 @@ def _value(action: argparse.Action, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):  # of numbers by token id
             return [f"{key}={one}" for key, one in value.items()]
         return [str(one) for one in (value if isinstance(value, list) else [value])]
+    if action.dest in _METHODS and isinstance(value, Mapping):
+        return _method(name, value)
     if isinstance(value, Mapping):
         raise ConfigError(f"{name} {dict(value)!r} in the config file must be one value")
     if isinstance(value, list):
         return ",".join(map(str, value))
     return action.type(str(value)) if callable(action.type) else str(value)
+
+
+def _method(flag: str, given: Mapping[str, Any]) -> str:
+    """NAME:SETTING=VALUE,SETTING=VALUE from a table with "name"."""
+    settings = dict(given)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{flag} {dict(given)!r} in the config file must have a name")
+    shown = ",".join(f"{key}={_shown(value)}" for key, value in settings.items())
+    return f"{name}:{shown}" if shown else name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

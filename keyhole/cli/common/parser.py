@@ -96,7 +96,9 @@ def add_command(
     def fill(parser: Parser) -> None:
         module.add_arguments(parser)
         parser.add_argument(
-            "--config", metavar="FILE", help="TOML with values for flags; default: $KEYHOLE_CONFIG"
+            "--config",
+            metavar="FILE",
+            help="TOML or YAML with values for flags; default: $KEYHOLE_CONFIG",
         )
         parser.add_argument("--debug", action="store_true", help="show where an error came from")
         config_file.apply(parser, config)
