@@ -5,6 +5,7 @@ READY := .venv/.ready
 PEERS_READY := .venv-peers/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
 KVPRESS_READY := .venv-kvpress/.ready
+VLLM_READY := .venv-vllm/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
 
@@ -14,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress lint types docs reference site serve-docs licences package lock gpu \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm lint types docs reference site serve-docs licences package lock gpu \
   bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -47,6 +48,14 @@ test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .ven
 # kvpress's compressors on our tasks, in an environment of their own too.
 test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress*.py
+
+# Keyhole's policies inside vLLM on the CPU. Its warnings are vLLM's own, so they are no errors here.
+test-vllm: $(VLLM_READY) ## the plugin for vLLM, in .venv-vllm (5 GB); ARGS="-k delta" for some tests
+	@.venv-vllm/bin/python -m pytest -W default tests/integrations/vllm $(ARGS)
+
+# Where vLLM and a CUDA device are; it says so where they are not.
+gpu-vllm: ## the plugin for vLLM on a CUDA device, with the vLLM of PYTHON
+	@PYTHONPATH=. $(PYTHON) -m tests.integrations.vllm.on_gpu
 
 lint: $(READY) ## ruff, mypy and vulture
 	@.venv/bin/python -m ruff check --quiet .
@@ -152,6 +161,16 @@ $(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt 
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt \
 	  --requirement tests/integrations/kvpress.txt pytest --editable '.[kvpress]'
+	@touch $@
+
+# torchvision and its like from the package index are built for CUDA and break transformers on a CPU.
+$(VLLM_READY): pyproject.toml tests/integrations/vllm/vllm.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
+	@echo "setting up .venv-vllm"
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install -qq torch==2.13.0
+	@.venv-vllm/bin/python -m pip install -qq --requirement tests/integrations/vllm/vllm.txt
+	@.venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@.venv-vllm/bin/python -m pip install -qq --editable .
 	@touch $@
 
 $(TYPES_READY): constraints.txt

@@ -28,7 +28,7 @@ import keyhole
 from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.bench import measure
 from keyhole.engine.sequence import Sequence
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model, load
 

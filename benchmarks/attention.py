@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from keyhole.bench import measure
-from keyhole.eval.attention.report import page, table
-from keyhole.eval.attention.report.summary import AttentionSetting, places
-from keyhole.eval.results.line_file import Line, LineFile
+from keyhole.eval.attention import pictures
+from keyhole.eval.attention.tables import AttentionSetting, markdown, places, tables
+from keyhole.eval.line_file import Line, LineFile
 
 LINES = measure.results() / "attention.jsonl"
 PAGE = measure.ROOT / "docs/attention.md"
@@ -31,27 +31,27 @@ def main() -> None:
     if not lines:
         sys.exit(f"error: {LINES} holds no lines; the docstring says how they are measured")
     first = places(lines)[0]
-    page.write_pictures(first, {name: IMAGES / file for name, file in PICTURES.items()})
+    pictures.write_pictures(first, {name: IMAGES / file for name, file in PICTURES.items()})
     PAGE.write_text(with_tables(PAGE.read_text(), lines))
 
 
 def with_tables(text: str, lines: Sequence[Line]) -> str:
     """The page with the tables of these lines between its markers."""
     before, rest = text.split(BEGIN)
-    return before + BEGIN + "\n" + tables(lines) + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + as_markdown(lines) + END + rest.split(END)[1]
 
 
-def tables(lines: Sequence[Line]) -> str:
+def as_markdown(lines: Sequence[Line]) -> str:
     """All tables as Markdown; the overlap of a length and budget stands once."""
     parts, seen = [], set()
     for place in places(lines):
         parts.append(f"### {_title(place)}\n")
-        for one in table.tables(place):
+        for one in tables(place):
             if one.title.startswith(_OVERLAP):
                 if (place.length, place.budget) in seen:
                     continue
                 seen.add((place.length, place.budget))
-            parts.append(f"{one.title}:\n\n{table.markdown(one)}\n")
+            parts.append(f"{one.title}:\n\n{markdown(one)}\n")
     return "\n".join([*parts, measured(lines), ""])
 
 

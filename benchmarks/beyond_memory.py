@@ -38,7 +38,8 @@ import torch
 
 import keyhole
 from keyhole import LLM, CapacityError, SamplingParams
-from keyhole.bench import measure, memory
+from keyhole.bench import measure
+from keyhole.bench.model import give_back
 from keyhole.engine.engine import Engine
 from keyhole.eval.tiny_language.tasks import is_correct, make, share_before_first_error
 from keyhole.models.loading import Model, load
@@ -177,7 +178,7 @@ def _warm_up(model: Model, folder: str) -> None:
     done = llm.generate(item.prompt, SamplingParams(max_tokens=64, temperature=0.0))
     assert done.stats.offloaded_layers, "layers should have moved"
     del llm
-    memory.give_back()
+    give_back()
 
 
 def _status(name: str) -> int:

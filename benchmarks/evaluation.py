@@ -37,12 +37,12 @@ from benchmarks.results_page.cells import ASKED, BUDGETS
 from keyhole.bench import measure
 from keyhole.config import EngineConfig
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.eval.line_file import Line, LineFile
 from keyhole.eval.methods import FULL, Budget, Method
-from keyhole.eval.results.line_file import Line, LineFile
+from keyhole.eval.policy_trace import selection_map
 from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.tasks import make_task
-from keyhole.eval.trace.selection_map import selection_map
-from keyhole.eval.workloads.workload import Answered
+from keyhole.eval.workload import Answered
 from keyhole.models.loading import Model, load
 from keyhole.policies import available_policies
 

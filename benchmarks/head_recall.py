@@ -26,7 +26,7 @@ from keyhole.bench import measure
 from keyhole.eval import head_recall
 from keyhole.eval.head_recall import RecallText
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.eval.tiny_language.vocabulary import BOS, EOS, WORD_IDS
+from keyhole.eval.tiny_language.world import BOS, EOS, WORD_IDS
 from keyhole.models.loading import load
 from keyhole.retrieval.head import RetrievalHead
 

@@ -21,8 +21,8 @@ from typing import Any
 import keyhole
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
-from keyhole.bench import measure, memory
-from keyhole.cli.common import flags, show
+from keyhole.bench import measure, model
+from keyhole.cli.common import flags, terminal
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         line = _line(name, arguments)
         if output is not None:
             measure.append(output, line)
-        memory.give_back()  # the next one needs this one's
+        model.give_back()  # the next one needs this one's
 
 
 def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     line |= setting.measured(name, str(device), _report, small=arguments.small)
     line["seconds"] = round(time.monotonic() - begin)
     rows = [[system, f"{speed:.4g}"] for system, speed in line["speeds"].items()]
-    print(show.table(["system", line["unit"]], rows))
+    print(terminal.table(["system", line["unit"]], rows))
     for bar in line["bars"]:
         met = "met" if bar["met"] else "MISSED"
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")

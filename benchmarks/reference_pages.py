@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.cli import build_parser
-from keyhole.cli.common import show
+from keyhole.cli.about import settings_of, summary
+from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Formatter, Parser
-from keyhole.cli.methods import settings_of, summary
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.policies import available_policies
 from keyhole.reuse import available_reuse_methods
@@ -144,7 +144,7 @@ def _method(name: str, cls: type[Any]) -> str:
 def _settings(cls: type[Any]) -> str:
     """The settings of a dataclass as a table."""
     rows = [
-        f"| `{field.name}` | `{show.setting(field.default)}` | {_cell(text)} |"
+        f"| `{field.name}` | `{terminal.setting(field.default)}` | {_cell(text)} |"
         for field, text in settings_of(cls)
     ]
     return "\n".join(["| setting | default | |\n|---|---|---|", *rows])

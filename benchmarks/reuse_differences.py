@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.eval.results.paired import gain, wilson
+from keyhole.eval.comparisons import gain, wilson
 from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make
 from tests.reuse import oracle, plain, plain_methods, published
 

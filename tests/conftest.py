@@ -12,7 +12,7 @@ try:
 except ImportError:  # the tests in gpu/ run where nothing can be installed, and use none
     settings = None
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 if settings is not None:
     settings.register_profile("here", deadline=None)

@@ -1,9 +1,9 @@
 """What the operations and methods must give, written down once more as plainly as possible.
 
-Nothing here calls keyhole: loops over heads and positions in float64, positions as Python numbers,
-a cache as nothing but "the key of token i". `SparseModel` runs a whole transformers model under a
-method: it needs no cache at all, as a token that is forced to read a subset of its past is one row
-of a mask, and all rows can be computed in one forward.
+Nothing here calls keyhole: one token and one head at a time in float64, positions as Python
+numbers, a cache as nothing but "the key of token i". `SparseModel` runs a whole transformers model
+under a method: it needs no cache at all, as a token that is forced to read a subset of its past is
+one row of a mask, and all rows can be computed in one forward.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ def attention(
     weights = np.zeros((len(query), keys.shape[1]))
     for head in range(len(query)):
         kv = head // group
-        own = read[head if len(read) == len(query) else kv]
-        logits = [scale * float(query[head] @ keys[kv, i]) for i in own]
+        own = list(read[head if len(read) == len(query) else kv])
+        logits = scale * (keys[kv, own] @ query[head])
         if softcap is not None:
-            logits = [softcap * math.tanh(logit / softcap) for logit in logits]
-        rest = [] if sinks is None else [float(sinks[head])]
-        top = max(logits + rest)
-        total = sum(math.exp(logit - top) for logit in logits + rest)
-        for i, logit in zip(own, logits, strict=True):
-            weights[head, i] = math.exp(logit - top) / total
-            out[head] += weights[head, i] * values[kv, i]
+            logits = softcap * np.tanh(logits / softcap)
+        rest = [] if sinks is None else [sinks[head]]
+        powers = np.append(logits, rest)
+        powers = np.exp(powers - powers.max())
+        shares = powers[: len(own)] / powers.sum()
+        weights[head, own] = shares
+        out[head] = shares @ values[kv, own]
     return out, weights
 
 
 def token_scores(weights: Array, reduce: str) -> list[float]:
     """Weights [Hq, N] reduced over the heads."""
-    pick = max if reduce == "max" else math.fsum
-    return [pick(float(w) for w in column) for column in weights.T]
+    pick = np.max if reduce == "max" else np.sum
+    return [float(pick(column)) for column in weights.T]
 
 
 def per_page(scores: Sequence[float], page_size: int) -> list[float]:
@@ -100,16 +100,9 @@ def bound(query: Array, low: Array, high: Array, *, share: bool = True) -> list[
     group = len(query) // len(low)
     result = []
     for kv in range(len(low)):
-        heads = query[kv * group : (kv + 1) * group]
-        result.append(
-            [
-                max(
-                    math.fsum(max(q * a, q * b) for q, a, b in zip(head, low_, high_, strict=True))
-                    for head in heads
-                )
-                for low_, high_ in zip(low[kv], high[kv], strict=True)
-            ]
-        )
+        heads = query[kv * group : (kv + 1) * group, None]
+        bounds = np.maximum(heads * low[kv], heads * high[kv]).sum(2)  # [group, pages]
+        result.append(bounds.max(0).tolist())
     return result
 
 
@@ -161,13 +154,13 @@ def window_weights(
         for i in range(count):
             near = [j for j in range(i + 1) if j > i - window]
             read = sorted({*near, *(j for j in range(init) if j <= i)})
-            logits = [options["scale"] * float(query[head, i] @ own[j]) for j in read]
+            logits = options["scale"] * (own[read] @ query[head, i])
             if options["softcap"] is not None:
-                logits = [options["softcap"] * math.tanh(x / options["softcap"]) for x in logits]
-            rest = [] if options["sinks"] is None else [float(options["sinks"][head])]
-            total = math.fsum(math.exp(x) for x in logits + rest)
-            for j, logit in zip(read, logits, strict=True):
-                found[head, i, j] = math.exp(logit) / total if j in near else 0.0
+                logits = options["softcap"] * np.tanh(logits / options["softcap"])
+            rest = [] if options["sinks"] is None else [options["sinks"][head]]
+            powers = np.exp(np.append(logits, rest))
+            for j, power in zip(read, powers, strict=False):
+                found[head, i, j] = power / powers.sum() if j in near else 0.0
     return found
 
 

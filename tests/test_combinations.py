@@ -10,7 +10,7 @@ from benchmarks.reference_pages import combinations_in
 from keyhole.policies import available_policies
 from tests.combinations import FAMILIES, PAGE_OF_METHODS, WAYS, Cell, Lab, cells, covering, render
 
-PARTS = 4
+PARTS = 8
 
 
 @pytest.fixture(scope="module")

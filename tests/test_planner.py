@@ -274,6 +274,7 @@ print(memory.used_bytes(cpu) - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_resident_set_grows_by_what_was_predicted(tmp_path: Path) -> None:
     """What a process holds after four texts of 1024 tokens; buffers of a step are free by then."""

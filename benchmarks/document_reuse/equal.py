@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.document_reuse.methods import EQUAL, PAIRS
 from benchmarks.document_reuse.page import PAGE, Line, Lines, between
-from keyhole.eval.results.paired import gain, wilson
+from keyhole.eval.comparisons import gain, wilson
 
 BEGIN = "<!-- equal budgets: python -m benchmarks.samkv --render -->\n"
 END = "<!-- end of equal budgets -->"

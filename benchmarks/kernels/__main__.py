@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.kernels.settings import KernelSettings
 from keyhole.bench.measure import Report
 from keyhole.cli import bench
-from keyhole.cli.common import flags, show
+from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.parser import Parser
 from keyhole.errors import KeyholeError
 
@@ -21,7 +21,7 @@ _COLUMNS: bench.Columns = (
     ("on", "about", str),
     ("system", "system", str),
     ("time", "ms", bench.milliseconds),
-    ("moved", "moved_bytes", show.bytes_text),
+    ("moved", "moved_bytes", terminal.bytes_text),
     ("GFLOP/s", "gflop_per_s", "{:.0f}".format),
     *bench.COMMON,
     ("of a copy's", "copy_share", "{:.0%}".format),
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = KernelSettings(**flags.settings_of(arguments, KernelSettings))
         return bench.measured("kernels", settings, arguments, _run, (_COLUMNS, 3), _PROGRAM)
     except KeyholeError as error:
-        show.error(str(error))
+        terminal.error(str(error))
         return 2
 
 

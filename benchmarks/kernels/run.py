@@ -29,7 +29,7 @@ from benchmarks.kernels.cases import KernelCase, System
 from benchmarks.kernels.layer import Layer
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.targets import bars
-from keyhole.bench import comparison, measure, memory
+from keyhole.bench import decode, measure, model
 from keyhole.bench.measure import Report, Result, Turn, capture, take_turns
 from keyhole.bench.settings import PAGE_SIZE, SHAPES, require_known
 from keyhole.errors import CapacityError
@@ -131,7 +131,7 @@ def measure_case(
     for name, (path, system) in systems.items():
         backends.use(path, device)
         who = f"{case.op}, {case.about}: {name}"
-        errors[name] = comparison.check(who, system.outputs(0), expected, tolerance)
+        errors[name] = decode.check(who, system.outputs(0), expected, tolerance)
     del expected
     numbers, calls = itertools.count(), _CALLS[device.type]
 
@@ -214,9 +214,9 @@ def _check_room(settings: KernelSettings, device: torch.device) -> None:
     shape = SHAPES[settings.shape]
     numbers = 2 * settings.batch * settings.contexts[-1] * shape["num_key_value_heads"]
     cache = numbers * shape["head_dim"] * getattr(torch, settings.dtype).itemsize
-    need, free = int((1 + _COPIES) * cache), memory.free_bytes(device)
+    need, free = int((1 + _COPIES) * cache), model.free_bytes(device)
     if need > free:
         raise CapacityError(
-            f"{settings.contexts[-1]:,} tokens, batch {settings.batch}, need {memory.gib(need)}, "
-            f"{memory.gib(free)} are free; give fewer --contexts or a smaller --batch"
+            f"{settings.contexts[-1]:,} tokens, batch {settings.batch}, need {model.gib(need)}, "
+            f"{model.gib(free)} are free; give fewer --contexts or a smaller --batch"
         )

@@ -7,7 +7,7 @@ import sys
 from benchmarks.llama_cpp import run
 from keyhole.bench.settings import DecodeSettings
 from keyhole.cli import bench
-from keyhole.cli.common import flags, show
+from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.parser import Parser
 from keyhole.errors import KeyholeError
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = DecodeSettings(**flags.settings_of(arguments, DecodeSettings))
         return bench.measured("decode", settings, arguments, run.run, command=_PROGRAM)
     except KeyholeError as error:
-        show.error(str(error))
+        terminal.error(str(error))
         return 2
 
 

@@ -17,8 +17,7 @@ from benchmarks.llama_cpp import state
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.worker import WorkerProcess
 from keyhole.bench import measure
-from keyhole.bench.baselines import Need
-from keyhole.bench.model import RandomKV, Weights
+from keyhole.bench.model import Need, RandomKV, Weights
 from keyhole.models.loading import Model
 
 # The cache of a sequence is a multiple of so many tokens.
@@ -35,7 +34,7 @@ SYSTEMS = {"llama_cpp": False, "llama_cpp_flash": True}
 
 
 class LlamaCpp:
-    """llama.cpp with and without flash attention (`keyhole.bench.baselines.Outside`)."""
+    """llama.cpp with and without flash attention (`keyhole.bench.systems.Outside`)."""
 
     names = tuple(SYSTEMS)
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.kinds import DocumentSettings
-from keyhole.bench import comparison, measure
-from keyhole.bench.comparison import TOLERANCE
+from keyhole.bench import decode, measure
+from keyhole.bench.decode import TOLERANCE
 from keyhole.bench.measure import Report, Turn, take_turns
 from keyhole.bench.model import Weights, make_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, require_known
@@ -149,4 +149,4 @@ def _compare(weights: Weights, prompt: Tensor) -> float:
         engine.step()
     expected = _next_logits(weights, prompt).float().cpu()
     tolerance = TOLERANCE[weights.ours.dtype]
-    return comparison.check(RECOMPUTE, [sequence.logits[0]], [expected], tolerance)
+    return decode.check(RECOMPUTE, [sequence.logits[0]], [expected], tolerance)

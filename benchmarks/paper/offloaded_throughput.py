@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.paper.kinds import LOWERED, ThroughputSettings
-from keyhole.bench import comparison, memory
-from keyhole.bench.model import RandomKV, prompts
+from keyhole.bench import decode
+from keyhole.bench.model import RandomKV, give_back, prompts
 from keyhole.bench.offload_loading import WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.offload.prefetch import Prefetcher
@@ -114,7 +114,7 @@ class Lowered:
             system.engine.cache.max_pages = self._pages(count, length)
             system.fill(numbers, texts)
             found = system.logits(short)
-            error = comparison.check(self.name, [found], [expected], _TOLERANCE)
+            error = decode.check(self.name, [found], [expected], _TOLERANCE)
             system.start(*(ForcedText(prompt=text, answer=given) for text in texts))
             times, traffic = timed({self.name: system}, self._repeat, model.device)
             loaded, launched = traffic[self.name], system.launches(self.name)
@@ -134,7 +134,7 @@ class Lowered:
             above.fill(numbers, [text.prompt])
             found = above.logits(text)
         del above
-        memory.give_back()  # the requests need it
+        give_back()  # the requests need it
         return found
 
     def _loading(self, folder: str, requests: int) -> Loading:

@@ -19,12 +19,10 @@ from typing import Any
 
 from benchmarks.paper.kinds import LOWERED, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Lowered
-from keyhole.bench import measure, memory
-from keyhole.bench.comparison import WARM_UP, sit
-from keyhole.bench.keyhole_system import needed_bytes
+from keyhole.bench import measure
+from keyhole.bench.decode import WARM_UP, sit
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.memory import RESERVE_BYTES, passing_layers
-from keyhole.bench.model import make_weights
+from keyhole.bench.model import RESERVE_BYTES, give_back, make_weights, needed_bytes, passing_layers
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, require_systems
 from keyhole.kernels import operations
 from keyhole.models.loading import Model
@@ -68,7 +66,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
                 errors[name] = max(error, errors.get(name, 0.0))
             skipped += [one.as_dict() for one in sitting.skipped]
             notes += map(str, sitting.skipped)
-            memory.give_back()  # the next one needs this one's
+            give_back()  # the next one needs this one's
         for name, system in lowered.items():
             if not system.requests:
                 continue
@@ -77,7 +75,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
             launched[name].append(own.launches)
             errors[name] = max(own.error, errors.get(name, 0.0))
             loads[name].append(own.as_dict())
-            memory.give_back()
+            give_back()
         for name, spent in times.items():
             step_ms[name].append(statistics.median(spent))
             found.append({"context": length, "system": name, "step_ms": step_ms[name][-1]})

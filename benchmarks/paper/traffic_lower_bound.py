@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.paper.kinds import ThroughputSettings
-from keyhole.bench.memory import RESERVE_BYTES
+from keyhole.bench.model import RESERVE_BYTES
 from keyhole.bench.settings import SHAPES
 
 

@@ -15,9 +15,9 @@ from benchmarks.results_page import pictures as results_pictures
 from benchmarks.results_page import scope as results_scope
 from benchmarks.results_page.cells import ASKED, FULL, TaskCells, columns, methods, named, of_task
 from benchmarks.results_page.text import image, kib, month, paragraph, percent, ratio, written
+from keyhole.eval.line_file import Line
+from keyhole.eval.report.cells import Cell, cells, read_lines
 from keyhole.eval.report.plot_style import NOTHING
-from keyhole.eval.results.cells import Cell, cells, read_lines
-from keyhole.eval.results.line_file import Line
 
 PAGE = "results.md"
 LINES, ERRORS, SCOPE = "evaluation.jsonl", "evaluation-errors.jsonl", "dense-layers.jsonl"

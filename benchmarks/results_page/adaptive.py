@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from benchmarks.results_page.cells import ASKED, cheapest_as_right, gain_over_fixed
 from benchmarks.results_page.text import kib, paragraph, percent, written
+from keyhole.eval.report.cells import Cell
 from keyhole.eval.report.plot_style import NOTHING
-from keyhole.eval.results.cells import Cell
 
 _HEADS = (
     "task",

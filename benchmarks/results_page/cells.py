@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.eval.results.cells import Cell
+from keyhole.eval.report.cells import Cell
 from keyhole.policies import available_policies
 
 FULL = "full"
@@ -20,7 +20,7 @@ _DENSE = ("full_layers", "delta_layers", "selection_layers", "filter_layers")
 
 @dataclass(frozen=True, kw_only=True)
 class PageTask:
-    """A task of the page. setup: what is read densely; see `keyhole.eval.results.cells.SETUPS`."""
+    """A task of the page. setup: what is read densely; see `keyhole.eval.report.cells.SETUPS`."""
 
     title: str
     setup: str

@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.results_page.cells import ASKED, FULL, PageTask
 from benchmarks.results_page.text import image, paragraph, percent, written
+from keyhole.eval import comparisons
+from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
+from keyhole.eval.line_file import Line
+from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.plot_style import NOTHING
-from keyhole.eval.results.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
-from keyhole.eval.results.conditions import CONTROL
-from keyhole.eval.results.line_file import Line
-from keyhole.eval.terms import controls_table as eval_controls_table
 
 #: The lines of each part, beside those of all other results.
 FILES = {
@@ -145,7 +145,7 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
             return BESIDE
         return NOTHING if found is None else percent(found.distance)
 
-    details = eval_controls_table.table(_sorted(lines), [])
+    details = comparisons.controls_table(_sorted(lines), [])
     return [
         f"#### {asked.title} (`{task}`)",
         paragraph(f"{asked.about} {shown} samples in a cell. Columns: length, then budget."),

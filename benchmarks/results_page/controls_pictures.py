@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks.results_page.controls import TERMS
 from keyhole.drawing import STYLE, matplotlib, save
-from keyhole.eval.report.pareto import pareto_chart
+from keyhole.eval.line_file import Line
+from keyhole.eval.methods import CONTROL
+from keyhole.eval.report.cells import cells
+from keyhole.eval.report.charts import pareto_chart
 from keyhole.eval.report.plot_style import Look, looks
-from keyhole.eval.results.cells import cells
-from keyhole.eval.results.conditions import CONTROL
-from keyhole.eval.results.line_file import Line
 
 #: The derivations whose lengths are shown: those of the longest texts under this budget.
 _TASK, _BUDGET = "tiny_derive", 128

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from benchmarks.results_page import first_error
 from benchmarks.results_page.text import image, paragraph, percent, written
+from keyhole.eval.line_file import Line
 from keyhole.eval.report.plot_style import NOTHING
-from keyhole.eval.results.line_file import Line
 
 #: What a method cannot read however much a word needs it: its design, not a measurement.
 _HIDDEN = {

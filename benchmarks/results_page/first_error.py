@@ -16,11 +16,9 @@ from typing import Any
 
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
+from keyhole.eval.policy_trace import Recorded, Trace, Traced
 from keyhole.eval.tasks import Task, token_counter
-from keyhole.eval.trace.selection_map import Recorded
-from keyhole.eval.trace.trace import Trace, Traced
-from keyhole.eval.workloads.generation import serve
-from keyhole.eval.workloads.workload import request
+from keyhole.eval.workload import request, serve
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 

@@ -13,12 +13,12 @@ import numpy as np
 from benchmarks.results_page.cells import ASKED, TaskCells, columns, methods, of_task
 from benchmarks.results_page.text import month
 from keyhole.drawing import FAINT, STYLE, matplotlib
-from keyhole.eval.report import heat_maps, pareto
+from keyhole.eval import policy_trace
+from keyhole.eval.line_file import Line
+from keyhole.eval.policy_trace import SelectionMap
+from keyhole.eval.report import charts
+from keyhole.eval.report.cells import Cell
 from keyhole.eval.report.plot_style import looks
-from keyhole.eval.results.cells import Cell
-from keyhole.eval.results.line_file import Line
-from keyhole.eval.trace import selection_map
-from keyhole.eval.trace.selection_map import SelectionMap
 
 _HEAT_MAP, _MAPS = "evaluation.png", "evaluation-errors.png"
 #: Inches of panels, and how many stand side by side.
@@ -31,7 +31,7 @@ class Names:
     """File names of the pictures that there is something for; pareto: by task."""
 
     heat_map: str | None = None
-    pareto: dict[str, str] = field(default_factory=dict)
+    charts: dict[str, str] = field(default_factory=dict)
     maps: str | None = None
 
     @property
@@ -45,7 +45,7 @@ def names(found: Sequence[Cell], errors: Sequence[Line]) -> Names:
     drawn = {
         task: f"evaluation-{task.removeprefix('tiny_').replace('_', '-')}.png"
         for task in ASKED
-        if pareto.points(of_task(found, task))
+        if charts.points(of_task(found, task))
     }
     with_map = any(line.get("map") for line in errors)
     return Names(
@@ -72,14 +72,14 @@ def _pareto(own: Sequence[Cell], path: Path, title: str, date: str) -> None:
     known = [
         (length, cells)
         for length, cells in zip(lengths, panels, strict=True)
-        if pareto.points(cells)
+        if charts.points(cells)
     ]
     style = looks((cell.policy, cell.name) for cell in own)
 
     def draw(figure: Any, axes: list[Any]) -> None:
         handles: dict[str, Any] = {}
         for axis, (length, cells) in zip(axes, known, strict=True):
-            pareto.draw(axis, cells, style)
+            charts.draw_pareto(axis, cells, style)
             axis.set_title(f"{length:,} tokens")
             handles.update(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         most = 3 if len(known) == 1 else 6
@@ -98,7 +98,7 @@ def _heat_map(found: Sequence[Cell], path: Path, date: str) -> None:
 
     def draw(_: Any, axes: list[Any]) -> None:
         for axis, (task, grid) in zip(axes, grids, strict=True):
-            heat_maps.draw(axis, grid, matplotlib()[2])
+            charts.draw_heat_map(axis, grid, matplotlib()[2])
             axis.set_title(ASKED[task].title)
             axis.set_xticks([n + 0.5 for n in range(len(grid.columns))], grid.columns, fontsize=7)
 
@@ -111,7 +111,7 @@ def _what(date: str) -> str:
     return f"configurations of {month(date)}, dense layers unequal"
 
 
-def score_grid(own: Sequence[Cell]) -> heat_maps.Grid:
+def score_grid(own: Sequence[Cell]) -> charts.Grid:
     """Scores of one task; NaN where nothing was measured. Full attention is in every column."""
     table, heads, rows = TaskCells(own), columns(own), methods(own)
     values = np.full((len(rows), len(heads)), np.nan)
@@ -124,7 +124,7 @@ def score_grid(own: Sequence[Cell]) -> heat_maps.Grid:
     for number, (length, budget) in enumerate(heads):
         first = number == 0 or heads[number - 1][0] != length
         marks.append(f"{budget:,}\nof {length:,}" if first else f"{budget:,}")
-    return heat_maps.Grid(values, (~np.isnan(values)).astype(int), tuple(rows), tuple(marks))
+    return charts.Grid(values, (~np.isnan(values)).astype(int), tuple(rows), tuple(marks))
 
 
 def _maps(lines: Sequence[Line], path: Path, date: str) -> None:
@@ -137,7 +137,7 @@ def _maps(lines: Sequence[Line], path: Path, date: str) -> None:
     def draw(figure: Any, axes: list[Any]) -> None:
         for axis, line in zip(axes, shown, strict=True):
             kept, look = SelectionMap.from_json(line["map"]), style[line["method"]]
-            selection_map.draw(axis, kept, color=look.color, colors=matplotlib()[1])
+            policy_trace.draw_selection_map(axis, kept, color=look.color, colors=matplotlib()[1])
             axis.axhline(line["map_step"], color=look.color, linewidth=1.2)
             axis.set_title(f"{line['method']}, {kept.subject}", pad=7)
         figure.supxlabel("position in the text", fontsize=9, color=FAINT)

@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.results_page.cells import ASKED, FULL, dense_layers, fixed, methods
 from benchmarks.results_page.text import paragraph, percent, written
 from keyhole.config import EngineConfig
+from keyhole.eval.line_file import Line
+from keyhole.eval.report.cells import Cell, cells
 from keyhole.eval.report.plot_style import NOTHING
-from keyhole.eval.results.cells import Cell, cells
-from keyhole.eval.results.line_file import Line
 
 _PAGE_SIZE = EngineConfig().page_size
 #: Policies that select nothing, and those that read whole pages.

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 
+from keyhole.eval.report.cells import Cell
 from keyhole.eval.report.plot_style import NOTHING
-from keyhole.eval.results.cells import Cell
 
 _WIDTH = 100
 

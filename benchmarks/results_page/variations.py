@@ -12,12 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks.results_page.cells import FULL
 from benchmarks.results_page.controls import TASKS, source
 from benchmarks.results_page.text import image, kib, paragraph, percent, written
+from keyhole.eval.comparisons import (
+    ORACLE,
+    RECENT,
+    Comparison,
+    compared,
+    gain,
+    gain_text,
+    p_text,
+    wilson,
+)
+from keyhole.eval.line_file import Line
+from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.plot_style import NOTHING
-from keyhole.eval.results.comparisons import ORACLE, RECENT, Comparison, compared
-from keyhole.eval.results.conditions import CONTROL
-from keyhole.eval.results.line_file import Line
-from keyhole.eval.results.paired import gain, wilson
-from keyhole.eval.terms.controls_table import gain_text, p_text
 
 
 def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -> list[str]:

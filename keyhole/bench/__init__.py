@@ -1,8 +1,9 @@
-"""Measurements on the machine at hand, beside what others do there: `keyhole bench`.
+"""What users measure on their own machine: `keyhole bench`.
 
-    kernels   time and bandwidth of every operation, on every path that this processor has
-    decode    time and memory of a whole decode step over a long cache
+    decode      time and memory of a decode step over a long cache, beside transformers
+    offload     what offloaded layers cost, by how they are loaded
+    admission   the steps of other requests while a question over stored documents is admitted
 
 All systems of a run take turns, in an order that rotates, and must agree before they are timed.
-Every run adds a line to `benchmarks/results/`; `report` makes tables and pictures of these lines.
+Every run adds a line to a file.
 """

@@ -5,6 +5,11 @@ has the same past. In a first pass the whole answer is decoded: logits must agre
 of loading, selections and copies are counted. In a second one the last steps are timed, all
 systems in turns. Where the operating system caches the file of the offloaded layers in memory,
 times are those of copies in memory; bytes do not depend on that.
+
+With `context` the same is measured on a model of a real shape with random weights and a filled
+cache. Random keys have no neighbours in meaning and a random head selects other tokens at every
+step, so nearly nothing repeats: this is what loading costs at its worst, and what overlap can hide
+of that.
 """
 
 from __future__ import annotations
@@ -12,16 +17,19 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
+from collections.abc import Sequence as Several
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from keyhole.bench import comparison, measure, offload_large, offload_loading
-from keyhole.bench.measure import Launches, Report, Result, together
+from keyhole.bench import decode, measure, offload_loading
+from keyhole.bench.decode import TOLERANCE, allowed
+from keyhole.bench.measure import Launches, Report, Result, Turn, together
+from keyhole.bench.model import RESERVE_BYTES, RandomKV, Weights, give_back, make_weights, prompts
 from keyhole.bench.offload_loading import (
     ABOVE,
     ELASTIC,
@@ -35,14 +43,158 @@ from keyhole.bench.offload_loading import (
     recording,
     timed,
 )
-from keyhole.bench.settings import PAGE_SIZE, OffloadSettings
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, OffloadSettings
+from keyhole.bench.systems import Baseline, Past
 from keyhole.cache.offload.prefetch import Traffic
 from keyhole.config import require
 from keyhole.engine.head_runner import load_head
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
+from keyhole.policies.controls.full import Full
 from keyhole.retrieval.head import RetrievalHead
+
+# Tokens after the prompt whose logits are compared.
+_COMPARED = 3
+_LARGE_TOLERANCE = 1e-2  # the same numbers in bfloat16, in the same order: 0 is expected
+
+
+def run_large(
+    settings: OffloadSettings,
+    folder: str,
+    theirs: Several[str] = (),
+    head_class: type[RetrievalHead] = RetrievalHead,
+) -> list[Result]:
+    """A result for every policy and system at `settings.context` tokens and the largest budget.
+
+    theirs: peers of full attention that take turns with them, compared with ours over everything
+    above. head_class: of the retrieval head.
+    """
+    assert settings.context is not None
+    asked = DecodeSettings(
+        contexts=(settings.context,), shape=settings.shape, device=settings.device
+    )
+    weights = make_weights(asked)
+    head = head_class.random(weights.ours.network)
+    case = _LargeCase(
+        weights=weights,
+        numbers=RandomKV(weights.ours, 1, settings.context),
+        room=_room(settings, weights, head),
+        settings=settings,
+        folder=folder,
+    )
+    results: list[Result] = []
+    for name in settings.policies:
+        policy = at_budgets(name, settings.budgets)[-1]
+        # The trace is of the first policy.
+        traced = settings.trace if name == settings.policies[0] else None
+        found = _measure_large(case, policy, head if policy.wants_head else None, theirs, traced)
+        results += [{"policy": name, "budget": budget_of(policy)} | one for one in found]
+        give_back()
+    return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LargeCase:
+    """What all policies have in common. room: for keys and values above; None: no limit."""
+
+    weights: Weights
+    numbers: RandomKV
+    room: int | None
+    settings: OffloadSettings
+    folder: str
+
+
+def _room(settings: OffloadSettings, weights: Weights, head: RetrievalHead) -> int | None:
+    """What `settings.memory` leaves for keys and values, beside weights and what a step needs."""
+    if settings.memory is None:
+        return None
+    parameters = {id(x): x for net in (weights.ours.network, head) for x in net.parameters()}
+    used = sum(parameter.nbytes for parameter in parameters.values()) + RESERVE_BYTES
+    right = f"more than {used}, which weights and a step need"
+    require(settings.memory > used, "memory", settings.memory, right)
+    return settings.memory - used
+
+
+def _measure_large(
+    case: _LargeCase,
+    policy: Policy,
+    head: RetrievalHead | None,
+    theirs: Several[str],
+    trace_file: str | None,
+) -> list[Result]:
+    model, repeat = case.weights.ours, case.settings.repeat
+    steps = _COMPARED + WARM_UP + repeat + (offload_loading.STEPS if trace_file else 0)
+    texts, given = prompts(model, 1, case.numbers.context, steps)
+    short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
+    errors: dict[str, float] = {}
+    with ExitStack() as stack:
+        systems: dict[str, Loading] = {}
+        with case.numbers.filling(len(SYSTEMS)):
+            for name, kind in SYSTEMS.items():
+                settings = (model, policy, head, case.folder, case.room)
+                system = stack.enter_context(Loading(kind, *settings))
+                system.fill(case.numbers, texts)
+                systems[name] = system
+        expected = systems[ABOVE].logits(short)
+        for name, system in systems.items():
+            found = expected if name == ABOVE else system.logits(short)
+            who = f"{policy.name}, {name}"
+            errors[name] = decode.check(who, [found], [expected], _LARGE_TOLERANCE)
+            system.start(ForcedText(prompt=texts[0], answer=given))
+        peers, wrong = _peers(case, theirs, short, steps)
+        turns = {peer.name: Turn(call=peer.step, after=peer.rest) for peer in peers}
+        times, traffic = timed(systems, repeat, model.device, turns)
+        launched = {name: system.launches(name) for name, system in systems.items()}
+        launched |= {peer.name: peer.launches for peer in peers}
+        below = {name: system.layers_below for name, system in systems.items()}
+        if trace_file:
+            offload_loading.write(Path(trace_file), systems[ELASTIC].engine.step, model.device)
+    errors |= wrong
+    loads = traffic | dict.fromkeys(turns)
+    return [
+        {
+            "system": name,
+            "step_ms": statistics.median(times[name]),
+            "ratio_to_above": statistics.median(
+                a / b for a, b in zip(times[name], times[ABOVE], strict=True)
+            ),
+            "stall_ms": None if load is None else load.stall_ms / repeat,
+            "moved_bytes": None if load is None else load.moved_bytes / repeat,
+            "hit_rate": None if load is None else load.hit_rate,
+            "repeat_rate": None,
+            "right_share": None,
+            "layers_below": below.get(name),
+            "launches": launched[name],
+            "steps_timed": repeat,
+            "relative_error": errors[name],
+        }
+        for name, load in loads.items()
+    ]
+
+
+def _peers(
+    case: _LargeCase, names: Several[str], text: ForcedText, steps: int
+) -> tuple[list[Baseline], dict[str, float]]:
+    """Other people's systems, filled, compared and about to begin; their errors."""
+    if not names:
+        return [], {}
+    model, context = case.weights.ours, case.numbers.context
+    with Loading(None, model, Full(), None, case.folder) as dense:
+        dense.fill(case.numbers, [text.prompt])
+        expected = dense.logits(text)
+    peers, errors = [], {}
+    for name in names:
+        past = Past(ALL_PEERS[name][1], model, context, steps)
+        past.fill(case.numbers)
+        peer = Baseline(name, case.weights, past, context)
+        found = peer.logits([text.prompt], text.answer)[0]
+        tolerance = allowed(name, TOLERANCE[model.dtype])
+        errors[name] = decode.check(name, [found], [expected], tolerance)
+        peer.start([text.prompt], steps)
+        peers.append(peer)
+    return peers, errors
+
 
 # Attention over the same keys in another order, in float32.
 _TOLERANCE = 1e-4
@@ -83,7 +235,7 @@ def run(
             policy = next(iter(asked.values()))[-1]
             _trace(model, policy, head, texts[0], settings.trace, folder)
         if settings.context is not None:
-            line["large"] = offload_large.run(settings, folder)
+            line["large"] = run_large(settings, folder)
             about = (
                 f"{settings.shape}, random weights, {settings.context:,} tokens: nothing repeats"
             )
@@ -121,7 +273,7 @@ def measure_budget(
                 counted[name] += system.traffic or Traffic()
                 below[name] = system.layers_below
             who = f"{policy.name}, {name}"
-            error = comparison.check(who, [found], [expected], _TOLERANCE)
+            error = decode.check(who, [found], [expected], _TOLERANCE)
             errors[name] = max(errors[name], error)
     for text in texts:
         spent, loaded, launched = _timed(model, policy, head, text, repeat, folder)

@@ -1,11 +1,10 @@
-"""The command line: one module per command, each with `add_arguments` and `run`.
+"""The command line: each command is a module, or a class, with `add_arguments` and `run`.
 
 Modules import what is heavy when a command runs, so that `--help` needs no torch.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import traceback
@@ -14,11 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 import keyhole
-from keyhole.cli.common import config_file, show
-from keyhole.cli.common.parser import Parser, add_command, check_leftover
+from keyhole.cli.common import terminal
+from keyhole.cli.common.parser import Parser, add_command, check_leftover, read_config
 from keyhole.errors import KeyholeError
 
-#: Name and one line of help, in the order of `keyhole --help`; each is a module here, with _ for -.
+#: Name and one line of help, in the order of `keyhole --help`.
 COMMANDS = {
     "demo": "two long tasks under four methods, each beside its control, and a picture",
     "generate": "continue a prompt",
@@ -44,9 +43,9 @@ def build_parser(config: Mapping[str, Any] = MappingProxyType({})) -> Parser:
     commands = parser.add_subparsers(
         dest="command", title="commands", metavar="COMMAND", required=True
     )
+    modules = _modules()
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
-        add_command(commands, name, summary, module, config)
+        add_command(commands, name, summary, modules[name], config)
     return parser
 
 
@@ -59,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments, leftover = build_parser(config_file.read(given)).parse_known_args(given)
+        arguments, leftover = build_parser(read_config(given)).parse_known_args(given)
         check_leftover(arguments, leftover)
         return int(arguments.run(arguments))
     except KeyholeError as error:
         if "--debug" in given:
             traceback.print_exc()
-        show.error(str(error))
+        terminal.error(str(error))
         return 2
     except BrokenPipeError:  # the reader of our output has gone, as in `keyhole generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,11 +73,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in given:
             traceback.print_exc()
         where = f" {error.filename!r}" if error.filename is not None else ""
-        show.error(f"{error.strerror or error}{where}")
+        terminal.error(f"{error.strerror or error}{where}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def _modules() -> dict[str, Any]:
+    """By the name of a command the module, or the class of one, with `add_arguments` and `run`."""
+    from keyhole.cli import (
+        about,
+        bench,
+        calibrate,
+        demo,
+        documents,
+        evaluate,
+        generate,
+        plan,
+        serve,
+        train_head,
+        verify,
+    )
+
+    return {
+        "demo": demo,
+        "generate": generate,
+        "chat": generate.Chat,
+        "serve": serve,
+        "documents": documents,
+        "methods": about.Methods,
+        "plan": plan,
+        "calibrate": calibrate,
+        "train-head": train_head,
+        "eval": evaluate,
+        "verify": verify,
+        "info": about.Info,
+        "bench": bench,
+        "completion": about.Completion,
+    }
 
 
 def _first_line(docstring: str | None) -> str:

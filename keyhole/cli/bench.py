@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import keyhole
 from keyhole.bench.settings import AdmissionSettings, BenchSettings, DecodeSettings, OffloadSettings
-from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 
 if TYPE_CHECKING:
     from keyhole.bench.measure import Report
@@ -114,7 +114,7 @@ def measured(
     """
     outputs.check(Output("--output", arguments.output, outputs.LINES))
     file = LineFile(arguments.output)
-    show.status("loading torch and transformers ...")
+    terminal.status("loading torch and transformers ...")
     flags.quiet()
     from keyhole.bench import measure
 
@@ -134,11 +134,11 @@ def measured(
     line |= benchmark(settings, report)
     file.add(line)
     if arguments.json:
-        print(show.to_json(line))
+        print(terminal.to_json(line))
         return 0
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
-        met = show.styled(met, show.MARKS[met], sys.stdout)
+        met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
     bandwidth = line["read_bytes_per_s"] / 1e9
     print(f"memory is read at {bandwidth:.1f} GB/s; written: {arguments.output}")
@@ -171,11 +171,11 @@ _DECODE: Columns = (
     ("tokens", "context", "{:,}".format),
     ("system", "system", str),
     ("step", "step_ms", milliseconds),
-    ("KV read", "kv_bytes", show.bytes_text),
+    ("KV read", "kv_bytes", terminal.bytes_text),
     ("keys read", "attended_fraction", "{:.1%}".format),
     *COMMON,
-    ("peak memory", "peak_bytes", show.bytes_text),
-    ("stated", "stated_bytes", show.bytes_text),
+    ("peak memory", "peak_bytes", terminal.bytes_text),
+    ("stated", "stated_bytes", terminal.bytes_text),
 )
 
 
@@ -186,7 +186,7 @@ _OFFLOAD: Columns = (
     ("step", "step_ms", milliseconds),
     ("time / above", "ratio_to_above", "{:.2f}".format),
     ("waiting", "stall_ms", milliseconds),
-    ("moved per step", "moved_bytes", show.bytes_text),
+    ("moved per step", "moved_bytes", terminal.bytes_text),
     ("was there", "hit_rate", "{:.1%}".format),
     ("repeated", "repeat_rate", "{:.1%}".format),
     ("right words", "right_share", "{:.1%}".format),
@@ -215,4 +215,4 @@ def _table(table: Table, results: Sequence[dict[str, Any]], stream: TextIO) -> s
         ["-" if result[field] is None else text(result[field]) for _, field, text in columns]
         for result in results
     ]
-    return show.table([head for head, _, _ in columns], rows, left=names, stream=stream)
+    return terminal.table([head for head, _, _ in columns], rows, left=names, stream=stream)

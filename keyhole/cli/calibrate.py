@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _given(arguments) or _prompts()
     model = flags.load_model(arguments)
     from keyhole.eval.calibrate import measured
-    from keyhole.eval.charts import pages
+    from keyhole.eval.report import layer_charts
 
     found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
     wanted = (placement.num_delta_layers, full_layers)
@@ -125,14 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         placed.save(arguments.output)
     if placement.plot:
-        pages.recall_chart(found, placed, placement.plot)
+        layer_charts.recall_chart(found, placed, placement.plot)
     if arguments.json:
         others = [
             {"placement": name, "delta_layers": one.delta_layers, **found.cost(one)._asdict()}
             for name, one in _others(found, *wanted)
         ]
         extra = {"steps": found.steps, "shift": found.shift, "placements": others}
-        print(show.to_json({**vars(placed), **extra}))
+        print(terminal.to_json({**vars(placed), **extra}))
     else:
         print(_text(placed, found, _others(found, *wanted)))
         for path in filter(None, (arguments.output, placement.plot)):
@@ -204,7 +204,7 @@ def _text(
     return (
         f"{placed.model}: {placed.method} placement{by} over {found.steps} decode steps, "
         f"token_budget {placed.token_budget}\n\n"
-        f"{show.table(heads, rows, left=2)}\n\n"
+        f"{terminal.table(heads, rows, left=2)}\n\n"
         f"{_costs(found, others)}\n"
     )
 
@@ -217,15 +217,15 @@ def _costs(found: Measurement, others: Sequence[tuple[str, Calibration]]) -> str
         rows.append(
             [
                 name,
-                show.setting(one.delta_layers),
-                show.setting(cost.dense_layers),
+                terminal.setting(one.delta_layers),
+                terminal.setting(cost.dense_layers),
                 f"{cost.recall:.1%}",
                 f"{cost.error:.1%}",
                 f"{cost.keys_read:.1%}",
             ]
         )
     heads = ("placement", "choose", "read all", "attention kept", "output error", "keys read")
-    text = show.table(heads, rows, left=3)
+    text = terminal.table(heads, rows, left=3)
     paper, alone = dict(others)["paper"], dict(others)[_ALONE]
     first = paper.delta_layers[0]
     if first in alone.delta_layers:
@@ -294,7 +294,7 @@ def run_stable(
     outputs.check(Output("--output", output, outputs.LAYERS))
     texts = _texts(settings.num_documents) if texts is None else texts
     model = flags.load_model(arguments)
-    from keyhole.eval.stability import cut, measure
+    from keyhole.eval.calibrate import cut, measure
 
     documents = cut(model, texts, block_size=settings.block_size, most=settings.num_documents)
     found = measure(
@@ -305,7 +305,7 @@ def run_stable(
     )
     found.save(output)
     if arguments.json:
-        print(show.to_json({**vars(found), "output": output}))
+        print(terminal.to_json({**vars(found), "output": output}))
         return 0
     print(_stable_text(found))
     print(f"written: {output}")
@@ -318,10 +318,10 @@ def _stable_text(found: Stability) -> str:
         for layer, score in enumerate(found.scores)
     ]
     return (
-        f"{found.model}: {show.count(found.num_documents, 'document')} in blocks of "
+        f"{found.model}: {terminal.count(found.num_documents, 'document')} in blocks of "
         f"{found.block_size}; a layer "
         "scores where\nthe most important block of a document is an outlier\n\n"
-        f"{show.table(('layer', 'score', ''), rows, left=1)}\n"
+        f"{terminal.table(('layer', 'score', ''), rows, left=1)}\n"
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import keyhole
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError
 from keyhole.models.files.locate import TINY
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table, and writes the picture or says what it needs."""
     outputs.check(Output("--output", arguments.output, outputs.PICTURE))
-    show.status(f"loading {TINY} ...")
+    terminal.status(f"loading {TINY} ...")
     flags.quiet()
     missing = _missing()
     from keyhole.eval import demo
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(_text(found, demo.BUDGET), flush=True)
     if missing is None:
-        show.status(f"\ndrawing {arguments.output} ...")
+        terminal.status(f"\ndrawing {arguments.output} ...")
         _draw(model, asked[-1], found, arguments.output)
     if arguments.json:
         print(_json(found, None if missing else arguments.output, missing))
@@ -70,13 +70,13 @@ def _missing() -> str | None:
 
 def _draw(model: Model, item: Item, found: Demo, path: str) -> None:
     from keyhole.eval import demo
-    from keyhole.eval.charts import pages
+    from keyhole.eval.report import layer_charts
     from keyhole.policies.delta import Delta
 
     delta = found.policies["delta"]
     assert isinstance(delta, Delta)
     trace, prompt_tokens = demo.traced(model, item)
-    pages.page_map(
+    layer_charts.page_map(
         trace,
         path,
         title=f"What DELTA reads in a derivation, token by token (budget {demo.BUDGET} tokens)",
@@ -88,12 +88,16 @@ def _draw(model: Model, item: Item, found: Demo, path: str) -> None:
 def _json(found: Demo, output: str | None, missing: str | None) -> str:
     from keyhole.eval import demo
 
-    return show.to_json(
+    return terminal.to_json(
         {
             "outcomes": [vars(outcome) for outcome in found.outcomes],
-            "policies": {name: show.describe(policy) for name, policy in found.policies.items()},
+            "policies": {
+                name: terminal.describe(policy) for name, policy in found.policies.items()
+            },
             "dense_layers": found.dense,
-            "controls": {name: show.describe(policy) for name, policy in found.controls.items()},
+            "controls": {
+                name: terminal.describe(policy) for name, policy in found.controls.items()
+            },
             "verdicts": demo.verdicts(found.outcomes),
             "output": output,
             "no_picture": missing,
@@ -113,17 +117,17 @@ def _text(found: Demo, budget: int) -> str:
         f"{tasks['derive'].generated_tokens} tokens that build on each other",
         f"policies, with a KV budget of {budget} tokens in sparse layers:",
         *(
-            f"  {show.sentence(policy)}{'' if name in found.controls else ', its own control'}"
+            f"  {terminal.sentence(policy)}{'' if name in found.controls else ', its own control'}"
             for name, policy in sparse.items()
         ),
         "control: the same dense layers and budget, and the newest tokens in place of a selection",
         "",
-        show.table(_HEADS, [_row(outcome) for outcome in found.outcomes], left=3),
+        terminal.table(_HEADS, [_row(outcome) for outcome in found.outcomes], left=3),
     ]
     if told := demo.verdicts(found.outcomes):
         lines += ["", *told]
     if len({found.dense[name] for name in sparse}) > 1:
-        layers = (f"{name} {show.setting(found.dense[name]) or 'none'}" for name in sparse)
+        layers = (f"{name} {terminal.setting(found.dense[name]) or 'none'}" for name in sparse)
         said = ", ".join(layers)
         lines.append(f"dense layers differ ({said}): compare a method with its control only")
     lines += [
@@ -143,5 +147,5 @@ def _row(outcome: DemoOutcome) -> list[str]:
         "right" if outcome.correct else "wrong",
         "-" if fraction is None else f"{fraction:.1%}",
         f"{stats.step_ms:.1f} ms",
-        show.bytes_text(show.bytes_per_step(stats)),
+        terminal.bytes_text(terminal.bytes_per_step(stats)),
     ]

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.cli.common import flags, show
-from keyhole.cli.common.interrupt import INTERRUPTED
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Sequence
+    from keyhole.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Streams the text, or prints one JSON object."""
     prompt, params = _prompt(arguments), flags.sampling_of(arguments)
     llm = flags.make_llm(arguments)
-    from keyhole.cli.common import streaming
     from keyhole.engine.sequence import Result
 
     sequences: list[Sequence] = []
@@ -47,15 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
     for number, sequence in enumerate(sequences, 1):
         if len(sequences) > 1 and not arguments.json:
             print(f"completion {number} of {len(sequences)}:")
-        results.append(streaming.answer(llm, sequence, silent=arguments.json))
+        results.append(terminal.answer(llm, sequence, silent=arguments.json))
         if not arguments.json:
-            print(show.closing_line(results[-1].stats), file=sys.stderr)
+            print(terminal.closing_line(results[-1].stats), file=sys.stderr)
         if results[-1].finish_reason == "abort":
-            streaming.abort(llm, sequences)
+            terminal.abort(llm, sequences)
     result = Result.of_all(results)
     if arguments.json:
-        settings = {"model": llm.engine.model.name, "policy": show.describe(llm.policy)}
-        print(show.to_json(vars(result) | settings))
+        settings = {"model": llm.engine.model.name, "policy": terminal.describe(llm.policy)}
+        print(terminal.to_json(vars(result) | settings))
     aborted = any(one.finish_reason == "abort" for one in results)
     return INTERRUPTED if aborted else 0
 
@@ -77,3 +78,78 @@ def _contents(name: str) -> str:
         return Path(name).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file {name!r} cannot be read: {error}") from error
+
+
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole chat`."""
+    flags.add_model(parser)
+    flags.add_policy(parser)
+    flags.add_settings(parser, SamplingParams, "sampling", without=("n",))
+    flags.add_settings(parser, EngineConfig, "engine")
+
+
+def _run_chat(arguments: argparse.Namespace) -> int:
+    """Reads messages until the end of the input."""
+    params = flags.sampling_of(arguments)
+    llm = flags.make_llm(arguments)
+    if llm.tokenizer is None or not llm.tokenizer.chat_template:
+        raise ConfigError(f"model {llm.engine.model.name!r} has no chat template; use generate")
+    about = f"{llm.engine.model.name}, {terminal.sentence(llm.policy)}; /reset forgets, /quit ends"
+    print(about, file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    for line in _lines():
+        if line == "/quit":
+            break
+        if line == "/reset":
+            messages.clear()
+            print("forgotten", file=sys.stderr)
+        elif line.startswith("/"):
+            terminal.error(f"unknown command {line!r}; there are /reset and /quit")
+        elif line:
+            _turn(llm, messages, line, params)
+    return 0
+
+
+def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> None:
+    """One message and its answer; a message that cannot be served leaves no trace."""
+    messages.append({"role": "user", "content": line})
+    try:
+        result = terminal.answer(llm, llm.submit_chat(messages, params, reuse_generated=True))
+    except RequestError as error:
+        del messages[-1]
+        terminal.error(f"{error}; /reset starts anew")
+        return
+    stats = result.stats
+    if result.finish_reason == "abort" and not result.text:
+        del messages[-1]
+        print("stopped before the answer began; the message is forgotten", file=sys.stderr)
+        return
+    messages.append({"role": "assistant", "content": result.text})
+    kept = f"{stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens kept"
+    print(f"{terminal.closing_line(stats)} | {kept}", file=sys.stderr)
+
+
+def _lines() -> Iterator[str]:
+    """Stripped lines of stdin, with a prompt where someone types."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin)
+        return
+    import readline  # noqa: F401  (gives `input` its history)
+
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            print()
+            return
+
+
+class Chat:
+    """A conversation: every line is a message, and the keys and values stay between the turns.
+
+    /reset forgets the conversation, /quit (or the end of the input) ends it. Ctrl-C ends an answer,
+    of which what was said is kept; at the prompt it ends the conversation.
+    """
+
+    add_arguments = staticmethod(_add_chat_arguments)
+    run = staticmethod(_run_chat)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, show
+from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = MemoryPlan(model=model, memory=settings.total_memory)
     lengths = settings.lengths or _lengths(shape.max_length)
     if arguments.plot:
-        from keyhole.eval.charts.memory_plan import plan_chart
+        from keyhole.eval.report.layer_charts import plan_chart
 
         plan_chart(plan, lengths, arguments.plot, title=_title(plan, shape))
     if arguments.json:
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             "counted_from": shape.counted_from,
             "max_length": shape.max_length,
         }
-        print(show.to_json({**plan.as_dict(lengths), **about}))
+        print(terminal.to_json({**plan.as_dict(lengths), **about}))
     else:
         print(_text(plan, shape, settings, lengths))
         if arguments.plot:
@@ -217,7 +217,7 @@ def _title(plan: MemoryPlan, shape: Checkpoint) -> str:
     count = plan.model.requests
     many = "request" if count == 1 else "requests"
     return (
-        f"{shape.name} in {show.bytes_text(plan.memory)}: {count} {many}, "
+        f"{shape.name} in {terminal.bytes_text(plan.memory)}: {count} {many}, "
         f"budget {plan.model.token_budget:,}"
     )
 
@@ -247,11 +247,12 @@ def _text(
 ) -> str:
     terms = plan.model.terms(0, 0)
     fixed = ", ".join(
-        f"{name} {show.bytes_text(terms[name])}"
+        f"{name} {terminal.bytes_text(terms[name])}"
         for name in ("weights", "requests", "runtime")
         if terms[name]
     )
     row_bytes = plan.model.token_bytes
+    cache = terminal.bytes_text(plan.cache_memory)
     thresholds = ", ".join(f"{length:,}" for length in plan.thresholds)
     wrapped = textwrap.fill(thresholds, _WIDTH, initial_indent="  ", subsequent_indent="  ")
     under = "" if settings.policy is None else f", {settings.policy}"
@@ -259,10 +260,10 @@ def _text(
         f"{_title(plan, shape)}\n"
         f"preset {settings.preset}{under}, {_dtype(shape, settings)}; "
         f"{shape.num_parameters:,} weights counted from {shape.counted_from}\n"
-        f"{fixed}; a token {show.bytes_text(row_bytes)}\n"
-        f"left for the KV cache {show.bytes_text(plan.cache_memory)}{_as_given(plan, settings)}\n\n"
+        f"{fixed}; a token {terminal.bytes_text(row_bytes)}\n"
+        f"left for the KV cache {cache}{_as_given(plan, settings)}\n\n"
         f"maximum context with 0 to {len(plan.model.layers)} layers offloaded:\n{wrapped}\n\n"
-        f"{show.table(_HEADS, [_cells(row, plan) for row in plan.rows(lengths)], left=0)}\n"
+        f"{terminal.table(_HEADS, [_cells(row, plan) for row in plan.rows(lengths)], left=0)}\n"
     )
 
 
@@ -274,7 +275,7 @@ def _cells(row: PlanRow, plan: MemoryPlan) -> list[str]:
         f"{row.length:,}",
         str(len(plan.model.layers) - row.offloaded),
         str(row.offloaded),
-        show.bytes_text(row.upper_bytes),
-        show.bytes_text(row.lower_bytes),
+        terminal.bytes_text(row.upper_bytes),
+        terminal.bytes_text(row.lower_bytes),
         *batches,
     ]

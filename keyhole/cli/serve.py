@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.cli.common import flags, show
+from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.server.settings import ServerConfig
@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
         documents_limit=arguments.documents_limit,
     )
     from keyhole.async_llm import AsyncLLM
-    from keyhole.server import logs
+    from keyhole.server.monitoring import logs
     from keyhole.server.run import serve
 
     logs.configure(config.log_format)
 
     def ready(address: str) -> None:
         print(f"{llm.engine.model.name} at {address}/v1", file=sys.stderr)
-        print(f"policy: {show.sentence(llm.policy)}", file=sys.stderr)
+        print(f"policy: {terminal.sentence(llm.policy)}", file=sys.stderr)
         print(_memory(llm), file=sys.stderr, flush=True)
 
     serve(AsyncLLM(llm), config, ready)
@@ -93,11 +93,14 @@ def _memory(llm: LLM) -> str:
     from keyhole.engine.memory.plan import model_size
 
     engine = llm.engine
-    weights = show.bytes_text(model_size(engine.model, None).weight_bytes)
-    room = show.count(engine.max_pages * engine.config.page_size, "token")
+    weights = terminal.bytes_text(model_size(engine.model, None).weight_bytes)
+    room = terminal.count(engine.max_pages * engine.config.page_size, "token")
     said = f"memory: weights {weights}; KV cache: room for {room}"
     if engine.placement is None:
         return said
     plan = engine.placement.plan
-    cache, first = show.bytes_text(plan.cache_memory), show.count(plan.thresholds[0], "token")
+    cache, first = (
+        terminal.bytes_text(plan.cache_memory),
+        terminal.count(plan.thresholds[0], "token"),
+    )
     return f"{said} in {cache} and beyond, the first layer is offloaded after {first}"

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.cli.common import flags, outputs, show
-from keyhole.cli.common.interrupt import INTERRUPTED, Interrupt
+from keyhole.cli.common import flags, outputs, terminal
+from keyhole.cli.common.terminal import INTERRUPTED, Interrupt
 from keyhole.errors import ConfigError
 from keyhole.retrieval.training.training_config import TrainingConfig
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             stop=lambda: interrupt.seen,
         )
     if arguments.json:
-        print(show.to_json({"output": str(folder), **vars(outcome)}))
+        print(terminal.to_json({"output": str(folder), **vars(outcome)}))
     elif outcome.finished:
         print(_text(outcome, folder))
     if outcome.finished:
@@ -106,7 +106,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:
     if arguments.data is None:
-        from keyhole.eval.tiny_language.head_texts import HeadTexts
+        from keyhole.eval.tiny_language.rows import HeadTexts
 
         return HeadTexts()
     from keyhole.retrieval.training.corpus import read

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from keyhole.cli.common import flags, show
+from keyhole.cli.common import flags, terminal
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = [vars(check) | {"passed": check.passed} for check in checks]
         recall = None if head is None else [vars(cell) for cell in head[1]]
-        print(show.to_json({**about, "passed": passed, "checks": found, "head_recall": recall}))
+        print(terminal.to_json({**about, "passed": passed, "checks": found, "head_recall": recall}))
         return 0 if passed else 1
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     rows = [
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         for check in checks
     ]
-    print(show.table(_HEADS, rows, left=3))
+    print(terminal.table(_HEADS, rows, left=3))
     failed = sum(not check.passed for check in checks)
     print(f"{failed} of {len(checks)} checks failed" if failed else "all checks passed")
     _print_head(model, head)
@@ -94,8 +94,8 @@ def _head(
     model: Model, arguments: argparse.Namespace
 ) -> tuple[RetrievalHead, list[RecallCell]] | None:
     """The head and its recall; None without a head, or without texts for it."""
-    from keyhole.eval.head_check import check_head
-    from keyhole.eval.tiny_language.head_texts import HeadTexts
+    from keyhole.eval.head_recall import check_head
+    from keyhole.eval.tiny_language.rows import HeadTexts
     from keyhole.retrieval.training import corpus
 
     if model.head is None or (arguments.data is None and not flags.is_bundled(arguments.model)):
@@ -106,15 +106,15 @@ def _head(
 
 
 def _print_head(model: Model, head: tuple[RetrievalHead, list[RecallCell]] | None) -> None:
-    from keyhole.eval import head_check
+    from keyhole.eval import head_recall
 
     if head is None:
         if model.head is not None:
             print("give --data FILE to see how much attention the retrieval head finds")
         return
-    heads = ["tokens", *(f"budget {budget}" for budget in head_check.BUDGETS)]
+    heads = ["tokens", *(f"budget {budget}" for budget in head_recall.BUDGETS)]
     print("\nattention that the retrieval head finds (a window of the same budget):")
-    print(show.table(heads, head_check.rows(head[1]), left=0))
+    print(terminal.table(heads, head_recall.rows(head[1]), left=0))
     trained = head[0].config.trained_length
     if trained < model.max_length:
         print(

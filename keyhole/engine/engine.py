@@ -425,7 +425,7 @@ class Engine:
                 ids, values = best[0][i], best[1][i]
                 shown = [*range(sequence.params.logprobs), -1]
                 sequence.logprobs.append({ids[j]: values[j] for j in shown})
-            sequence.first_token = sequence.first_token or now
+            sequence.token_times.append(now)
             sequence.tokens.append(token)
             if sequence.grammar is not None and not sequence.grammar.accept(token):
                 sequence.error = RequestError(

@@ -11,6 +11,7 @@ the policy, so that it goes on exactly where it was.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -320,6 +321,7 @@ class Scheduler:
             sequence.num_cached = max(sequence.num_cached, cached)
             sequence.first = sequence.num_computed
         sequence.slot = self._slots.pop()
+        sequence.begun = sequence.begun or time.perf_counter()
         self.running.append(sequence)
         return True
 

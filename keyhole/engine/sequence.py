@@ -30,6 +30,7 @@ class Stats:
     computed again / all. store_bytes_read: read from the store. tokens_not_computed: of documents.
     evicted_pages: freed for good by a policy that evicts, before the end.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
+    queue_ms: from its arrival until the scheduler let it in.
     """
 
     prompt_tokens: int
@@ -48,6 +49,7 @@ class Stats:
     store_bytes_read: int | None = None
     tokens_not_computed: int | None = None
     evicted_pages: int = 0
+    queue_ms: float | None = None
 
 
 @dataclass
@@ -102,6 +104,8 @@ class Sequence:
     under: the policy that it runs under, from its first step to its last.
     grammar: what its tokens must follow. caller: who asks; the queue lets callers take turns, of
     which this is number `turn`.
+    arrival, begun, token_times: when it came, when it was first let in, and when each token was
+    sampled, in seconds of `time.perf_counter`.
     """
 
     prompt: list[int]
@@ -139,7 +143,8 @@ class Sequence:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
+    begun: float | None = None
+    token_times: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     random: random.Random = field(init=False)
     changes_scores: bool = field(init=False)
@@ -202,12 +207,12 @@ class Sequence:
     def stats(self) -> Stats:
         """The counters so far."""
         steps, loaded = self.counters.steps, self.counters.hits + self.counters.misses
-        ttft = None if self.first_token is None else 1e3 * (self.first_token - self.arrival)
+        times = self.token_times
         return Stats(
             prompt_tokens=len(self.prompt),
             cached_prompt_tokens=self.num_cached,
             generated_tokens=len(self.tokens) - len(self.prompt),
-            ttft_ms=ttft,
+            ttft_ms=1e3 * (times[0] - self.arrival) if times else None,
             step_ms=statistics.median(self.step_ms) if self.step_ms else None,
             attended_fraction=self.counters.attended_fraction / steps if steps else None,
             kv_bytes_read=round(self.counters.kv_bytes),
@@ -220,6 +225,7 @@ class Sequence:
             store_bytes_read=None if self.reused is None else self.reused.bytes_read,
             tokens_not_computed=None if self.reused is None else self.reused.tokens_not_computed,
             evicted_pages=self.evicted_pages,
+            queue_ms=None if self.begun is None else 1e3 * (self.begun - self.arrival),
         )
 
 
@@ -234,7 +240,8 @@ class Result:
     finish_reason: "stop" (end token, stop text or id), "length" or "abort".
     logprobs: per generated token a dict token id -> log-probability, if asked for.
     reused: what an answer took from stored documents (`LLM.ask`). others: the other completions of
-    the prompt, where `SamplingParams.n` asks for several.
+    the prompt, where `SamplingParams.n` asks for several. arrival: when the request came, seconds
+    since 1970, UTC. token_times: seconds from there to each sampled token.
     """
 
     text: str
@@ -245,6 +252,8 @@ class Result:
     logprobs: list[dict[int, float]] | None = None
     reused: Reused | None = None
     others: tuple[Result, ...] = ()
+    arrival: float = 0.0
+    token_times: list[float] = field(default_factory=list)
 
     def __repr__(self) -> str:
         more = f", {len(self.others)} others" if self.others else ""
@@ -311,4 +320,6 @@ def result_of(sequence: Sequence) -> Result:
         prompt_token_ids=list(sequence.prompt),
         logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
         reused=sequence.reused,
+        arrival=time.time() - (time.perf_counter() - sequence.arrival),
+        token_times=[at - sequence.arrival for at in sequence.token_times],
     )

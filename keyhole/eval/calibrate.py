@@ -1,18 +1,21 @@
-"""Measures a model for DELTA: which layers' choices of pages serve which other layers.
+"""What `keyhole calibrate` measures: layers for DELTA, and stable layers for SamKV.
 
-The model runs densely; at each decode step every full-attention layer shows what it would choose
-and what the choices of the layers before it would cost it, so one run measures every possible
-placement at once:
+DELTA: the model runs densely. At each decode step every full-attention layer selects pages as DELTA
+would, and each later layer is evaluated on the selections of all layers before it, so that one run
+measures every possible placement:
 
-    recall[a, b]   mean share of layer b's attention that falls on the pages layer a would choose
-    error[a, b]    mean of ||sparse - full|| / ||full||, layer b's attention output over the pages
-                   that layer a would choose against that over everything, all heads together
-    shift[b]       mean total variation between the page distributions of layer b and the
+    recall[a, b]   mean share of layer b's attention on the pages that layer a selects
+    error[a, b]    mean of ||sparse - full|| / ||full||: layer b's attention output over the pages
+                   that layer a selects against that over all pages, all heads together
+    shift[b]       mean total variation between the page distributions of layer b and of the
                    full-attention layer before it: half the sum of |differences|, from 0 to 1
 
-`keyhole.policies.selection_layers` turns each into a placement. Only steps of more than
-`token_budget` tokens count: in shorter ones DELTA chooses nothing. The layers before b read
-everything, so errors are those of one layer alone.
+`keyhole.policies.selection_layers` turns each of them into a placement. Only steps with more than
+`token_budget` tokens count, because DELTA selects nothing in shorter ones. The layers before b are
+dense, so errors are those of one layer alone.
+
+SamKV (arXiv 2508.11661, appendix A.2): calibration documents are encoded, and the layers are chosen
+whose statistics agree; `keyhole.reuse.block_scores` defines what is counted.
 """
 
 from __future__ import annotations
@@ -22,14 +25,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import EngineConfig, SamplingParams, require
+from keyhole.config import EngineConfig, SamplingParams, is_count, require
+from keyhole.documents.source import BLOCK_SIZE
+from keyhole.engine.documents.encoder import encode
 from keyhole.errors import ConfigError
-from keyhole.eval.attention import measures
+from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import expanded
 from keyhole.llm import LLM
 from keyhole.models.batch import Batch
@@ -43,7 +50,8 @@ from keyhole.policies.selection_layers import (
     place_by_recall,
     place_by_shift,
 )
-from keyhole.tokenization import Prompt
+from keyhole.reuse.stability import NUM_STABLE, Stability, stable_layers
+from keyhole.tokenization import Prompt, encode_text, given_ids
 
 Method = Literal["optimal", "paper"]
 Measure = Literal["mass", "error"]
@@ -269,7 +277,7 @@ class _Sums:
         self._chosen.append(self._choice(layer, largest, step))
         for other, (selection, pages) in zip(self.layers, self._chosen, strict=False):
             self.recall[other, layer] += float((share * pages).sum(1) @ counts)
-            error = measures.output_error(full, output(selection))
+            error = dense_run.output_error(full, output(selection))
             self.error[other, layer] += float(error @ counts)
         self._before = share
 
@@ -278,7 +286,7 @@ class _Sums:
         self.delta.on_scores(layer, (largest[:, None],), step)
         assert step.shared_selection is not None
         chosen, step.shared_selection = step.shared_selection, None
-        pages = measures.members(chosen.indices, largest.shape[1])[:, 0]
+        pages = dense_run.members(chosen.indices, largest.shape[1])[:, 0]
         return chosen, pages.double()
 
 
@@ -321,3 +329,74 @@ class _Watched(Full):
     """Full attention whose steps all run on the host, where they are observed."""
 
     capturable: ClassVar[bool | str] = "its steps are observed"
+
+
+#: Blocks of a document that a text is cut into: three times what an outlier needs.
+DOCUMENT_BLOCKS = 32
+
+
+def measure(
+    model: Model,
+    documents: Sequence[Sequence[int]],
+    *,
+    block_size: int = BLOCK_SIZE,
+    num_stable_layers: int = NUM_STABLE,
+) -> Stability:
+    """Stable layers over these documents, each a list of token ids.
+
+    ConfigError for settings that cannot be, for token ids that the model does not know, and if no
+    document has the 11 blocks that an outlier needs.
+    """
+    require(is_count(block_size), "block_size", block_size, "at least 1")
+    if not all(documents):
+        raise ConfigError("a calibration document is empty; leave it out")
+    every = (token for document in documents for token in document)
+    wrong = [token for token in every if not 0 <= token < model.vocab_size]
+    if wrong:
+        raise ConfigError(
+            f"token id {wrong[0]} of a document is not one of this model's, 0 to "
+            f"{model.vocab_size - 1}"
+        )
+    engine = LLM(model, max_batch=1, prefix_cache=False).engine
+    alphas: list[Tensor] = []
+    for document in tqdm(documents, unit="document", desc="calibrate", disable=None):
+        record = encode(
+            model,
+            engine.cache,
+            np.asarray(document, np.int64),
+            block_size=block_size,
+            chunk=engine.config.prefill_chunk,
+        )
+        alphas.append(torch.stack([layer.alpha for layer in record.layers]))
+    scores, stable = stable_layers(alphas, num_stable_layers)
+    return Stability(
+        model=model.name,
+        num_layers=len(scores),
+        num_documents=len(alphas),
+        block_size=block_size,
+        stable_layers=tuple(stable),
+        scores=tuple(scores),
+    )
+
+
+def cut(
+    model: Model, texts: Sequence[Prompt], *, block_size: int = BLOCK_SIZE, most: int
+) -> list[list[int]]:
+    """Texts as documents of at most DOCUMENT_BLOCKS blocks, no more than `most` of them.
+
+    Parts that are too short to say anything are left out; if there are too many, they are taken
+    evenly from all.
+    """
+    size = min(DOCUMENT_BLOCKS * block_size, model.max_length - 1)
+    parts: list[list[int]] = []
+    for text in texts:
+        ids = given_ids("a document", text)
+        if ids is None:
+            ids = encode_text(model.tokenizer, str(text), special=False)
+        parts += [ids[start : start + size] for start in range(0, len(ids), size)]
+    longest = max((len(part) for part in parts), default=0)
+    # A third of a document still has 11 blocks.
+    parts = [part for part in parts if 3 * len(part) >= longest]
+    if len(parts) <= most:
+        return parts
+    return [parts[i * len(parts) // most] for i in range(most)]

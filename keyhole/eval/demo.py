@@ -18,9 +18,9 @@ from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.sequence import Result, Stats
-from keyhole.eval.terms.controls import controls
+from keyhole.eval.methods import controls_of
+from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.eval.tiny_language.tasks import Item, is_correct, make
-from keyhole.eval.trace.trace import Trace, Traced
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
@@ -86,7 +86,7 @@ def run(model: Model, asked: list[Item]) -> Demo:
     for policy in _policies(model):
         own = LLM(model, policy=policy)
         entries.append(_Entry(own.policy.name, False, own))
-        control = controls(own.policy, geometry).get("recent")
+        control = controls_of(own.policy, geometry).get("recent")
         if control is not None and control != own.policy:
             entries.append(_Entry(own.policy.name, True, LLM(model, policy=control)))
     work = [(item, entry) for item in asked for entry in entries]

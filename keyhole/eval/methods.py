@@ -1,17 +1,52 @@
-"""Policies and budgets of an evaluation: as they were asked for, and for a length."""
+"""The policies of an evaluation: methods under budgets, terms, and controls.
+
+A `Method` is a policy as the user names it, under one budget. Terms say how it becomes a policy:
+
+    given       as the user writes it, defaults otherwise
+    equal       the same dense layers, sinks, recency window and budget for all methods
+    published   as each paper, or its authors' code, has it
+
+Controls keep a policy's dense layers and its budget, and replace its selection:
+
+    recent   the sinks and the newest tokens: the score without selecting
+    random   the same number of tokens, drawn at random, the newest among them
+    oracle   the tokens with the largest true attention weights of each step, per KV head: the best
+             that a selection can do
+
+A method that is no better than its recent control owes its score to its dense layers.
+
+Equal terms set a method up by the names of its settings, so a policy of another package that has
+the same names is set up in the same way:
+
+    full_layers                     layers that read everything
+    delta_layers, selection_layers, layers that read everything and select for the layers after
+    filter_layers                   them: the last layer of the dense set
+    dense_after                     layers after these that read everything: none
+    sink_size                       first tokens that are always read
+    window_size, or recent_pages    newest tokens, or pages, that are always read
+
+Whatever a method would read beside its budget is a setting that is off by default, or refused.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from keyhole.config import is_count
-from keyhole.errors import ConfigError
+from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require
+from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
+from keyhole.eval.line_file import Line
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
+from keyhole.policies.controls.oracle import Oracle
+from keyhole.policies.controls.random_tokens import RandomTokens
+from keyhole.policies.streaming_llm import StreamingLLM
 
 TOKEN_BUDGET = "token_budget"
 """The setting that is a policy's budget."""
@@ -74,7 +109,7 @@ class Method:
 FULL = Method(label="full", name="full")
 
 
-def methods(given: Sequence[Method], budgets: Sequence[Budget]) -> list[Method]:
+def under_budgets(given: Sequence[Method], budgets: Sequence[Budget]) -> list[Method]:
     """Full attention, the reference, and every other policy under every budget.
 
     A policy that brings its own budget, or has none, stands once.
@@ -88,3 +123,300 @@ def methods(given: Sequence[Method], budgets: Sequence[Budget]) -> list[Method]:
         elif method.name != FULL.name:
             found.append(method)
     return found
+
+
+CONTROL_NAMES = ("recent", "random", "oracle")
+_SINK_SIZE = "sink_size"
+
+
+def controls_of(policy: Policy, geometry: Geometry, seed: int = 0) -> dict[str, Policy]:
+    """The controls of a resolved policy by name; none of one that is dense or has no budget.
+
+    They keep its dense layers, its sinks and its `token_budget`. What a policy reads beside its
+    budget they do not have. seed: of the random draw.
+    """
+    settings = dataclasses.asdict(policy)
+    budget = settings.get(TOKEN_BUDGET)
+    if policy.dense or budget is None:
+        return {}
+    layers = policy.dense_layers(geometry)
+    sinks = settings.get(_SINK_SIZE) or 0
+    return {
+        "recent": StreamingLLM(token_budget=budget, sink_size=sinks, full_layers=layers),
+        "random": RandomTokens(token_budget=budget, sink_size=sinks, full_layers=layers, seed=seed),
+        "oracle": Oracle(token_budget=budget, full_layers=layers),
+    }
+
+
+class Terms(ABC):
+    """How a method becomes a policy. `name`: as `--terms` and the lines of a file say it."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
+        """The policy for a text of so many tokens. ConfigError for what it cannot have."""
+
+    def about(self, method: Method, length: int, geometry: Geometry) -> Line:
+        """More fields of the line: `terms_note` is what a reader has to know of this method."""
+        return {}
+
+
+class Given(Terms):
+    """As the user writes them."""
+
+    name = "given"
+
+    def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
+        """The settings that were given, defaults otherwise."""
+        return method.policy(length, geometry.page_size)
+
+
+GIVEN = Given()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equal(Terms):
+    """One dense set, sinks, window and budget. None: the defaults of `equal_terms`."""
+
+    name: ClassVar[str] = "equal"
+    dense: tuple[int, ...] | None = None
+    sinks: int = 16
+    window: int | None = None
+
+    def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
+        """UnequalTermsError for a method that cannot be set up so."""
+        budget = method.tokens(length, geometry.page_size)
+        if budget is None:
+            return method.policy(length, geometry.page_size)
+        dense, window = self.dense, self.window
+        settings = {k: v for k, v in method.settings.items() if k != TOKEN_BUDGET}
+        return equal_terms(
+            method.name,
+            geometry,
+            budget,
+            default_dense(geometry) if dense is None else check_dense(dense, geometry),
+            self.sinks,
+            default_window(budget, geometry.page_size) if window is None else window,
+            settings,
+        )
+
+    def about(self, method: Method, length: int, geometry: Geometry) -> Line:
+        """What a method lacks by its definition."""
+        return {"terms_note": "; ".join(BY_DEFINITION.get(method.name, {}).values())}
+
+
+class Published(Terms):
+    """As each paper, or its authors' code, has it."""
+
+    name = "published"
+
+    def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
+        """ConfigError for a method with settings of the user's besides the budget."""
+        budget = method.tokens(length, geometry.page_size)
+        own = {k: v for k, v in method.settings.items() if k != TOKEN_BUDGET}
+        if own:
+            raise ConfigError(f"{method.label}: as published, a method has no other settings")
+        if budget is None:
+            return make_policy(method.name)
+        return available_policies()[method.name].as_published(geometry, budget)
+
+
+SELECTION_LAYERS = ("delta_layers", "selection_layers", "filter_layers")
+NO_MORE_DENSE = {"dense_after": 0}
+"""Settings that would make more layers dense than are named, and their values that do not."""
+_AFTER = "dense_after"
+_FULL_LAYERS, _SINKS, _WINDOW, _PAGES = "full_layers", "sink_size", "window_size", "recent_pages"
+
+#: What a method lacks because of what it is; it takes part all the same.
+BY_DEFINITION = {
+    "streaming_llm": {_WINDOW: "its window is the whole budget but the sinks"},
+    "sliding_window": {
+        _SINKS: "it has no sinks",
+        _WINDOW: "its window is the whole budget",
+    },
+}
+
+
+class UnequalTermsError(ConfigError):
+    """A method that cannot be set up as the others are."""
+
+
+def equal_terms(
+    name: str,
+    geometry: Geometry,
+    budget: int,
+    dense: tuple[int, ...],
+    sinks: int,
+    window: int,
+    settings: Mapping[str, Any] | None = None,
+) -> Policy:
+    """The policy of a name with exactly these dense layers, sinks, window and budget.
+
+    sinks, window, budget: in tokens; settings: others of the policy. UnequalTermsError for a policy
+    that lacks one of them, has other dense layers then, or reads anything beside its budget;
+    ConfigError for a setting in `settings` that the terms say.
+    """
+    known = available_policies()
+    if name not in known:
+        raise UnknownNameError("policy", name, known)
+    fields = [field.name for field in dataclasses.fields(known[name])]
+    lacks = BY_DEFINITION.get(name, {})
+    said: dict[str, Any] = {TOKEN_BUDGET: budget}
+    choosing = [field for field in SELECTION_LAYERS if field in fields]
+    if choosing and not dense:
+        raise UnequalTermsError(f"{name} selects in a dense layer, and the dense set is empty")
+    said |= dict.fromkeys(choosing, dense[-1:])
+    if _AFTER in fields:
+        said[_AFTER] = 0
+    said |= {field: value for field, value in NO_MORE_DENSE.items() if field in fields}
+    said[_FULL_LAYERS] = dense[:-1] if choosing else dense
+    if _SINKS not in lacks:
+        said[_SINKS] = sinks
+    if _WINDOW not in lacks:
+        pages = _PAGES in fields and _WINDOW not in fields
+        said[_PAGES if pages else _WINDOW] = -(-window // geometry.page_size) if pages else window
+    for setting in said:
+        if setting not in fields:
+            raise UnequalTermsError(f"{name} has no setting {setting}")
+    for setting in settings or {}:
+        require(setting not in said, f"{name}:{setting}", (settings or {})[setting], "left out")
+    policy = make_policy(name, {**(settings or {}), **said}).resolve(geometry)
+    found = policy.dense_layers(geometry)
+    if found != dense:
+        raise UnequalTermsError(f"{name} reads everything in layers {found}, not in {dense}")
+    beside = policy.outside_budget()
+    if beside:
+        raise UnequalTermsError(f"{name} reads beside its budget: {beside}")
+    return policy
+
+
+def default_dense(geometry: Geometry) -> tuple[int, ...]:
+    """The first two full-attention layers."""
+    return geometry.full_attention[:2]
+
+
+def check_dense(dense: tuple[int, ...], geometry: Geometry) -> tuple[int, ...]:
+    """The dense set in order; ConfigError unless all are full-attention layers of the model."""
+    usable = geometry.full_attention
+    good = all(is_count(layer, 0) and layer in usable for layer in dense)
+    require(good, "dense_layers", dense, f"full-attention layers, of {usable}")
+    return tuple(sorted(set(dense)))
+
+
+def default_window(budget: int, page_size: int) -> int:
+    """A quarter of the budget, in whole pages, at least one."""
+    return max(1, budget // 4 // page_size) * page_size
+
+
+#: Fields of a line that say what its cell was measured for; the same cell may serve several.
+TERMS, CONTROL, CONTROLS, TUNING = "terms", "control", "controls", "tuning"
+_TOLD = ("method", "dense_layers", "outside_budget", "terms_note")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A policy that is measured at one length, resolved; `error`: why there is none.
+
+    control: which one it is, where it is measured only as a control. about: fields of its line that
+    do not say what was measured, but for what.
+    """
+
+    method: Method
+    label: str
+    policy: Policy
+    budget: int | None
+    control: str | None = None
+    error: KeyholeError | None = None
+    about: Line = field(default_factory=dict)
+
+    @property
+    def known_by(self) -> Line:
+        """What of `about` a stored line must have to stand for this cell."""
+        names = (TERMS, CONTROL, *(name for name in (CONTROLS, TUNING) if name in self.about))
+        return {name: self.about.get(name) for name in names}
+
+    def instead_of(self, line: Line) -> Line:
+        """A line of the same measurement that was made for something else, for this cell."""
+        others = (TERMS, CONTROL, CONTROLS, TUNING, *_TOLD)
+        return {name: value for name, value in line.items() if name not in others} | self.about
+
+    def refused(self, error: KeyholeError) -> Line:
+        """What is told of a cell that could not be measured."""
+        return {
+            "policy": self.method.name,
+            "method": self.label,
+            "budget": self.budget,
+            "error": str(error),
+            "unequal": isinstance(error, UnequalTermsError),
+        }
+
+
+def conditions_at(
+    methods: Sequence[Method], terms: Terms, length: int, geometry: Geometry, with_controls: bool
+) -> list[Condition]:
+    """Every method at a length, each followed by those of its controls that were not there yet."""
+    found: list[Condition] = []
+    seen: set[str] = set()
+    for method in methods:
+        one = _method(method, terms, length, geometry)
+        controls: dict[str, Policy] = {}
+        if with_controls and one.error is None:
+            controls = controls_of(one.policy, geometry)
+        beside, more = {}, []
+        for name, policy in controls.items():
+            control = _control(name, policy, one, geometry)
+            beside[name] = settings_of(control.policy)
+            key = json.dumps(beside[name], sort_keys=True)
+            if key not in seen:
+                seen.add(key)
+                more.append(control)
+        if with_controls:
+            one = dataclasses.replace(one, about=one.about | {CONTROLS: beside or None})
+        found += [one, *more]
+    return found
+
+
+def settings_of(policy: Policy) -> Line:
+    """A policy as a line names it: {"policy": ..., "settings": ...}, as it is read again."""
+    settings = json.loads(json.dumps(dataclasses.asdict(policy)))
+    return {"policy": policy.name, "settings": settings}
+
+
+def _method(method: Method, terms: Terms, length: int, geometry: Geometry) -> Condition:
+    budget, policy = method.tokens(length, geometry.page_size), make_policy(None)
+    try:
+        policy = terms.policy(method, length, geometry).resolve(geometry)
+    except KeyholeError as error:
+        return Condition(
+            method=method, label=method.label, policy=policy, budget=budget, error=error
+        )
+    about: dict[str, Any] = {
+        "method": method.label,
+        "dense_layers": list(policy.dense_layers(geometry)),
+        "outside_budget": policy.outside_budget(),
+        TERMS: None if terms.name == GIVEN.name else terms.name,
+        CONTROL: None,
+        **terms.about(method, length, geometry),
+    }
+    return Condition(method=method, label=method.label, policy=policy, budget=budget, about=about)
+
+
+def _control(name: str, policy: Policy, of: Condition, geometry: Geometry) -> Condition:
+    layers = of.about["dense_layers"]
+    label = f"{name}, dense {','.join(map(str, layers)) or 'none'}"
+    error = None
+    try:
+        policy = policy.resolve(geometry)
+    except KeyholeError as problem:
+        error = problem
+    about = {"method": label, "dense_layers": layers, TERMS: None, CONTROL: name}
+    return Condition(
+        method=of.method,
+        label=label,
+        policy=policy,
+        budget=of.budget,
+        control=name,
+        error=error,
+        about=about,
+    )

@@ -22,13 +22,10 @@ from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.eval.methods import FULL, TOKEN_BUDGET, Method
-from keyhole.eval.results import conditions
-from keyhole.eval.results.conditions import Condition
-from keyhole.eval.results.line_file import Line, LineFile
-from keyhole.eval.terms import GIVEN, Terms
-from keyhole.eval.trace import maps as eval_maps
-from keyhole.eval.workloads.workload import Workload
+from keyhole.eval import policy_trace
+from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.methods import FULL, GIVEN, TOKEN_BUDGET, Condition, Method, Terms, conditions_at
+from keyhole.eval.workload import Workload
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 
@@ -161,7 +158,7 @@ class Evaluation:
 
     def _asked(self, length: int) -> list[Condition]:
         grid = self._grid
-        return conditions.asked(grid.methods, grid.terms, length, self._geometry, grid.controls)
+        return conditions_at(grid.methods, grid.terms, length, self._geometry, grid.controls)
 
     def _cell(
         self, group: Group, one: Condition, full: Line | None, outcome: EvalOutcome
@@ -210,8 +207,8 @@ class Evaluation:
         """Of the first sample; none where it is answered without a decode step."""
         self._release()
         shown = group.workload.shown(group.length, group.setup)
-        layers = eval_maps.mapped_layers(self._geometry)
-        return eval_maps.selection_maps(self._engine, policy, shown, layers)
+        layers = policy_trace.mapped_layers(self._geometry)
+        return policy_trace.selection_maps(self._engine, policy, shown, layers)
 
     def _release(self) -> None:
         """The next engine takes what memory is free when it is made."""

@@ -2,4 +2,5 @@
 
 lm_eval   the model "keyhole" of lm-evaluation-harness
 kvpress   Keyhole's tasks under kvpress's compressors
+vllm      Keyhole's policies inside vLLM's attention
 """

@@ -180,6 +180,7 @@ def load_files(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with their names
             local_files_only=cached,
+            trust_remote_code=False,  # by default transformers asks on a terminal
         )
         network, report = loaded
     except Exception as error:  # transformers, safetensors, the file system
@@ -277,7 +278,9 @@ def _say_it_is_a_demonstration() -> None:
 def _config(found: ModelFiles) -> Any:
     try:
         return AutoConfig.from_pretrained(
-            found.name, local_files_only=found.unreachable is not None
+            found.name,
+            local_files_only=found.unreachable is not None,
+            trust_remote_code=False,
         )
     except Exception as error:  # any library involved may raise its own error
         raise ModelError(f"the config of {found.name!r} cannot be read: {_line(error)}") from error
@@ -287,7 +290,7 @@ def _tokenizer(name: str, cached: bool) -> Any:
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=cached)
+        return AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_line(error)}") from error
 

@@ -8,8 +8,9 @@
     responses/     /v1/responses
     documents/     /v1/documents, and what answers took from documents
     errors.py      every error as OpenAI's error object
-    limits.py      how many requests may wait, and who may ask
-    metrics.py     /metrics for Prometheus
+    gate.py        who may ask, how large a body may be, an identity for every request
+    limits.py      how many requests may wait
+    monitoring/    log, metrics and traces
     run.py         uvicorn around it
 
 Needs the extra `keyhole[serve]`.

@@ -19,7 +19,7 @@ from keyhole.server.answers import Answer
 from keyhole.server.bodies import DetokenizeBody, TokenizeBody
 from keyhole.server.documents import routes as documents
 from keyhole.server.errors import ApiError
-from keyhole.server.limits import Gate
+from keyhole.server.gate import Gate
 from keyhole.server.responses import routes as responses
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State, state_of
@@ -47,8 +47,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, _handler(errors.plain))
     for cls in (ApiError, keyhole.KeyholeError, TimeoutError):
         app.add_exception_handler(cls, _handler(errors.api_error))
-    app.add_exception_handler(Exception, _handler(errors.api_error))
-    app.add_middleware(Gate, config=config, metrics=state.metrics)
+    app.add_middleware(Gate, state=state)
     return app
 
 
@@ -95,7 +94,7 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
-    body = generate_latest(state_of(request).metrics.registry)
+    body = await asyncio.to_thread(generate_latest, state_of(request).metrics.registry)
     return Response(body, media_type=CONTENT_TYPE_LATEST)
 
 

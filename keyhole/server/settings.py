@@ -23,6 +23,7 @@ class ServerConfig:
     max_queue: int = setting(256, "requests that may wait; more get status 429")
     max_body: int = setting(10 * 2**20, "bytes of a request's body")
     max_completions: int = setting(64, "prompts times n of one request")
+    max_documents: int = setting(1000, "documents that each caller, known by its key, may store")
     timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
     drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
     tool_parser: str = setting(
@@ -30,11 +31,14 @@ class ServerConfig:
     )
     log_format: str = setting("text", "lines of the log: text or json")
     log_prompts: bool = setting(False, "write prompts to the log")
+    otlp_endpoint: str | None = setting(
+        None, "URL of an OpenTelemetry collector that gets a trace of each request"
+    )
     served_model_name: str | None = setting(None, "name in /v1/models; None: the model's own")
 
     def __post_init__(self) -> None:
         require(is_count(self.port, 0) and self.port < 65536, "port", self.port, "from 0 to 65535")
-        for name in ("max_queue", "max_body", "max_completions"):
+        for name in ("max_queue", "max_body", "max_completions", "max_documents"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
         right = "a number of seconds above 0"
         for name in ("timeout", "drain_timeout"):
@@ -46,14 +50,15 @@ class ServerConfig:
         known = ("auto", *FORMATS)
         require(self.tool_parser in known, "tool_parser", self.tool_parser, f"one of {known}")
         require(all(self.api_key), "api_key", "", "at least one character")
-        if not (self.api_key or self.insecure or _is_local(self.host)):
+        if not (self.api_key or self.insecure or is_local(self.host)):
             raise ConfigError(
                 f"host {self.host!r} can be reached from other machines; give an api_key, or "
                 "insecure to let everybody in"
             )
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
+    """Whether only this machine can be meant by a host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

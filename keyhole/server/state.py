@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,29 +14,40 @@ from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Result
 from keyhole.errors import KeyholeError
-from keyhole.server import logs
 from keyhole.server.documents.queue import DocumentQueue
 from keyhole.server.errors import ApiError
 from keyhole.server.limits import Admission
-from keyhole.server.metrics import Metrics
+from keyhole.server.monitoring import logs
+from keyhole.server.monitoring.collectors import DocumentGauges, DocumentState
+from keyhole.server.monitoring.metrics import Metrics
+from keyhole.server.monitoring.traces import Traces, make_provider
 from keyhole.server.responses.history import History
 from keyhole.server.settings import ServerConfig
 
 
 @dataclass
 class State:
-    """The engine behind the server, its limits and its counters."""
+    """The engine behind the server, its limits and its counters.
+
+    traces: None: no traces; a server of your own may set it. storing: held while a document is
+    taken.
+    """
 
     llm: AsyncLLM
     config: ServerConfig
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
     history: History = field(default_factory=History, init=False)
+    traces: Traces | None = field(init=False)
+    storing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
         engine = self.llm.llm.engine
         self.admission = Admission(self.config.max_queue + engine.config.max_batch)
         self.metrics = Metrics(self.llm.llm, lambda: self.admission.running)
+        self.metrics.registry.register(DocumentGauges(self._document_state))
+        endpoint = self.config.otlp_endpoint
+        self.traces = None if endpoint is None else Traces(make_provider(endpoint))
 
     @property
     def documents(self) -> Documents:
@@ -62,6 +74,13 @@ class State:
                 return None
 
         self.retriever.update(self.documents.list(), text)
+
+    def _document_state(self) -> DocumentState | None:
+        try:
+            sizes = {info.name: info.size_bytes for info in self.documents.list()}
+            return sizes, [job.status for job in self.encoding.jobs().values()]
+        except KeyholeError:  # this model cannot have any, or the store cannot be read
+            return None
 
     @property
     def name(self) -> str:

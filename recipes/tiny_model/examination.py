@@ -1,16 +1,33 @@
-"""How well the model in training does: the share of items answered exactly right, by task.
+"""How well a model does: the share of items answered exactly right, by task.
 
-The right answer is put in front of the model and every word of it must be the model's first
-choice. That is the same as greedy generation giving the right answer, in one forward pass.
+    python -m recipes.tiny_model.examination [--checkpoint DIR] [--items 100]
+
+The right answer is put behind the prompt and every word of it must be the model's first choice,
+which is the same as greedy generation giving it, in one forward pass. During training this is the
+examination. The command fills the table of the bundled model's card, task by length: transformers
+alone runs the model, so that the table says nothing about our engine; questions of eight tasks
+share one context, which is read once; every finished cell is written down, and the command
+continues where it stopped.
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from keyhole.eval.tiny_language.curriculum import TrainingBatch
-from keyhole.eval.tiny_language.tasks import TASKS, Item, make
-from keyhole.eval.tiny_language.vocabulary import BOS, EOS, PAD, WORD_IDS
+from keyhole.eval.comparisons import wilson
+from keyhole.eval.tiny_language.tasks import TASKS, Item, make, shared
+from keyhole.eval.tiny_language.world import BOS, EOS, PAD, WORD_IDS
+from keyhole.models.files.locate import TINY_FOLDER
+from recipes.tiny_model.curriculum import TrainingBatch
 from recipes.tiny_model.network import supervised_logits
 
 _FIRST_SEED = 1_000_000
@@ -70,3 +87,122 @@ def examine(
             some = items[start : start + at_once]
             counts[row] += sum(exactly_right(weights, config, some, dtype))
     return counts
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+RESULTS = "results.json"
+CARD = "README.md"
+_BEGIN, _END = "<!-- table -->", "<!-- end of table -->"
+_DEFAULT = TINY_FOLDER
+_ALONE = ("recall", "multikey", "walk", "derive")
+"""Tasks with a context of their own."""
+_LAST_SHARED = "majority"
+"""The task of the shared context that is written down last."""
+_LONGEST_WALK = 2048
+"""Words of a walk through all names there are; longer texts would be the same."""
+
+
+class ContextReader:
+    """The model, and the context that it has read."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def right(self, items: Iterable[Item]) -> list[bool]:
+        """Tell of each item whether its whole answer is right; all must share one context."""
+        items = list(items)
+        context = _ids(f"{BOS} {items[0].context}")
+        past = DynamicCache(config=self._model.config)
+        self._model(torch.tensor([context]), past_key_values=past, logits_to_keep=1)
+        return [self._answers(item, past) for item in items]
+
+    def _answers(self, item: Item, past: Any) -> bool:
+        question, answer = _ids(item.question), _ids(f"{item.answer} {EOS}")
+        tokens = torch.tensor([question + answer[:-1]])
+        out = self._model(tokens, past_key_values=past, logits_to_keep=len(answer))
+        past.crop(-tokens.shape[1])
+        return bool(out.logits[0].argmax(-1).tolist() == answer)
+
+
+def table_cells(
+    reader: ContextReader, length: int, items: int, known: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Give the cells of one length as they are done, but for the tasks that are known."""
+    together: dict[str, list[bool]] = {}
+    for seed in _bar(0 if _LAST_SHARED in known else items, f"shared {length}"):
+        asked = shared(length, seed)
+        for item, correct in zip(asked, reader.right(asked), strict=True):
+            # The shared context is cut into documents: one fact of it is the task docs1.
+            task = "docs1" if item.task == "recall" else item.task
+            together.setdefault(task, []).append(correct)
+    for task, right in together.items():
+        yield _cell(task, length, right)
+    for task in _ALONE:
+        if task in known or (task == "walk" and length > _LONGEST_WALK):
+            continue
+        found = [reader.right([make(task, length, n)])[0] for n in _bar(items, f"{task} {length}")]
+        yield _cell(task, length, found)
+
+
+def _cell(task: str, length: int, right: list[bool]) -> dict[str, Any]:
+    return {"task": task, "length": length, "items": len(right), "right": sum(right)}
+
+
+def _bar(items: int, what: str) -> Iterator[int]:
+    yield from tqdm(range(items), desc=what, unit="item", disable=None, leave=False)
+
+
+def _ids(text: str) -> list[int]:
+    return [WORD_IDS[word] for word in text.split()]
+
+
+def render(found: list[dict[str, Any]]) -> str:
+    """Give the table as Markdown: percent right and its 95 % interval; bold where under 90 %."""
+    known = {(cell["task"], cell["length"]): cell for cell in found}
+    lengths = sorted({cell["length"] for cell in found})
+    lines = ["| task | " + " | ".join(map(str, lengths)) + " |", "|---" * (len(lengths) + 1) + "|"]
+    for task in TASKS:
+        row = [_entry(known[task, n]) if (task, n) in known else "" for n in lengths]
+        if any(row):
+            lines.append(f"| {task} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def card(text: str, found: list[dict[str, Any]]) -> str:
+    """Give a model card with the table between its two marks brought up to date."""
+    before, _, rest = text.partition(_BEGIN)
+    return f"{before}{_BEGIN}\n{render(found)}{_END}{rest.partition(_END)[2]}"
+
+
+def _entry(cell: dict[str, Any]) -> str:
+    share = cell["right"] / cell["items"]
+    low, high = wilson(cell["right"], cell["items"])
+    text = f"{share:.0%}" if share >= 0.9 else f"**{share:.0%}**"
+    return f"{text} ({low:.0%}–{high:.0%})"
+
+
+def main() -> None:
+    """Fill in what is missing and write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--checkpoint", type=Path, default=_DEFAULT)
+    parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    arguments = parser.parse_args()
+    path = arguments.checkpoint / RESULTS
+    found = json.loads(path.read_text()) if path.is_file() else []
+    reader = ContextReader(arguments.checkpoint)
+    for length in arguments.lengths:
+        known = {cell["task"] for cell in found if cell["length"] == length}
+        for cell in table_cells(reader, length, arguments.items, known):
+            found.append(cell)
+            found.sort(key=lambda cell: (cell["length"], TASKS.index(cell["task"])))
+            path.write_text(json.dumps(found, indent=1) + "\n")
+    readme = arguments.checkpoint / CARD
+    if readme.is_file():
+        readme.write_text(card(readme.read_text(), found))
+    print(render(found))
+
+
+if __name__ == "__main__":
+    main()

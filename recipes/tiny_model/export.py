@@ -1,18 +1,44 @@
-"""Turn a training snapshot into a standard Llama folder that any loader understands.
+"""Turns a training snapshot into a standard Llama folder that any loader understands.
 
 python -m recipes.tiny_model.export --run runs/tiny --out keyhole/models/tiny/keyhole-tiny
 """
+
+from __future__ import annotations
 
 import argparse
 import tempfile
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from keyhole.eval.tiny_language.tokenizer import build_tokenizer
-from keyhole.eval.tiny_language.vocabulary import BOS, EOS, PAD, WORD_IDS
-from recipes.tiny_model import snapshot
+from keyhole.eval.tiny_language.world import BOS, CHAT_TEMPLATE, EOS, PAD, WORD_IDS
+from recipes.tiny_model import trainer
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Give the word-level tokenizer, complete with chat template, ready for `save_pretrained`."""
+    tokenizer = Tokenizer(WordLevel(WORD_IDS, unk_token=PAD))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A $B",
+        special_tokens=[(BOS, WORD_IDS[BOS])],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=PAD,
+        model_max_length=16384,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def export(run: Path, out: Path) -> None:
@@ -20,8 +46,8 @@ def export(run: Path, out: Path) -> None:
 
     The new folder takes the old one's place by renaming, so a reader never sees half of it.
     """
-    state = snapshot.load(run)
-    model = LlamaForCausalLM(snapshot.config_of(state)).float()
+    state = trainer.load_snapshot(run)
+    model = LlamaForCausalLM(trainer.config_of(state)).float()
     missing, unexpected = model.load_state_dict(state["weights"], strict=False)
     assert missing in ([], ["lm_head.weight"])  # the output matrix is the embedding
     assert not unexpected

@@ -26,9 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from torch.multiprocessing.spawn import spawn
 from tqdm.auto import tqdm
 
-from recipes.tiny_model import snapshot
-from recipes.tiny_model.ranks import Ranks, joined
-from recipes.tiny_model.trainer import Trainer, TrainerSettings
+from recipes.tiny_model.trainer import SNAPSHOT_FILE, Ranks, Trainer, TrainerSettings, joined
 
 _SAVE_EVERY = 180.0
 """Seconds between snapshots."""
@@ -89,7 +87,7 @@ def _run_rank(rank: int, settings: TrainerSettings, stop: Event, meeting_point: 
 def train(settings: TrainerSettings) -> None:
     """Run the training in as many processes as the settings say."""
     settings.out.mkdir(parents=True, exist_ok=True)
-    if (settings.out / snapshot.FILE).exists() and not settings.resume:
+    if (settings.out / SNAPSHOT_FILE).exists() and not settings.resume:
         raise ValueError(f"{settings.out} holds a run; resume it or choose another folder")
     stop = multiprocessing.get_context("spawn").Event()
     for number in (signal.SIGINT, signal.SIGTERM):

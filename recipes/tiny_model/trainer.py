@@ -1,24 +1,116 @@
-"""One training run between two steps: its state, a step, an examination, a snapshot."""
+"""One training run: its state, a step, an examination, a snapshot; in one or a few processes.
 
+Two processes of one thread each outrun one process of two threads where matrices are this small,
+and suffer less when the machine is busy. Snapshots are written beside the old one and renamed, so
+that one is always whole.
+"""
+
+from __future__ import annotations
+
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
-from keyhole.eval.tiny_language.curriculum import TrainingBatch
 from keyhole.eval.tiny_language.tasks import TASKS
-from recipes.tiny_model import snapshot
+from recipes.tiny_model.curriculum import FeedRows, TrainingBatch
 from recipes.tiny_model.examination import examine
-from recipes.tiny_model.feed import FeedRows
-from recipes.tiny_model.initial import initial_weights
-from recipes.tiny_model.network import supervised_logits
-from recipes.tiny_model.optimizers import Optimizers
-from recipes.tiny_model.ranks import Ranks
-from recipes.tiny_model.schedule import Schedule, planned
-from recipes.tiny_model.shape import llama_config
-from recipes.tiny_model.shared import hold_share, shared_direction
+from recipes.tiny_model.initial import hold_share, initial_weights, shared_direction
+from recipes.tiny_model.network import llama_config, supervised_logits
+from recipes.tiny_model.optimizers import Optimizers, Schedule, planned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    def add_up(self, values: Tensor) -> None:
+        """Replace `values` by the sum over all processes."""
+        if self.count > 1:
+            dist.all_reduce(values)
+
+
+@contextmanager
+def joined(rank: int, count: int, meeting_point: Path) -> Iterator[Ranks]:
+    """Meet the other processes through a file that did not exist before, and part in the end.
+
+    A process that ends while its peers still talk to it would be aborted by its own threads.
+    """
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=count
+    )
+    try:
+        yield Ranks(rank=rank, count=count)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+SNAPSHOT_FILE = "training.pt"
+
+
+def save_snapshot(
+    folder: Path,
+    weights: dict[str, Tensor],
+    optimizers: Optimizers,
+    *,
+    step: int,
+    tokens: int,
+    seed: int,
+    schedule: Schedule,
+    rope_theta: float,
+) -> None:
+    """Write everything that the next step depends on."""
+    new = folder / f"{SNAPSHOT_FILE}.new"
+    torch.save(
+        {
+            "weights": {name: weight.detach() for name, weight in weights.items()},
+            "optimizers": optimizers.state(),
+            "step": step,
+            "tokens": tokens,
+            "seed": seed,
+            "schedule": asdict(schedule),
+            "rope_theta": rope_theta,
+        },
+        new,
+    )
+    new.replace(folder / SNAPSHOT_FILE)
+
+
+def load_snapshot(folder: Path) -> dict[str, Any]:
+    """Read what `save` wrote, onto the CPU."""
+    state: dict[str, Any] = torch.load(
+        folder / SNAPSHOT_FILE, map_location="cpu", weights_only=True
+    )
+    return state
+
+
+def config_of(state: dict[str, Any]) -> LlamaConfig:
+    """Give the configuration of the model in a snapshot."""
+    return llama_config(num_layers(state["weights"]), rope_theta=state["rope_theta"])
+
+
+def num_layers(weights: dict[str, Tensor]) -> int:
+    """Count the layers that parameters belong to."""
+    return sum(name.endswith("input_layernorm.weight") for name in weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +141,10 @@ class Trainer:
         self.ranks = ranks
         self.device = torch.device(settings.device)
         if settings.resume:
-            state = snapshot.load(settings.out)
+            state = load_snapshot(settings.out)
             self.seed, self.step, self.tokens = state["seed"], state["step"], state["tokens"]
             start = state["weights"]
-            self.config = snapshot.config_of(state)
+            self.config = config_of(state)
         else:
             self.seed, self.step, self.tokens = settings.seed, 0, 0
             self.config = llama_config(settings.layers)
@@ -126,7 +218,7 @@ class Trainer:
     def save(self) -> None:
         """Write the snapshot."""
         if self.ranks.leads:
-            snapshot.save(
+            save_snapshot(
                 self.settings.out,
                 self.weights,
                 self.optimizers,

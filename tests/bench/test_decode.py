@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench import comparison, decode, measure, memory, model
-from keyhole.bench.baselines import Baseline, Past
-from keyhole.bench.comparison import DisagreementError
-from keyhole.bench.keyhole_system import KeyholeSystem, Pages, needed_bytes
-from keyhole.bench.memory import Skipped, fitting
-from keyhole.bench.model import Weights
+from keyhole.bench import decode, measure, model
+from keyhole.bench import decode as bench_decode
+from keyhole.bench import model as bench_model
+from keyhole.bench.decode import DisagreementError
+from keyhole.bench.model import Skipped, Weights, fitting, needed_bytes
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings
+from keyhole.bench.systems import Baseline, KeyholeSystem, Pages, Past
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, UnknownNameError
 
@@ -93,12 +93,12 @@ def test_memory_is_stated_beside_the_peak(line: dict[str, Any]) -> None:
 def test_peaks_begin_anew() -> None:
     device = torch.device("cpu")
     block = torch.ones(1 << 26)  # 256 MiB, given back to the system at once
-    high = memory.peak_bytes(device)
+    high = bench_model.peak_bytes(device)
     del block
-    memory.reset_peak(device)
-    if memory._CLEAR.exists():
-        assert memory.peak_bytes(device) < high - (128 << 20)
-    assert memory.peak_bytes(device) >= memory.used_bytes(device) - (1 << 20)
+    bench_model.reset_peak(device)
+    if bench_model._CLEAR.exists():
+        assert bench_model.peak_bytes(device) < high - (128 << 20)
+    assert bench_model.peak_bytes(device) >= bench_model.used_bytes(device) - (1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +121,11 @@ def systems(small: Weights) -> tuple[Pages, list[Baseline], list[list[int]], lis
 def test_full_attention_and_the_peers_agree_over_the_same_cache(systems: Any) -> None:
     pages, peers, texts, given = systems
     pages.know(texts)
-    errors = comparison.compare(pages.ours[0], peers, texts, given, 1e-4)
+    errors = bench_decode.compare(pages.ours[0], peers, texts, given, 1e-4)
     assert list(errors) == list(THEIRS)
     assert max(errors.values()) < 1e-5
     again = [*peers[:2], peers[3]]  # a static cache keeps what was added
-    errors = comparison.compare(pages.ours[0], again, texts, given, 1e-4)
+    errors = bench_decode.compare(pages.ours[0], again, texts, given, 1e-4)
     assert list(errors) == [peer.name for peer in again]
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_page_is_refused(systems: Any) -> None:
     pages.cache.keys[1][3, 0, 3] *= -1
     pages.know(texts)
     with pytest.raises(DisagreementError, match="transformers_sdpa: relative error"):
-        comparison.compare(pages.ours[0], peers, texts, given, 1e-4)
+        bench_decode.compare(pages.ours[0], peers, texts, given, 1e-4)
 
 
 def test_nothing_is_prefilled_and_every_step_reads_all(systems: Any) -> None:
@@ -187,12 +187,12 @@ def test_there_is_room_for_one_cache_of_transformers_but_not_for_two(
     sizes = {"batch": 3, "context": 1024, "steps": STEPS}
     past = 3 * (1024 + STEPS) * deep.geometry(PAGE_SIZE).token_bytes
     ours = needed_bytes(deep, ["full", "quest"], **sizes)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: (512 << 20) + ours + 3 * past // 2)
+    monkeypatch.setattr(bench_model, "free_bytes", lambda _: (512 << 20) + ours + 3 * past // 2)
     kept, left_out = fitting(deep, ["full", "quest"], list(PEERS), **sizes)
     assert kept == ["transformers_sdpa", "transformers_eager"]  # these two share a cache
     assert [entry.system for entry in left_out] == ["transformers_static"]
     assert left_out[0].need_bytes > left_out[0].free_bytes
-    monkeypatch.setattr(memory, "free_bytes", lambda _: (512 << 20) + ours)
+    monkeypatch.setattr(bench_model, "free_bytes", lambda _: (512 << 20) + ours)
     kept, left_out = fitting(deep, ["full", "quest"], list(PEERS), **sizes)
     assert (kept, left_out[0].system) == ([], None)
 
@@ -202,7 +202,7 @@ def test_who_does_not_fit_is_left_out_and_named(
 ) -> None:
     sizes = {"need_bytes": 3 << 30, "free_bytes": 2 << 30}
     skipped = Skipped(context=64, batch=1, system="transformers_static", **sizes)
-    monkeypatch.setattr(comparison, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
+    monkeypatch.setattr(bench_decode, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
     asked = settings(systems=("transformers_sdpa", "transformers_static", "full"))
     found = decode.run(asked, lambda *given: reported.append(given))
     assert [r["system"] for r in found["results"]] == ["transformers_sdpa", "full"]
@@ -215,7 +215,7 @@ def test_who_does_not_fit_is_left_out_and_named(
 def test_a_context_that_does_not_fit_is_skipped_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, reported: list[Any]
 ) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda _: (512 << 20) + (1 << 20))
+    monkeypatch.setattr(bench_model, "free_bytes", lambda _: (512 << 20) + (1 << 20))
     asked = settings(contexts=(PAGE_SIZE, 4096), systems=("full",))
     found = decode.run(asked, lambda *given: reported.append(given))
     assert [(r["context"], r["system"]) for r in found["results"]] == [(PAGE_SIZE, "full")]
@@ -230,7 +230,7 @@ def test_a_context_that_does_not_fit_is_skipped_and_the_others_go_on(
 def test_without_a_peer_nothing_is_compared_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, reported: list[Any]
 ) -> None:
-    monkeypatch.setattr(comparison, "fitting", lambda *_, **__: ([], []))
+    monkeypatch.setattr(bench_decode, "fitting", lambda *_, **__: ([], []))
     found = decode.run(settings(systems=("full",)), lambda *given: reported.append(given))
     assert [(r["system"], r["ratio_to_peer"]) for r in found["results"]] == [("full", None)]
     assert reported[0][1] == ["at 64 tokens no peer was there to compare logits with"]

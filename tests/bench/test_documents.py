@@ -11,7 +11,7 @@ from benchmarks.document_reuse.prompt_time import ratios
 from benchmarks.paper import documents
 from benchmarks.paper.kinds import DocumentSettings
 from keyhole.bench import measure
-from keyhole.bench.comparison import DisagreementError
+from keyhole.bench.decode import DisagreementError
 from keyhole.errors import ConfigError, UnknownNameError
 
 METHODS = ("transformers_sdpa", "recompute", "cacheblend", "sam_kv")

@@ -13,14 +13,14 @@ from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import page, setting
 from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.settings import HEADLINES, Bar, Headline, judged
-from keyhole.bench import memory
+from keyhole.bench import model
 from keyhole.bench.settings import ALL_PEERS, DecodeSettings
 from keyhole.errors import UnknownNameError
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "give_back", lambda: None)  # slow, and nothing is large here
+    monkeypatch.setattr(model, "give_back", lambda: None)  # slow, and nothing is large here
 
 
 @pytest.mark.parametrize("name", [n for n in HEADLINES if "_24gb_" not in n and "prompt" not in n])
@@ -43,8 +43,8 @@ def test_the_sizes_are_those_of_the_papers() -> None:
     assert (delta.batch, delta.contexts, delta.token_budget) == (64, (18432,), 1024)
     table = [h.settings for h in HEADLINES.values() if isinstance(h.settings, ThroughputSettings)]
     assert [(t.prompt, t.answer, t.memory) for t in table] == [
-        (prompt, answer, memory)
-        for memory in (80 * 10**9, 24 * 10**9)
+        (prompt, answer, model)
+        for model in (80 * 10**9, 24 * 10**9)
         for prompt, answer in ((2048, 32768), (32768, 2048))
     ]
     assert all(t.points == 4 and t.decode.token_budget == 2048 for t in table)

@@ -11,8 +11,7 @@ from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.page import section
 from benchmarks.paper.settings import HEADLINES
 from benchmarks.paper.traffic_lower_bound import ideal, num_weights
-from keyhole.bench.memory import RESERVE_BYTES
-from keyhole.bench.model import make_weights
+from keyhole.bench.model import RESERVE_BYTES, make_weights
 from keyhole.bench.settings import DecodeSettings
 
 

@@ -18,8 +18,8 @@ from benchmarks.kernels.layer import Layer
 from benchmarks.kernels.settings import OPS, KernelSettings
 from benchmarks.targets import bars
 from keyhole import kernels
-from keyhole.bench import measure, memory
-from keyhole.bench.comparison import DisagreementError, relative_error
+from keyhole.bench import measure, model
+from keyhole.bench.decode import DisagreementError, relative_error
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
 from keyhole.kernels import cpu
@@ -224,7 +224,7 @@ def test_bars_are_ratios_of_medians() -> None:
 
 
 def test_what_does_not_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(model, "free_bytes", lambda _: 1000)
     with pytest.raises(CapacityError, match="64 tokens, batch 2, need"):
         benchmark.run(settings(), lambda *_: None)
 

@@ -10,11 +10,10 @@ import torch
 
 from benchmarks.paper.page import section
 from keyhole.bench import measure, model
-from keyhole.bench.baselines import Baseline, Past
-from keyhole.bench.keyhole_system import KeyholeSystem, Pages
 from keyhole.bench.measure import NotRecordedError, checked, said, together
 from keyhole.bench.offload_loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
+from keyhole.bench.systems import Baseline, KeyholeSystem, Pages, Past
 from keyhole.engine import engine as core
 from keyhole.engine.cuda_graph_runner import Work
 from keyhole.policies.delta import Delta

@@ -17,9 +17,9 @@ from benchmarks.llama_cpp import run, state, worker
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama, LlamaCpp
 from benchmarks.llama_cpp.worker import WorkerError, WorkerProcess
-from keyhole.bench import comparison, decode, measure, model
-from keyhole.bench.baselines import Need
-from keyhole.bench.comparison import DisagreementError
+from keyhole.bench import decode, measure, model
+from keyhole.bench.decode import DisagreementError, Sitting, SystemSteps
+from keyhole.bench.model import Need
 from keyhole.bench.settings import SHAPES, DecodeSettings
 from keyhole.errors import ConfigError
 
@@ -193,10 +193,10 @@ def test_numbers_are_the_same_whenever_they_are_asked_for() -> None:
 def test_ratios_are_taken_within_a_sitting() -> None:
     """The machine may be slower in one of them."""
 
-    def measured(ms: float) -> comparison.SystemSteps:
-        return comparison.SystemSteps(step_ms=[ms, ms], peak_bytes=[1], cost={})
+    def measured(ms: float) -> SystemSteps:
+        return SystemSteps(step_ms=[ms, ms], peak_bytes=[1], cost={})
 
-    first = comparison.Sitting(
+    first = Sitting(
         measured={"full": measured(10), "llama_cpp": measured(20)}, errors={}, skipped=[]
     )
     second = replace(first, measured={"full": measured(30), "llama_cpp_flash": measured(60)})

@@ -11,8 +11,10 @@ import torch
 from benchmarks.paper import throughput
 from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Lowered, Steady
-from keyhole.bench import comparison, measure, memory, model
-from keyhole.bench.memory import RESERVE_BYTES
+from keyhole.bench import measure, model
+from keyhole.bench import model as bench_model
+from keyhole.bench.decode import DisagreementError
+from keyhole.bench.model import RESERVE_BYTES
 from keyhole.bench.settings import DecodeSettings
 from keyhole.retrieval.head import group_weights
 
@@ -92,13 +94,13 @@ def test_other_logits_are_noticed(smoke: model.Weights, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         system, "_logits_above", lambda numbers, text: torch.randn(4, smoke.ours.vocab_size)
     )
-    with pytest.raises(comparison.DisagreementError, match=NAME):
+    with pytest.raises(DisagreementError, match=NAME):
         system.measure(64)
 
 
 def test_a_line_tells_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
-    monkeypatch.setattr(memory, "give_back", lambda: None)  # slow, and nothing is large here
+    monkeypatch.setattr(bench_model, "give_back", lambda: None)  # slow, and nothing is large here
     weights = model.make_weights(replace(settings().decode, contexts=(512,)))
     used = sum(parameter.nbytes for parameter in weights.ours.network.parameters())
     room = used + RESERVE_BYTES + head_bytes(weights) + 2 * TEXT_BYTES

@@ -13,10 +13,10 @@ import torch
 import keyhole
 from benchmarks import speed_pages
 from benchmarks.speed_pages import offload as offload_page
-from keyhole.bench import measure, offload, offload_large, offload_loading
-from keyhole.bench.comparison import DisagreementError
-from keyhole.bench.memory import RESERVE_BYTES
-from keyhole.bench.model import Weights, make_weights
+from keyhole.bench import measure, offload, offload_loading
+from keyhole.bench.decode import DisagreementError
+from keyhole.bench.model import RESERVE_BYTES, Weights, make_weights
+from keyhole.bench.offload import run_large
 from keyhole.bench.offload_loading import (
     ABOVE,
     ELASTIC,
@@ -97,7 +97,7 @@ def test_the_settings_and_the_head_stand_in_the_line(line: dict[str, Any]) -> No
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     asked = settings(context=256, policies=("spe_context", "quest"))
-    return offload_large.run(asked, str(tmp_path_factory.mktemp("below")))
+    return run_large(asked, str(tmp_path_factory.mktemp("below")))
 
 
 def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
@@ -118,7 +118,7 @@ def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: P
     cache = 2 * 4 * 2 * 16 * 2 * 272  # keys and values, layers, heads, numbers, bytes, tokens
     memory = weights + RESERVE_BYTES + cache
     asked = settings(context=256, policies=("spe_context",), memory=memory)
-    found = offload_large.run(asked, str(tmp_path), ("torch_flash",))
+    found = run_large(asked, str(tmp_path), ("torch_flash",))
     results = {result["system"]: result for result in found}
     assert list(results) == [*SYSTEMS, "torch_flash"]
     # The head's keys and the buffers take the room of some layers, not of all.
@@ -128,7 +128,7 @@ def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: P
     assert results["torch_flash"]["relative_error"] < 0.1
     assert results["torch_flash"]["moved_bytes"] is None
     with pytest.raises(ConfigError, match="memory 1 must be more than"):
-        offload_large.run(replace(asked, memory=1), str(tmp_path))
+        run_large(replace(asked, memory=1), str(tmp_path))
 
 
 @pytest.mark.parametrize("context", [None, 256])
@@ -140,7 +140,7 @@ def test_a_trace_shows_copies_beside_the_steps(
     if context is None:
         offload.run(model, asked, lambda *_: None, head)
     else:
-        offload_large.run(asked, str(tmp_path))
+        run_large(asked, str(tmp_path))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
     steps = {e["name"]: e for e in events if e["name"].startswith("step ")}
     assert list(steps) == [f"step {i}" for i in range(offload_loading.STEPS)]

@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.paper import throughput
 from benchmarks.paper.kinds import ThroughputSettings
-from keyhole.bench import measure, memory, model
-from keyhole.bench.memory import RESERVE_BYTES
+from keyhole.bench import measure, model
+from keyhole.bench import model as bench_model
+from keyhole.bench.model import RESERVE_BYTES
 from keyhole.bench.settings import DecodeSettings
 from keyhole.errors import ConfigError, UnknownNameError
 
@@ -78,7 +79,7 @@ def test_a_line_has_a_throughput_for_every_system(
     monkeypatch: pytest.MonkeyPatch, smoke: model.Weights
 ) -> None:
     monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
-    monkeypatch.setattr(memory, "give_back", lambda: None)  # slow, and nothing is large here
+    monkeypatch.setattr(bench_model, "give_back", lambda: None)  # slow, and nothing is large here
     room = weight_bytes(smoke) + RESERVE_BYTES + 3 * 160 * TOKEN_BYTES
     reported: list[Any] = []
     asked = settings(memory=room, points=2)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from keyhole.cli.common import show
+from keyhole.cli.common import terminal
 from tests.cli.conftest import Run
 from tests.cli.terminal import run_on_terminal
 
@@ -70,7 +70,7 @@ def test_json_has_no_colours(path: str) -> None:
 
 def test_targets_met_and_missed_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    text = show.table(("a", "b"), [("met", "1"), ("MISSED", "unmet")])
+    text = terminal.table(("a", "b"), [("met", "1"), ("MISSED", "unmet")])
     assert "\x1b[32mmet\x1b[0m" in text
     assert "\x1b[1;31mMISSED\x1b[0m" in text
     assert text.endswith("  unmet")

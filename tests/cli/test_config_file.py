@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.cli import build_parser
-from keyhole.cli.common import config_file
+from keyhole.cli.common import parser
 from tests.cli.conftest import Run
 
 TEXT = """
@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
 
 def parsed(file: Path, *given: str) -> Namespace:
     line = [*given, "--config", str(file)]
-    return build_parser(config_file.read(line)).parse_args(line)
+    return build_parser(parser.read_config(line)).parse_args(line)
 
 
 def test_values_are_as_if_they_were_given(file: Path) -> None:
@@ -69,7 +69,7 @@ def test_flags_come_before_the_file(file: Path) -> None:
 
 def test_the_environment_names_a_file_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYHOLE_CONFIG", str(file))
-    assert build_parser(config_file.read(["chat"])).parse_args(["chat"]).model == "mine"
+    assert build_parser(parser.read_config(["chat"])).parse_args(["chat"]).model == "mine"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 import keyhole
 from keyhole.eval import demo
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.eval.tiny_language.tokenizer import build_tokenizer
-from recipes.tiny_model.shape import llama_config
+from recipes.tiny_model.export import build_tokenizer
+from recipes.tiny_model.network import llama_config
 from tests.cli.conftest import Run
 
 

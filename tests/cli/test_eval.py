@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.eval.trace.selection_map import SelectionMap
-from keyhole.eval.workloads.perplexity import Perplexity
+from keyhole.eval.forced_text import Perplexity
+from keyhole.eval.policy_trace import SelectionMap
 from tests.cli.conftest import Run
 
 FIELDS = (

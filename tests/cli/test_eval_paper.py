@@ -11,12 +11,13 @@ import pytest
 
 import keyhole
 from keyhole import LLM
-from keyhole.cli.eval import paper
-from keyhole.eval.paper import gate, suite
+from keyhole.cli import eval_paper
+from keyhole.eval.paper import suite
+from keyhole.eval.paper import suite as paper_suite
 from keyhole.eval.paper.documents import DocumentEvaluation
-from keyhole.eval.paper.speed import Line, Speed
+from keyhole.eval.paper.estimate import LinearTime, Speed
 from keyhole.eval.verify import Check
-from keyhole.eval.workloads.workload import Answered
+from keyhole.eval.workload import Answered
 from tests.checkpoints import make_model
 from tests.cli.conftest import Run
 
@@ -50,7 +51,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             )
         ]
 
-    monkeypatch.setattr(gate, "verify", verify)
+    monkeypatch.setattr(paper_suite, "verify", verify)
     return errors
 
 
@@ -69,7 +70,7 @@ def test_a_model_that_answers_nothing_gets_no_recommendation(
     reader: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the gate to the page, with nothing left out; and nothing is measured twice."""
-    monkeypatch.setattr(paper, "_DOCUMENTS", "multi_document_2")
+    monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_2")
     command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     ran = run(*command)
     assert ran.status == 0, ran.err
@@ -99,7 +100,12 @@ def test_a_model_that_answers_nothing_gets_no_recommendation(
     def nothing(*_: Any) -> Any:
         raise AssertionError("everything is stored")
 
-    for place, name in ((gate, "verify"), (suite, "probe"), (LLM, "ask"), (Answered, "measure")):
+    for place, name in (
+        (paper_suite, "verify"),
+        (suite, "probe"),
+        (LLM, "ask"),
+        (Answered, "measure"),
+    ):
         monkeypatch.setattr(place, name, nothing)
     before = (tmp_path / "eval.jsonl").read_bytes()
     again = run(*command)
@@ -117,7 +123,7 @@ def test_the_bundled_model_from_end_to_end(
 ) -> None:
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
     kinds = "multi_document_1,tiny_documents_needs_each_other"
-    monkeypatch.setattr(paper, "_BUNDLED_DOCUMENTS", kinds)
+    monkeypatch.setattr(eval_paper, "_BUNDLED_DOCUMENTS", kinds)
     ran = run("eval", *LITTLE, "--lengths", "1024", *outputs(tmp_path))
     assert ran.status == 0, ran.err
     questions = lines(tmp_path, "eval-documents")
@@ -152,7 +158,7 @@ def test_an_interrupted_run_goes_on_under_the_same_command(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
-    monkeypatch.setattr(paper, "_DOCUMENTS", "multi_document_1")
+    monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_1")
     command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     monkeypatch.setattr(Answered, "measure", interrupted)
     ran = run(*command)
@@ -229,5 +235,5 @@ def test_what_is_wrong_is_said_before_anything_runs(
 
 
 def _speed() -> Speed:
-    line = Line(base=0.1, slope=0.0)
+    line = LinearTime(base=0.1, slope=0.0)
     return Speed(chunk_tokens=100, chunk=line, batch=1, step=line)

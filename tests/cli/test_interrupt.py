@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.cli.common.interrupt import Interrupt
+from keyhole.cli.common.terminal import Interrupt
 from keyhole.engine.engine import Engine
 from tests.cli.conftest import Run
 

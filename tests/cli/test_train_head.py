@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.cli.common.interrupt import Interrupt
+from keyhole.cli.common.terminal import Interrupt
 from keyhole.retrieval.training.distill import Distiller
 from tests.cli.conftest import Run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import attention
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 
 ROOT = Path(__file__).parents[2]
 

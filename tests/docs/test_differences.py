@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.eval.results.paired import wilson
+from keyhole.eval.comparisons import wilson
 
 ROOT = Path(__file__).parents[2]
 LINES = [

@@ -43,7 +43,7 @@ from tests.reuse import oracle, plain, plain_methods
 __all__ = ["llms"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(

@@ -107,6 +107,12 @@ def serve(
     return requests, seen
 
 
+@pytest.fixture(scope="module")
+def wanted(model: Model) -> list[Sequence]:
+    """What comes of all requests where every layer stays."""
+    return serve(engine_of(model))[0]
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize(
@@ -324,10 +330,9 @@ def test_a_page_that_somebody_else_holds_stays_where_it_is(model: Model, tmp_pat
 
 
 def test_memory_that_somebody_else_has_taken_leaves_layers_below(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, wanted: list[Sequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The requests go on: a layer below is slower and not wrong."""
-    wanted, _ = serve(engine_of(model))
     engine = small(model, tmp_path)
     move_up = engine.cache.move_up
     refused = []
@@ -356,11 +361,10 @@ def test_layers_that_are_to_stay_below_stay(model: Model, tmp_path: Path) -> Non
 
 
 def test_pinned_memory_goes_the_same_way(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, wanted: list[Sequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier below a GPU, here below a CPU."""
     monkeypatch.setattr("keyhole.engine.memory.allocation.make_tier", lambda *_: PinnedTier())
-    wanted, _ = serve(engine_of(model))
     found, seen = serve(small(model, tmp_path))
     assert max(seen) > seen[-1]
     for one, other in zip(found, wanted, strict=True):

@@ -28,7 +28,7 @@ from tests.checkpoints import make_model
 from tests.policies.models import prompt, with_head
 from tests.policies.recording import GREEDY, PAGE, run, steps
 
-MIXED = ["sliding_attention", "full_attention"] * 4
+MIXED = ["sliding_attention", "full_attention"] * 3
 KINDS: dict[str, dict[str, Any]] = {
     "llama_group3": {},
     "llama_mha": {},
@@ -39,10 +39,10 @@ KINDS: dict[str, dict[str, Any]] = {
 POLICIES: list[Policy] = [
     SpeContext(token_budget=16, window_size=4),
     SpeContext(token_budget=17, window_size=4, refresh_every=3),
-    Delta(token_budget=16, full_layers=(0,), delta_layers=(1, 5)),
+    Delta(token_budget=16, full_layers=(0,), delta_layers=(1, 3)),
     Quest(token_budget=16, full_layers=(1,)),
     StreamingLLM(token_budget=18),
-    TidalDecode(token_budget=17, full_layers=(0,), selection_layers=(1, 5)),
+    TidalDecode(token_budget=17, full_layers=(0,), selection_layers=(1, 3)),
     OmniKV(token_budget=17, full_layers=(0,), filter_layers=(1, 3)),
     InfLLM(token_budget=20),
 ]
@@ -51,7 +51,7 @@ POLICIES: list[Policy] = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     folder: Path = tmp_path_factory.mktemp("models")
-    deep = {"num_hidden_layers": 8, "vocab_size": 64, "max_position_embeddings": 1024}
+    deep = {"num_hidden_layers": 6, "vocab_size": 64, "max_position_embeddings": 1024}
     return {
         kind: with_head(make_model(kind, folder, **deep, **more)) for kind, more in KINDS.items()
     }
@@ -128,12 +128,12 @@ def test_requests_that_come_and_go_are_not_mixed_up(
 ) -> None:
     """Rows of the buffers are used again by others, pre-empted ones come back."""
     model, policy = models["llama_group3"], POLICIES[2]
-    params = dataclasses.replace(GREEDY, max_tokens=60)
+    params = dataclasses.replace(GREEDY, max_tokens=40)
     texts = [prompt(n, seed) for seed, n in enumerate((90, 40, 70, 110, 60))]
     plain = engine_of(model, policy)
     wanted = [plain.add(text, params) for text in texts]
     run(plain)
-    memory = memory_for(model, policy, tmp_path, 60, 5)
+    memory = memory_for(model, policy, tmp_path, 60, 3)
     engine = engine_of(model, policy, memory=memory, offload=tmp_path, prefix_cache=False)
     found = [engine.add(text, params) for text in texts]
     waited = 0
@@ -161,8 +161,8 @@ def test_a_dense_request_that_does_not_fit_is_told_of_offloading(
 ) -> None:
     """The same memory holds the request once layers may move."""
     model, policy = models["llama_mha"], POLICIES[2]
-    params = dataclasses.replace(GREEDY, max_tokens=300)
-    memory = memory_for(model, policy, tmp_path, 90, 5)
+    params = dataclasses.replace(GREEDY, max_tokens=140)
+    memory = memory_for(model, policy, tmp_path, 45, 3)
     dense = LLM(model, memory=memory, page_size=PAGE).engine
     with pytest.raises(CapacityError, match="offload="):
         dense.add(prompt(40), params)
@@ -170,6 +170,6 @@ def test_a_dense_request_that_does_not_fit_is_told_of_offloading(
     request = engine.add(prompt(40), params)
     run(engine)
     assert request.finish_reason == "length"
-    assert len(request.generated) == 300
+    assert len(request.generated) == 140
     with pytest.raises(CapacityError, match="may be offloaded"):
         engine.add(prompt(40), dataclasses.replace(params, max_tokens=900))

@@ -11,8 +11,8 @@ import torch
 
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
+from keyhole.eval.policy_trace import record, selection_map
 from keyhole.eval.tasks import make_task, token_counter
-from keyhole.eval.trace.selection_map import record, selection_map
 from keyhole.models.loading import Model
 from keyhole.policies import make_policy
 

@@ -12,8 +12,7 @@ import torch
 from keyhole import Delta, Full, Quest, RaaS, SlidingWindow, StreamingLLM
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.eval.workloads.attention_recall import AttentionRecall, recall
-from keyhole.eval.workloads.perplexity import Perplexity, WindowedText
+from keyhole.eval.forced_text import AttentionRecall, Perplexity, WindowedText, recall
 from keyhole.models.loading import load
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_config, make_model, make_network

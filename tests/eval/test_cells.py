@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.results.cells import EvalSetting, cells, place_name, places, read_lines
+from keyhole.eval.report.cells import EvalSetting, cells, place_name, places, read_lines
 from tests.eval.eval_lines import full, line
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.eval.results.comparisons import Comparison, compared
+from keyhole.eval.comparisons import Comparison, compared
 from tests.eval.eval_lines import full, line
 
 S = {"token_budget": 128, "sink_size": 0, "full_layers": [0, 1]}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keyhole.cli.common import show
-from keyhole.eval.results.line_file import LineFile
-from keyhole.eval.terms.controls_table import table
+from keyhole.cli.common import terminal
+from keyhole.eval.comparisons import controls_table
+from keyhole.eval.line_file import LineFile
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("task", "ms", "note")
@@ -14,10 +14,12 @@ LEFT_OUT = ("task", "ms", "note")
 
 def shown() -> str:
     """What `keyhole eval` printed, but for the columns that the page leaves out."""
-    found = table(LineFile(ROOT / "benchmarks" / "results" / "eval-controls.jsonl").lines, ())
+    found = controls_table(
+        LineFile(ROOT / "benchmarks" / "results" / "eval-controls.jsonl").lines, ()
+    )
     kept = [index for index, head in enumerate(found.heads) if head not in LEFT_OUT]
     rows = [[row[index] for index in kept] for row in found.rows]
-    return show.table([found.heads[index] for index in kept], rows)
+    return terminal.table([found.heads[index] for index in kept], rows)
 
 
 def test_the_example_of_the_page_is_what_was_measured() -> None:

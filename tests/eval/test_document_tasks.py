@@ -19,7 +19,7 @@ from keyhole.eval.tiny_language.documents import (
     make,
     token_f1,
 )
-from keyhole.eval.tiny_language.vocabulary import BOS, WORD_IDS
+from keyhole.eval.tiny_language.world import BOS, WORD_IDS
 
 SIZES = [(2, 320), (4, 512), (3, 1023), (16, 512)]
 

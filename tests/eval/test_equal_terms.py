@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.eval.terms import equal as module
-from keyhole.eval.terms.equal import (
+from keyhole.eval import methods
+from keyhole.eval.methods import (
     BY_DEFINITION,
     SELECTION_LAYERS,
     UnequalTermsError,
@@ -100,8 +100,8 @@ class NoSinks(Policy):
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"theirs": Theirs, "no_sinks": NoSinks}
-    monkeypatch.setattr(module, "available_policies", lambda: known)
-    monkeypatch.setattr(module, "make_policy", lambda name, given: known[name](**given))
+    monkeypatch.setattr(methods, "available_policies", lambda: known)
+    monkeypatch.setattr(methods, "make_policy", lambda name, given: known[name](**given))
 
 
 def test_a_policy_of_another_package_is_set_up_by_the_names_of_its_settings(theirs: None) -> None:

@@ -9,14 +9,12 @@ import pytest
 
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
-from keyhole.eval.methods import FULL, Budget, Method, methods
-from keyhole.eval.results.comparisons import compared
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.comparisons import compared, controls_table
+from keyhole.eval.line_file import LineFile
+from keyhole.eval.methods import FULL, GIVEN, Budget, Equal, Method, Published, Terms, under_budgets
 from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
-from keyhole.eval.terms import GIVEN, Equal, Published, Terms
-from keyhole.eval.terms.controls_table import table
-from keyhole.eval.terms.tuned import HELD_OUT, sibling, tune
-from keyhole.eval.workloads.workload import MakeEngine, Shown, Workload
+from keyhole.eval.suite import HELD_OUT, sibling, tune
+from keyhole.eval.workload import MakeEngine, Shown, Workload
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 
@@ -65,7 +63,7 @@ def run(
         workloads=[work],
         lengths=[256],
         setups=["prompt"],
-        methods=methods(named(*names), [Budget.parse(text) for text in budgets.split(",")]),
+        methods=under_budgets(named(*names), [Budget.parse(text) for text in budgets.split(",")]),
         samples=samples,
         config=EngineConfig(),
         terms=terms,
@@ -163,7 +161,7 @@ def test_what_cannot_have_equal_terms_is_told_beside_the_others(
     found = run(model, tmp_path / "a", Counted(), "quest", "raas", terms=EQUAL)
     (one,) = found.refused
     assert (one["policy"], one["unequal"]) == ("raas", True)
-    rows = table(found.lines, found.refused).rows
+    rows = controls_table(found.lines, found.refused).rows
     assert rows[-1][1:4] == ["raas", "64", "not at equal terms"]
 
 
@@ -175,7 +173,7 @@ def test_a_control_that_cannot_be_is_told(model: Model, tmp_path: Path) -> None:
         workloads=[work],
         lengths=[256],
         setups=["prompt"],
-        methods=methods([FULL, streaming], [Budget.parse("16"), Budget.parse("15")]),
+        methods=under_budgets([FULL, streaming], [Budget.parse("16"), Budget.parse("15")]),
         samples=2,
         config=EngineConfig(),
         controls=True,
@@ -187,7 +185,7 @@ def test_a_control_that_cannot_be_is_told(model: Model, tmp_path: Path) -> None:
 
 def test_a_table_has_gains_and_says_where_nothing_can_be_told(model: Model, tmp_path: Path) -> None:
     found = run(model, tmp_path / "a", Counted(), "quest", "sliding_window", terms=EQUAL)
-    shown = table(found.lines, found.refused)
+    shown = controls_table(found.lines, found.refused)
     rows = {row[1]: dict(zip(shown.heads, row, strict=True)) for row in shown.rows}
     assert list(rows) == ["full", "quest", "sliding_window"]
     quest = rows["quest"]
@@ -200,7 +198,7 @@ def test_a_table_has_gains_and_says_where_nothing_can_be_told(model: Model, tmp_
     assert rows["sliding_window"]["note"] == "it has no sinks; its window is the whole budget"
     # With one sample the recent control is right as often as full attention.
     found = run(model, tmp_path / "b", Counted(), "quest", terms=EQUAL, samples=1)
-    assert table(found.lines, ()).rows[1][-1] == "cannot tell"
+    assert controls_table(found.lines, ()).rows[1][-1] == "cannot tell"
 
 
 def test_as_published_nothing_else_can_be_set(model: Model) -> None:
@@ -220,7 +218,7 @@ def test_settings_are_tuned_on_other_samples_and_trials_are_kept(
         workloads=[held_out],
         lengths=[256],
         setups=["prompt"],
-        methods=methods(named("quest", "delta"), [Budget.parse("64")]),
+        methods=under_budgets(named("quest", "delta"), [Budget.parse("64")]),
         samples=4,
         config=EngineConfig(),
         controls=True,
@@ -243,7 +241,7 @@ def test_settings_are_tuned_on_other_samples_and_trials_are_kept(
     controls = quest["controls"]["recent"]["settings"]
     assert controls["full_layers"] == quest["dense_layers"]
     with pytest.raises(ConfigError, match="omnikv: no trial could be run with budget 64"):
-        terms.policy(methods(named("omnikv"), [Budget.parse("64")])[1], 256, geometry)
+        terms.policy(under_budgets(named("omnikv"), [Budget.parse("64")])[1], 256, geometry)
 
 
 def test_trials_stand_beside_the_results() -> None:

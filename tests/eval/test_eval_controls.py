@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.eval.terms.controls import CONTROLS, controls
-from keyhole.eval.trace.trace import Trace, Traced
+from keyhole.eval.methods import CONTROL_NAMES, controls_of
+from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.models.loading import Model
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
@@ -66,13 +66,13 @@ def test_dense_layers_of_a_method_are_those_that_read_everything(name: str, mode
     assert dense_in(traced(model, policy)) == policy.dense_layers(model.geometry(PAGE))
 
 
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", CONTROL_NAMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_control_reads_what_its_method_may(name: str, control: str, model: Model) -> None:
     geometry, policy = model.geometry(PAGE), resolved(name, model)
     sinks = dataclasses.asdict(policy).get("sink_size") or 0
     dense = policy.dense_layers(geometry)
-    trace = traced(model, controls(policy, geometry)[control])
+    trace = traced(model, controls_of(policy, geometry)[control])
     assert dense_in(trace) == dense
     sparse = [layer for layer in trace.layers if layer not in dense]
     assert sparse
@@ -90,13 +90,13 @@ def test_a_control_reads_what_its_method_may(name: str, control: str, model: Mod
 
 def test_random_draws_go_by_their_seed(model: Model) -> None:
     geometry, policy = model.geometry(PAGE), resolved("quest", model)
-    one, other = (controls(policy, geometry, seed)["random"] for seed in (1, 2))
+    one, other = (controls_of(policy, geometry, seed)["random"] for seed in (1, 2))
     tokens = [traced(model, each).steps[0].tokens(7).tolist() for each in (one, other, one)]
     assert tokens[0] == tokens[2] != tokens[1]
 
 
 def test_full_attention_has_no_controls(model: Model) -> None:
-    assert controls(make_policy("full"), model.geometry(PAGE)) == {}
+    assert controls_of(make_policy("full"), model.geometry(PAGE)) == {}
 
 
 def test_a_policy_of_others_gets_controls_by_its_settings(model: Model) -> None:
@@ -108,7 +108,7 @@ def test_a_policy_of_others_gets_controls_by_its_settings(model: Model) -> None:
         def dense_layers(self, geometry: Any) -> tuple[int, ...]:
             return (3,)
 
-    found = controls(Mine(), model.geometry(PAGE))
+    found = controls_of(Mine(), model.geometry(PAGE))
     assert {name: dataclasses.asdict(one) for name, one in found.items()} == {
         "recent": {"token_budget": 32, "sink_size": 0, "full_layers": (3,)},
         "random": {"token_budget": 32, "sink_size": 0, "full_layers": (3,), "seed": 0},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.methods import Budget, Method, methods
+from keyhole.eval.methods import Budget, Method, under_budgets
 from keyhole.policies.controls.full import Full
 from keyhole.policies.delta import Delta
 
@@ -29,7 +29,7 @@ def test_what_is_no_budget_is_refused(text: str) -> None:
 def test_full_attention_is_first_and_once() -> None:
     budgets = [Budget.parse("32"), Budget.parse("1/4")]
     own = Method(label="own", name="quest", settings={"token_budget": 48})
-    found = methods([Method(label="full", name="full"), DELTA, own], budgets)
+    found = under_budgets([Method(label="full", name="full"), DELTA, own], budgets)
     assert [(m.name, m.budget and m.budget.text) for m in found] == [
         ("full", None),
         ("delta", "32"),

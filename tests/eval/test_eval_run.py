@@ -13,14 +13,12 @@ from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.errors import CapacityError
-from keyhole.eval.methods import Budget, Method, methods
-from keyhole.eval.results.line_file import LineFile
-from keyhole.eval.results.table import table
+from keyhole.eval.comparisons import results_table
+from keyhole.eval.line_file import LineFile
+from keyhole.eval.methods import Budget, Method, under_budgets
+from keyhole.eval.policy_trace import SelectionMap, mapped_layers
 from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
-from keyhole.eval.trace.maps import mapped_layers
-from keyhole.eval.trace.selection_map import SelectionMap
-from keyhole.eval.workloads.generation import Request
-from keyhole.eval.workloads.workload import MakeEngine, Shown, Workload
+from keyhole.eval.workload import MakeEngine, Request, Shown, Workload
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 
@@ -69,7 +67,7 @@ def run(
         workloads=workloads,
         lengths=more.get("lengths", (64,)),
         setups=more.get("setups", ("question", "prompt")),
-        methods=methods([WINDOW, OTHER], parsed),
+        methods=under_budgets([WINDOW, OTHER], parsed),
         samples=more.get("samples", 8),
         config=EngineConfig(),
         maps=more.get("maps", False),
@@ -124,7 +122,7 @@ def test_a_cell_that_cannot_be_is_told_beside_the_others(
     assert [line["policy"] for line in found.lines] == done
     assert ["full" in line for line in found.lines] == [False, fails != "full"]
     assert [one["error"] for one in found.refused] == ["memory is out"]
-    shown = table(found.lines, found.refused, str)
+    shown = results_table(found.lines, found.refused, str)
     assert [row[shown.left + 1] == "refused" for row in shown.rows] == [False, False, True]
     assert shown.rows[-1][1] == fails
     assert shown.common == "length 64 tokens, setup prompt, samples 5"

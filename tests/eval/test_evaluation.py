@@ -9,8 +9,8 @@ import pytest
 import keyhole
 from benchmarks import evaluation
 from benchmarks.results_page.cells import ASKED, BUDGETS
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.methods import FULL, Budget, Method
-from keyhole.eval.results.line_file import LineFile
 from keyhole.models.loading import load
 from keyhole.policies import available_policies
 

@@ -10,8 +10,8 @@ import pytest
 import keyhole
 from benchmarks.results_page import first_error
 from keyhole import LLM, Full, SamplingParams, StreamingLLM
+from keyhole.eval.policy_trace import Read, Trace, TracedStep
 from keyhole.eval.tasks import make_task, token_counter
-from keyhole.eval.trace.trace import Read, Trace, TracedStep
 from keyhole.models.loading import Model, load
 
 LENGTH, SINKS, BUDGET = 256, 4, 64

@@ -13,9 +13,9 @@ from keyhole import Full, Quest, StreamingLLM
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
+from keyhole.eval.forced_text import CONTINUATION, Perplexity, WindowedText, forced
 from keyhole.eval.run import model_digest
-from keyhole.eval.workloads.perplexity import CONTINUATION, Perplexity, WindowedText, forced
-from keyhole.eval.workloads.workload import MakeEngine
+from keyhole.eval.workload import MakeEngine
 from keyhole.models.loading import Model, load
 from tests.checkpoints import BOS, make_config, make_model, make_network
 

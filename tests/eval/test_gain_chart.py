@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from keyhole.drawing import matplotlib
-from keyhole.eval.report import gain_chart, pareto
+from keyhole.eval.report import charts
+from keyhole.eval.report.cells import Cell, cells
 from keyhole.eval.report.page import render
 from keyhole.eval.report.plot_style import looks
-from keyhole.eval.results.cells import Cell, cells
 from tests.eval.eval_lines import full, line
 from tests.eval.test_comparisons import control, method
 from tests.eval.test_report_page import page, texts
@@ -49,9 +49,9 @@ def test_controls_are_part_of_a_cell_and_no_cells() -> None:
 
 
 def test_a_row_is_a_gain_with_its_interval() -> None:
-    found = gain_chart.with_gain(cells(lines()))
+    found = charts.with_gain(cells(lines()))
     figure, axis = matplotlib()[0].subplots()
-    told = gain_chart.draw(axis, found, style(found))
+    told = charts.draw_gains(axis, found, style(found))
     (text,) = told.values()
     gain = found[0].comparison and found[0].comparison.gain
     assert gain
@@ -65,11 +65,11 @@ def test_a_row_is_a_gain_with_its_interval() -> None:
 
 
 def test_a_row_that_cannot_tell_is_pale_and_says_so() -> None:
-    found = gain_chart.with_gain(cells(lines(recent=39, own=40)))
+    found = charts.with_gain(cells(lines(recent=39, own=40)))
     figure, axis = matplotlib()[0].subplots()
     assert [
         text.endswith(", cannot tell")
-        for text in gain_chart.draw(axis, found, style(found)).values()
+        for text in charts.draw_gains(axis, found, style(found)).values()
     ] == [True]
     (mark,) = [one for one in axis.lines if one.get_gid() == "gain-0"]
     assert mark.get_alpha() < 0.5
@@ -78,9 +78,9 @@ def test_a_row_that_cannot_tell_is_pale_and_says_so() -> None:
 
 def test_controls_are_marks_beside_the_points_of_score_against_bytes() -> None:
     found = cells(lines())
-    assert pareto.control_points(found) == [("recent", 1e6, 0.25), ("oracle", 1e6, 0.95)]
-    assert [point.on_front for own in pareto.points(found).values() for point in own] == [True] * 2
-    useless = pareto.points(cells(lines(recent=40)))
+    assert charts.control_points(found) == [("recent", 1e6, 0.25), ("oracle", 1e6, 0.95)]
+    assert [point.on_front for own in charts.points(found).values() for point in own] == [True] * 2
+    useless = charts.points(cells(lines(recent=40)))
     assert [point.on_front for point in useless["delta"]] == [False]
 
 

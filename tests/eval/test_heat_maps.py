@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.report.heat_maps import needle_chart, needle_grid, recall_chart, recall_grid
-from keyhole.eval.results.cells import cells
+from keyhole.eval.report.cells import cells
+from keyhole.eval.report.charts import needle_chart, needle_grid, recall_chart, recall_grid
 from tests.eval.eval_lines import full, line
 
 NAN = np.nan

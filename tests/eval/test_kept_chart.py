@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from keyhole.documents.record import LayerStatistics
 from keyhole.engine.documents.filling import Reused
 from keyhole.errors import ConfigError
-from keyhole.eval.charts import kept_tokens as module
-from keyhole.eval.charts.document import document_chart, ranks
-from keyhole.eval.charts.kept_tokens import cells, kept_chart
+from keyhole.eval.report import document_charts
+from keyhole.eval.report.document_charts import cells, document_chart, kept_chart, ranks
 
 
 def made(lengths: list[int], layers: int = 3, *, seed: int = 0, shares: bool = True) -> Reused:
@@ -59,7 +58,7 @@ def test_cells_count_tokens_of_blocks(lengths: list[int], block_size: int) -> No
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60))
 def test_every_block_has_its_place(sizes: list[int]) -> None:
-    lines, room = module._lines(sizes)
+    lines, room = document_charts._lines(sizes)
     seen: list[tuple[int, int]] = []
     for line in lines:
         end = -1.0
@@ -93,7 +92,7 @@ def colors(path: Path) -> dict[str, int]:
     from matplotlib import image
 
     pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
-    wanted = {name: getattr(module, name) for name in ("_KEPT", "_WRITTEN", "_DROPPED")}
+    wanted = {name: getattr(document_charts, name) for name in ("_KEPT", "_WRITTEN", "_DROPPED")}
     return {
         name: int((pixels == [int(value[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum())
         for name, value in wanted.items()
@@ -120,7 +119,7 @@ def test_cells_have_the_colors_of_their_tokens(tmp_path: Path) -> None:
 
 def test_names_are_cut_or_counted() -> None:
     def names(documents: list[str], sizes: list[int]) -> list[str]:
-        return module._names(documents, *module._lines(sizes))
+        return document_charts._names(documents, *document_charts._lines(sizes))
 
     assert names(["a/x.md", "a/y.md"], [20, 20]) == ["x.md", "y.md"]
     assert names(["a/x.md", "b/x.md"], [20, 20]) == ["a/x.md", "b/x.md"]

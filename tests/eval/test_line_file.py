@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 
 FIRST = {"task": "a", "settings": {"layers": [0, 1]}, "samples": 4}
 

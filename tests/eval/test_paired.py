@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.errors import ConfigError
-from keyhole.eval.results.paired import gain, newcombe, p_value, wilson
+from keyhole.eval.comparisons import gain, newcombe, p_value, wilson
 
 counts = st.integers(0, 40)
 

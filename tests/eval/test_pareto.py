@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from keyhole.drawing import matplotlib
 from keyhole.errors import ConfigError
-from keyhole.eval.report import pareto
+from keyhole.eval.report import charts
+from keyhole.eval.report.cells import cells
 from keyhole.eval.report.plot_style import looks
-from keyhole.eval.results.cells import cells
 from tests.eval.eval_lines import full, line
 
 
@@ -23,7 +23,7 @@ def test_points_are_the_numbers_of_the_lines() -> None:
         line(bytes_per_step=2e6, score=0.5),
         line(policy="quest", bytes_per_step=2.5e6, score=0.4),
     ]
-    found = pareto.points(cells(lines))
+    found = charts.points(cells(lines))
     told = {
         name: [(p.cell.budget, p.bytes_per_step, p.score, p.on_front) for p in own]
         for name, own in found.items()
@@ -41,7 +41,7 @@ def test_the_front_is_what_no_other_beats(numbers: list[tuple[int, int]]) -> Non
         line(budget=place, bytes_per_step=read, score=score / 4)
         for place, (read, score) in enumerate(numbers)
     ]
-    (own,) = pareto.points(cells(lines)).values()
+    (own,) = charts.points(cells(lines)).values()
     for point in own:
         index = point.cell.budget
         assert index is not None
@@ -52,15 +52,15 @@ def test_the_front_is_what_no_other_beats(numbers: list[tuple[int, int]]) -> Non
 
 def test_cells_without_both_numbers_have_no_point() -> None:
     lines = [line(bytes_per_step=None), line(score=None, scores=None, budget=2), line(budget=3)]
-    assert [p.cell.budget for p in pareto.points(cells(lines))["delta"]] == [3]
-    assert pareto.points(cells([line(bytes_per_step=0)])) == {}
+    assert [p.cell.budget for p in charts.points(cells(lines))["delta"]] == [3]
+    assert charts.points(cells([line(bytes_per_step=0)])) == {}
 
 
 def test_marks_stand_where_the_numbers_are() -> None:
     found = cells([full(), line(), line(budget=64, bytes_per_step=1e6, score=0.25)])
     pyplot = matplotlib()[0]
     figure, axis = pyplot.subplots()
-    texts = pareto.draw(axis, found, looks((cell.policy, cell.name) for cell in found))
+    texts = charts.draw_pareto(axis, found, looks((cell.policy, cell.name) for cell in found))
     drawn = {
         artist.get_gid(): (artist.get_xdata()[0], artist.get_ydata()[0])
         for artist in axis.lines
@@ -79,10 +79,10 @@ def test_marks_stand_where_the_numbers_are() -> None:
 
 def test_a_chart_is_a_picture(tmp_path: Path) -> None:
     found = cells([full(), line(), line(length=2048), line(task="tiny_derive", scores=None)])
-    pareto.pareto_chart(found, tmp_path / "x.png", title="Score")
+    charts.pareto_chart(found, tmp_path / "x.png", title="Score")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
-        pareto.pareto_chart(cells([line(bytes_per_step=None)]), tmp_path / "x.png", title="")
+        charts.pareto_chart(cells([line(bytes_per_step=None)]), tmp_path / "x.png", title="")

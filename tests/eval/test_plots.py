@@ -12,8 +12,8 @@ import pytest
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.errors import ConfigError
 from keyhole.eval.calibrate import measured
-from keyhole.eval.charts.pages import _binned, page_map, recall_chart
-from keyhole.eval.trace.trace import Trace, Traced
+from keyhole.eval.policy_trace import Trace, Traced
+from keyhole.eval.report.layer_charts import _binned, page_map, recall_chart
 from keyhole.models.loading import Model
 
 PROMPT: Any = {"prompt_token_ids": [3 + 29 * i % 251 for i in range(50)]}

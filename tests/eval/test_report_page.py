@@ -15,9 +15,9 @@ import pytest
 
 import keyhole
 from keyhole.errors import ConfigError
+from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report.page import main, render, write_report
 from keyhole.eval.report.plot_style import THEME, size_scale, size_text
-from keyhole.eval.trace.selection_map import SelectionMap
 from keyhole.models.loading import load
 from tests.eval import measured
 from tests.eval.eval_lines import full, line

@@ -23,7 +23,7 @@ from benchmarks.results_page.cells import (
     of_task,
 )
 from keyhole.bench import measure
-from keyhole.eval.trace.selection_map import SelectionMap
+from keyhole.eval.policy_trace import SelectionMap
 from tests.eval import eval_lines
 
 ROOT = Path(__file__).parents[2]

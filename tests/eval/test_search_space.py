@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from keyhole.eval.methods import Budget, Method
-from keyhole.eval.terms.search_space import SPACE, Share, combinations, dense_sets
-from keyhole.eval.terms.trials import Chosen, best, trials
+from keyhole.eval.tuning import SPACE, Chosen, Share, best_trial, combinations, dense_sets, trials
 from keyhole.policies import available_policies, make_policy
 from tests.policies.shapes import shape
 
@@ -96,9 +95,9 @@ def test_the_best_mean_wins_then_the_fewest_bytes() -> None:
         ({"a": 3}, [line(0.7, 16), line(0.6)]),
         ({"a": 4}, [line(0.6), line(0.7)]),
     ]
-    found = best(tried, 2)
+    found = best_trial(tried, 2)
     assert found is not None
     assert found == Chosen(settings={"a": 4}, score=found.score, trials=4, samples=4)
     assert found.score == pytest.approx(0.65)
     assert "best of 4 trials on held-out samples (65.0 %)" in found.note
-    assert best(tried[1:2], 2) is None
+    assert best_trial(tried[1:2], 2) is None

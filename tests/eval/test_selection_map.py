@@ -11,14 +11,16 @@ import pytest
 
 from keyhole import Delta, Full, Quest, StreamingLLM
 from keyhole.errors import ConfigError
-from keyhole.eval.trace.selection_map import (
+from keyhole.eval.policy_trace import (
+    Read,
     Recorded,
     SelectionMap,
+    Trace,
+    TracedStep,
     record,
     selection_chart,
     selection_map,
 )
-from keyhole.eval.trace.trace import Read, Trace, TracedStep
 from keyhole.models.loading import Model
 
 TOKENS, STEPS = 61, 11

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole import LLM, SamKV
 from keyhole.errors import ConfigError
-from keyhole.eval.stability import DOCUMENT_BLOCKS, cut, measure
+from keyhole.eval.calibrate import DOCUMENT_BLOCKS, cut, measure
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model, load
 from keyhole.reuse.stability import STABILITY_FILE, Stability

@@ -20,7 +20,7 @@ from keyhole import (
     SlidingWindow,
     StreamingLLM,
 )
-from keyhole.eval.trace.trace import Trace, Traced
+from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 

@@ -12,8 +12,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
 from keyhole.eval.tasks import Sample, make_task, tasks
-from keyhole.eval.workloads.generation import serve
-from keyhole.eval.workloads.workload import Answered, request
+from keyhole.eval.workload import Answered, request, serve
 from keyhole.models.loading import Model, load
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_tokenizer

@@ -10,9 +10,9 @@ import torch
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import offload_loading
-from keyhole.bench.baselines import Baseline, Past
 from keyhole.bench.model import RandomKV, make_weights, prompts
 from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
+from keyhole.bench.systems import Baseline, Past
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.offload.tiers import PinnedTier

@@ -26,9 +26,9 @@ pytest.importorskip("kvpress", reason="needs kvpress: run `make test-kvpress`")
 from keyhole import Full
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.tasks import make_task
-from keyhole.eval.workloads.workload import Answered
+from keyhole.eval.workload import Answered
 from keyhole.integrations.kvpress.__main__ import main
 from keyhole.integrations.kvpress.evaluation import CompressedModel, PressCell, PressEvaluation
 from keyhole.integrations.kvpress.presses import Press, make_press

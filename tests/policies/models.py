@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from keyhole.models.loading import HEAD_FOLDER, Model, load
@@ -13,11 +16,21 @@ from tests.checkpoints import make_config, make_model, make_network
 VOCAB = 64
 
 
-def twins(kind: str, folder: Path, *, dtype: str = "float32", **fields: Any) -> tuple[Model, Any]:
-    """A model of 8 layers for keyhole and the same weights as transformers has them."""
+def twins(kind: str, *, dtype: str = "float32", **fields: Any) -> tuple[Model, Any]:
+    """A model of 8 layers for keyhole and the same weights as transformers has them.
+
+    They are made once for each call; nothing may change them, nor lie beside their files.
+    """
     fields = {"num_hidden_layers": 8, "vocab_size": VOCAB} | fields
-    model = load(make_model(kind, folder, **fields), "cpu", dtype)
-    return model, make_network(make_config(kind, **fields))
+    return _twins(kind, dtype, repr(sorted(fields.items())))
+
+
+@functools.cache
+def _twins(kind: str, dtype: str, fields: str) -> tuple[Model, Any]:
+    given = dict(ast.literal_eval(fields))
+    with TemporaryDirectory() as folder:
+        model = load(make_model(kind, Path(folder), **given), "cpu", dtype)
+    return model, make_network(make_config(kind, **given))
 
 
 def with_head(checkpoint: str | Path, inputs: str = "tokens+features", seed: int = 0) -> Model:

@@ -14,7 +14,7 @@ from torch import Tensor
 from keyhole import LLM, Policy, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.eval.trace.policy_proxy import PolicyProxy
+from keyhole.eval.policy_trace import PolicyProxy
 from keyhole.models.loading import Model
 from keyhole.policies.base import Selection, Step
 from tests.oracle import Choose, KeysOf, SparseModel, Watch

@@ -29,10 +29,8 @@ def made(name: str, sink: int, window: int, **settings: Any) -> Any:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PAGED + TOKENS)
 @pytest.mark.parametrize(("sink", "window"), [(0, 1), (1, 5), (5, 4), (8, 8)])
-def test_sinks_and_window_are_read_at_every_step(
-    tmp_path: Path, name: str, sink: int, window: int
-) -> None:
-    model, _ = twins("llama_group3", tmp_path)
+def test_sinks_and_window_are_read_at_every_step(name: str, sink: int, window: int) -> None:
+    model, _ = twins("llama_group3")
     recording = Recording(inner=made(name, sink, window, token_budget=16))
     engine = make_engine(model, recording)
     for prompt in PROMPTS:
@@ -98,9 +96,9 @@ def test_sinks_and_window_may_fill_the_budget(name: str) -> None:
     ],
 )
 def test_dense_layers_are_those_that_read_everything(
-    tmp_path: Path, name: str, settings: dict[str, Any], wanted: tuple[int, ...]
+    name: str, settings: dict[str, Any], wanted: tuple[int, ...]
 ) -> None:
-    model, _ = twins("llama_group3", tmp_path)
+    model, _ = twins("llama_group3")
     policy = make_policy(name, {"token_budget": 8, **settings})
     recording = Recording(inner=policy)
     engine = make_engine(model, recording)

@@ -162,7 +162,6 @@ FIRST = {"token_budget": 24, "cluster_size": 5}, 3, 5, 8, (0, 1)
     ],
 )
 def test_a_whole_model_reads_the_clusters_that_score_best(
-    tmp_path: Path,
     kind: str,
     settings: dict[str, Any],
     sinks: int,
@@ -203,7 +202,7 @@ def test_a_whole_model_reads_the_clusters_that_score_best(
 
     windows = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     fields: dict[str, Any] = windows if kind == "gemma3" else {}
-    model, network = twins(kind, tmp_path, num_hidden_layers=4, **fields)
+    model, network = twins(kind, num_hidden_layers=4, **fields)
     assert check_against(choose, model, network, ClusterKV(**settings), PROMPTS)
 
 
@@ -240,14 +239,12 @@ def check_clusters(engine: Engine) -> int:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("deepseek_v3", "float32")]
 )
-def test_clusters_are_those_found_from_scratch_at_every_step(
-    tmp_path: Path, kind: str, dtype: str
-) -> None:
+def test_clusters_are_those_found_from_scratch_at_every_step(kind: str, dtype: str) -> None:
     """Requests with one beginning, known from the first of them, differ in their clusters.
 
     Also after pre-emption, with prompts in chunks, and where the whole prompt is known.
     """
-    model, _ = twins(kind, tmp_path, dtype=dtype, num_hidden_layers=2)
+    model, _ = twins(kind, dtype=dtype, num_hidden_layers=2)
     probe = make_engine(model, POLICY)
     engine = make_engine(model, POLICY, memory=30 * probe.cache.page_bytes, prefill_chunk=7)
     params = dataclasses.replace(GREEDY, max_tokens=16)
@@ -264,12 +261,10 @@ def test_clusters_are_those_found_from_scratch_at_every_step(
     assert all(len(request.generated) == 16 for request in requests)
 
 
-def test_a_known_beginning_that_leaves_no_room_for_its_copy_is_computed_again(
-    tmp_path: Path,
-) -> None:
+def test_a_known_beginning_that_leaves_no_room_for_its_copy_is_computed_again() -> None:
     """Pages of a known prompt cannot be given up while they are copied: the request would wait
     for ever."""
-    model, _ = twins("llama", tmp_path, num_hidden_layers=2)
+    model, _ = twins("llama", num_hidden_layers=2)
     probe = make_engine(model, POLICY)
     engine = make_engine(model, POLICY, memory=14 * probe.cache.page_bytes)
     params = dataclasses.replace(GREEDY, max_tokens=8)
@@ -282,8 +277,8 @@ def test_a_known_beginning_that_leaves_no_room_for_its_copy_is_computed_again(
     assert torch.equal(torch.stack(found[0].logits), torch.stack(found[1].logits))
 
 
-def test_centroids_and_clusters_are_counted(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=5)
+def test_centroids_and_clusters_are_counted() -> None:
+    model, _ = twins("llama", num_hidden_layers=5)
     engine = make_engine(model, ClusterKV(token_budget=12, cluster_size=3))
     request = engine.add(prompt(17), dataclasses.replace(GREEDY, max_tokens=7))
     run(engine)
@@ -316,12 +311,12 @@ def test_copies_of_past_key_values_have_clusters_of_their_own(tmp_path: Path) ->
 
 
 def test_layers_on_a_lower_tier_change_nothing(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=6)
+    model, _ = twins("llama", num_hidden_layers=6)
     check_offloaded(model, dataclasses.replace(POLICY, full_layers=(0,)), tmp_path)
 
 
 def test_documents_of_which_tokens_may_be_dropped_are_refused(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=2)
+    model, _ = twins("llama", num_hidden_layers=2)
     llm = LLM(model, POLICY, page_size=PAGE, documents=tmp_path / "documents")
     llm.documents.add("one", {"prompt_token_ids": prompt(70)}, block_size=8)
     question, params = (

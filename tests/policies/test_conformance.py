@@ -6,6 +6,7 @@ Tokens are given, so that all runs decode the same ones and logits can be compar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -42,18 +43,19 @@ VOCAB = 64
 SMALL: dict[str, Any] = {"token_budget": 3 * PAGE, "prompt_in_budget": True}
 LARGE = {"token_budget": 64}
 
-_DEEP = {"num_hidden_layers": 8, "vocab_size": VOCAB}
+LAYERS = 6
+_DEEP = {"num_hidden_layers": LAYERS, "vocab_size": VOCAB}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("llama_group3", _DEEP),
     "mha": ("llama_mha", _DEEP),
     "mqa": ("llama_mqa", _DEEP),
     "sliding": (
         "gemma3",
-        _DEEP | {"layer_types": ["sliding_attention", "full_attention"] * 4},
+        _DEEP | {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
     ),
     "latent": ("deepseek_v3", _DEEP),
 }
-FULL_ATTENTION = {name: range(8) for name in MODELS} | {"sliding": range(1, 8, 2)}
+FULL_ATTENTION = {name: range(LAYERS) for name in MODELS} | {"sliding": range(1, LAYERS, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +93,28 @@ def dense(model: Model) -> Tensor:
     return forced_logits(model, make_policy(None), PROMPT, GIVEN)
 
 
+class Runs:
+    """Runs under small budgets, each made once: several tests look at the same ones."""
+
+    def __init__(self, models: dict[str, Model]) -> None:
+        self.alone = functools.cache(self._alone)
+        self.ragged = functools.cache(self._ragged)
+        self._models = models
+
+    def _alone(self, name: str, kind: str) -> tuple[list[Call], Request]:
+        recording = Recording(inner=make(name, SMALL))
+        engine = make_engine(self._models[kind], recording, prefix_cache=False)
+        request = forced(engine, PROMPT, GIVEN)
+        run(engine)
+        return recording.calls, request
+
+    def _ragged(self, name: str, kind: str) -> tuple[list[Call], list[Request]]:
+        return recorded(self._models[kind], make(name, SMALL))
+
+
 @pytest.fixture(scope="module")
-def ragged(name: str, model: Model) -> tuple[list[Call], list[Request]]:
-    return recorded(model, make(name, SMALL))
+def runs(models: dict[str, Model]) -> Runs:
+    return Runs(models)
 
 
 def fields(name: str) -> set[str]:
@@ -161,16 +182,15 @@ def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> N
 
 
 @pytest.mark.one_in(3)
-def test_a_small_budget_changes_the_logits(name: str, model: Model, dense: Tensor) -> None:
-    recording = Recording(inner=make(name, SMALL))
-    sparse = forced_logits(model, recording, PROMPT, GIVEN)
-    change = (sparse - dense)[1:].abs().amax(1)
+def test_a_small_budget_changes_the_logits(name: str, kind: str, dense: Tensor, runs: Runs) -> None:
+    calls, request = runs.alone(name, kind)
+    change = (torch.stack(request.logits) - dense)[1:].abs().amax(1)
     if POLICIES[name].dense:
         assert change.max() <= 1e-5
         return
     # Prompts are never evicted: all is there until what is generated has filled a page.
-    evicted = next((call.lengths[0] for call in recording.calls if gone(call)), len(PROMPT) + 1)
-    assert bool(any(map(gone, recording.calls))) == (name in EVICTING)
+    evicted = next((call.lengths[0] for call in calls if gone(call)), len(PROMPT) + 1)
+    assert bool(any(map(gone, calls))) == (name in EVICTING)
     first = evicted - len(PROMPT) - 1
     assert first <= 2 * PAGE
     assert (change[:first] <= 1e-5).all()
@@ -196,9 +216,9 @@ def recorded(model: Model, policy: Policy) -> tuple[list[Call], list[Request]]:
 
 @pytest.mark.one_in(3)
 def test_selections_are_well_formed_and_within_the_budget(
-    name: str, model: Model, kind: str, ragged: tuple[list[Call], list[Request]]
+    name: str, model: Model, kind: str, runs: Runs
 ) -> None:
-    calls, _ = ragged
+    calls, _ = runs.ragged(name, kind)
     layout = model.geometry(PAGE).layers[1]
     assert {call.layer for call in calls} == set(FULL_ATTENTION[kind])
     chosen = [call for call in calls if call.selection is not None]
@@ -257,26 +277,23 @@ def test_what_is_evicted_never_comes_back(name: str, counted: bool, gqa: Model) 
         assert request.stats().evicted_pages in (made - left, made - left + 1)
 
 
-def test_the_number_of_entries_is_fixed(name: str, gqa: Model) -> None:
+def test_the_number_of_entries_is_fixed(name: str, runs: Runs) -> None:
     """Fixed settings give fixed shapes, so that a step can be captured as a CUDA graph."""
-    calls, _ = recorded(gqa, make(name, SMALL))
+    calls, _ = runs.ragged(name, "gqa")
     widths = {(call.layer, call.selection.indices.shape[2]) for call in calls if call.selection}
     assert len(widths) == len({layer for layer, _ in widths})
 
 
 @pytest.mark.one_in(3)
-def test_what_is_read_is_counted(name: str, model: Model) -> None:
-    recording = Recording(inner=make(name, SMALL))
-    engine = make_engine(model, recording)
-    request = forced(engine, PROMPT, GIVEN)
-    run(engine)
+def test_what_is_read_is_counted(name: str, model: Model, kind: str, runs: Runs) -> None:
+    calls, request = runs.alone(name, kind)
     geometry = model.geometry(PAGE)
     shares, read_bytes, place = [], 0.0, 0
     for length in range(len(PROMPT) + 1, len(PROMPT) + len(GIVEN) + 1):
         for layout in geometry.layers:
             read, lists = float(min(length, layout.window or length)), 1
             if layout.window is None:
-                call = recording.calls[place]
+                call = calls[place]
                 place += 1
                 assert call.lengths == [length]
                 if call.entries(0) is not None:
@@ -290,7 +307,7 @@ def test_what_is_read_is_counted(name: str, model: Model) -> None:
             rows = max(lists, layout.num_kv_heads)
             read_bytes += read * rows * layout.numbers_per_head * geometry.itemsize
     stats = request.stats()
-    assert place == len(recording.calls)
+    assert place == len(calls)
     assert stats.attended_fraction == pytest.approx(sum(shares) / len(shares))
     assert stats.kv_bytes_read == round(read_bytes)
     assert stats.other_bytes_read >= 0
@@ -301,19 +318,19 @@ def test_what_is_read_is_counted(name: str, model: Model) -> None:
 
 
 @pytest.mark.one_in(2)
-def test_two_runs_are_equal_to_the_bit(name: str, gqa: Model) -> None:
-    first, second = (recorded(gqa, make(name, SMALL)) for _ in range(2))
+def test_two_runs_are_bitwise_equal(name: str, gqa: Model, runs: Runs) -> None:
+    first, second = runs.ragged(name, "gqa"), recorded(gqa, make(name, SMALL))
     for one, other in zip(first[1], second[1], strict=True):
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
     assert [call.entries(0) for call in first[0]] == [call.entries(0) for call in second[0]]
 
 
 @pytest.mark.one_in(5)
-def test_neighbours_change_nothing(
-    name: str, model: Model, ragged: tuple[list[Call], list[Request]]
-) -> None:
+def test_neighbours_change_nothing(name: str, model: Model, kind: str, runs: Runs) -> None:
     policy = make(name, SMALL)
-    for request, (prompt, given) in zip(ragged[1], [*OTHERS, (PROMPT, GIVEN)], strict=True):
+    *others, last = runs.ragged(name, kind)[1]
+    same(torch.stack(last.logits), torch.stack(runs.alone(name, kind)[1].logits))
+    for request, (prompt, given) in zip(others, OTHERS, strict=True):
         same(torch.stack(request.logits), forced_logits(model, policy, prompt, given))
 
 
@@ -353,13 +370,13 @@ def test_a_known_prompt_changes_nothing(name: str, model: Model, length: int) ->
     known = min(policy.reusable(length // PAGE * PAGE, PAGE), length - 1)
     assert known >= length // 2
     prompt = (PROMPT * 2)[:length]
-    cold = forced_logits(model, policy, prompt, GIVEN, prefix_cache=False)
     engine = make_engine(model, policy, prefix_cache=True)
+    requests = []
     for cached in (0, known):
-        request = forced(engine, prompt, GIVEN)
+        requests.append(forced(engine, prompt, GIVEN))
         run(engine)
-        same(torch.stack(request.logits), cold)
-        assert request.stats().cached_prompt_tokens == cached
+        assert requests[-1].stats().cached_prompt_tokens == cached
+    same(*(torch.stack(request.logits) for request in requests))
 
 
 def test_generated_text_is_not_taken_for_a_prompt_by_a_sparse_policy(name: str, gqa: Model) -> None:

@@ -90,10 +90,10 @@ EIGHT = {"full": {0, 1}, "delta": {2, 4, 6}}
     ],
 )
 def test_a_whole_model_reads_the_pages_of_the_delta_layer_before(
-    tmp_path: Path, kind: str, fields: dict[str, Any], layers: dict[str, set[int]]
+    kind: str, fields: dict[str, Any], layers: dict[str, set[int]]
 ) -> None:
     """With default layers; weights pass through softcaps (gemma2) and sinks (gpt_oss)."""
-    model, network = twins(kind, tmp_path, **fields)
+    model, network = twins(kind, **fields)
     policy = Delta(token_budget=20)
     choose = formula(**layers, budget=20, recent=1)
     assert check_against(choose, model, network, policy, PROMPTS)
@@ -115,7 +115,6 @@ def test_a_whole_model_reads_the_pages_of_the_delta_layer_before(
     ],
 )
 def test_any_layers_and_any_recent_window(
-    tmp_path: Path,
     full: tuple[int, ...],
     delta: tuple[int, ...],
     budget: int,
@@ -125,7 +124,7 @@ def test_any_layers_and_any_recent_window(
 
     The authors' flat list of full layers that select pages means the same as two lists.
     """
-    model, network = twins("llama_group3", tmp_path)
+    model, network = twins("llama_group3")
     policy = Delta(token_budget=budget, recent_pages=recent, full_layers=full, delta_layers=delta)
     choose = formula(set(full), set(delta), budget, recent)
     narrow = check_against(choose, model, network, policy, PROMPTS)
@@ -135,11 +134,9 @@ def test_any_layers_and_any_recent_window(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama_group3", "deepseek_v3"])
 @pytest.mark.parametrize(("recall", "least"), [(0.6, 8), (0.9, 12)])
-def test_with_recall_only_as_many_pages_as_hold_it(
-    tmp_path: Path, kind: str, recall: float, least: int
-) -> None:
+def test_with_recall_only_as_many_pages_as_hold_it(kind: str, recall: float, least: int) -> None:
     """Texts in a batch differ in what they need, and one of them is within the least."""
-    model, network = twins(kind, tmp_path)
+    model, network = twins(kind)
     policy = Delta(token_budget=24, recall=recall, min_budget=least)
     choose = formula({0, 1}, {2, 4, 6}, 24, 1, recall, least)
     assert check_against(choose, model, network, policy, PROMPTS)
@@ -164,9 +161,9 @@ def test_with_recall_only_as_many_pages_as_hold_it(
 @pytest.mark.parametrize("recall", [None, 0.7])
 @pytest.mark.parametrize(("sink", "pages", "recent"), [(3, 1, 1), (5, 2, 2), (8, 2, 3)])
 def test_first_pages_are_always_read_within_the_budget(
-    tmp_path: Path, sink: int, pages: int, recent: int, recall: float | None
+    sink: int, pages: int, recent: int, recall: float | None
 ) -> None:
-    model, network = twins("llama_group3", tmp_path)
+    model, network = twins("llama_group3")
     least = None if recall is None else 20
     policy = Delta(
         token_budget=24, sink_size=sink, recent_pages=recent, recall=recall, min_budget=least
@@ -175,8 +172,8 @@ def test_first_pages_are_always_read_within_the_budget(
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
-def test_the_choice_is_made_anew_at_every_token(tmp_path: Path) -> None:
-    model, _ = twins("llama_group3", tmp_path)
+def test_the_choice_is_made_anew_at_every_token() -> None:
+    model, _ = twins("llama_group3")
     recording = Recording(inner=Delta(token_budget=12))
     engine = make_engine(model, recording)
     forced(engine, PROMPTS[2], PROMPTS[1])

@@ -65,7 +65,6 @@ from tests.policies.shapes import shape
     ],
 )
 def test_a_whole_model_reads_ends_and_the_best_blocks_between(
-    tmp_path: Path,
     kind: str,
     fields: dict[str, Any],
     settings: dict[str, Any],
@@ -108,7 +107,7 @@ def test_a_whole_model_reads_ends_and_the_best_blocks_between(
         return [sorted(read)], [tokens_of(sorted(read), PAGE, length)]
 
     layers = len(fields.get("layer_types", "two"))
-    model, network = twins(kind, tmp_path, num_hidden_layers=layers, **fields)
+    model, network = twins(kind, num_hidden_layers=layers, **fields)
     policy = InfLLM(**settings)
     assert check_against(choose, model, network, policy, PROMPTS, watch=watch)
 
@@ -184,13 +183,13 @@ def check_received(engine: Engine, checked: Checked, *, near: float) -> int:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama_group3", "float32"), ("llama", "bfloat16")])
 def test_what_tokens_received_is_what_is_found_from_scratch_at_every_step(
-    tmp_path: Path, kind: str, dtype: str
+    kind: str, dtype: str
 ) -> None:
     """In chunks and step by step, with known beginnings of prompts, and after pre-emption.
 
     Requests with one beginning differ in what its last tokens receive.
     """
-    model, network = twins(kind, tmp_path, dtype=dtype, num_hidden_layers=2)
+    model, network = twins(kind, dtype=dtype, num_hidden_layers=2)
     policy = dataclasses.replace(POLICY, full_layers=())
     # Everything is read, so that the queries are those of dense attention.
     policy = dataclasses.replace(policy, token_budget=80, window_size=7, block_size=PAGE)
@@ -212,8 +211,8 @@ def test_what_tokens_received_is_what_is_found_from_scratch_at_every_step(
     assert max(request.stats().cached_prompt_tokens for request in requests) >= 8
 
 
-def test_chunks_of_any_size_give_the_same(tmp_path: Path) -> None:
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=3)
+def test_chunks_of_any_size_give_the_same() -> None:
+    model, _ = twins("llama_group3", num_hidden_layers=3)
     job = prompt(150), prompt(9)
     whole = forced_logits(model, POLICY, *job, prefill_chunk=1000)
     for chunk in (1, 5, 64, 149):
@@ -221,9 +220,9 @@ def test_chunks_of_any_size_give_the_same(tmp_path: Path) -> None:
         assert (part - whole).abs().max() <= 1e-4
 
 
-def test_a_known_beginning_is_computed_again_from_a_window_before_its_end(tmp_path: Path) -> None:
+def test_a_known_beginning_is_computed_again_from_a_window_before_its_end() -> None:
     """Its last tokens received what another continuation gave them."""
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=3)
+    model, _ = twins("llama_group3", num_hidden_layers=3)
     start, policy = prompt(40), POLICY
     engine = make_engine(model, policy)
     for seed, cached in ((1, 0), (2, 32), (3, 32)):  # 7 tokens before the 40th, in whole pages
@@ -235,8 +234,8 @@ def test_a_known_beginning_is_computed_again_from_a_window_before_its_end(tmp_pa
         assert (torch.stack(request.logits) - alone).abs().max() <= 1e-4
 
 
-def test_representatives_and_what_the_window_received_are_counted(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=5)
+def test_representatives_and_what_the_window_received_are_counted() -> None:
+    model, _ = twins("llama", num_hidden_layers=5)
     policy = InfLLM(token_budget=12, window_size=4, full_layers=(0,))
     engine = make_engine(model, policy)
     request = engine.add(prompt(15), dataclasses.replace(GREEDY, max_tokens=4))
@@ -249,13 +248,13 @@ def test_representatives_and_what_the_window_received_are_counted(tmp_path: Path
 
 
 def test_layers_on_a_lower_tier_change_nothing(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=6)
+    model, _ = twins("llama", num_hidden_layers=6)
     check_offloaded(model, POLICY, tmp_path)
 
 
 def test_stored_documents_are_refused(tmp_path: Path) -> None:
     """Their queries are not stored; where they are computed again, nothing is missing."""
-    model, _ = twins("llama", tmp_path, num_hidden_layers=2)
+    model, _ = twins("llama", num_hidden_layers=2)
     llm = LLM(model, POLICY, page_size=PAGE, documents=tmp_path / "documents")
     llm.documents.add("one", {"prompt_token_ids": prompt(70)}, block_size=64)
     question, params = {"prompt_token_ids": prompt(9)}, SamplingParams(max_tokens=4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,10 +84,10 @@ def formula(
     ],
 )
 def test_a_whole_model_reads_the_tokens_of_the_filter_before(
-    tmp_path: Path, kind: str, fields: dict[str, Any], filters: tuple[int, ...]
+    kind: str, fields: dict[str, Any], filters: tuple[int, ...]
 ) -> None:
     """With default layers; weights pass through softcaps (gemma2) and sinks (gpt_oss)."""
-    model, network = twins(kind, tmp_path, **fields)
+    model, network = twins(kind, **fields)
     policy = OmniKV(token_budget=11)
     assert check_against(formula({0, 1}, set(filters), 11), model, network, policy, PROMPTS)
     assert policy.resolve(model.geometry(PAGE)).filter_layers == filters
@@ -99,10 +98,10 @@ def test_a_whole_model_reads_the_tokens_of_the_filter_before(
     [((), (0, 3), 5), ((0, 1, 3), (2,), 1), ((0, 5), (4, 2), 16), ((), (7,), 4)],
 )
 def test_any_layers_and_any_budget(
-    tmp_path: Path, full: tuple[int, ...], filters: tuple[int, ...], budget: int
+    full: tuple[int, ...], filters: tuple[int, ...], budget: int
 ) -> None:
     """One token is the newest."""
-    model, network = twins("llama_group3", tmp_path)
+    model, network = twins("llama_group3")
     policy = OmniKV(token_budget=budget, full_layers=full, filter_layers=filters, dense_after=0)
     choose = formula(set(full), set(filters), budget)
     narrow = check_against(choose, model, network, policy, PROMPTS)
@@ -116,21 +115,21 @@ LENGTHS = [len(prompt) for prompt in PROMPTS]
 @pytest.mark.parametrize("kind", ["llama_group3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize(("sink", "window"), [(0, None), (2, 5)])
 def test_all_generated_tokens_may_be_read_beside_the_budget(
-    tmp_path: Path, kind: str, sink: int, window: int | None
+    kind: str, sink: int, window: int | None
 ) -> None:
     """As in the authors' code: a filter chooses among the prompt's tokens, by their softmax."""
     fields: dict[str, Any] = {}
     if kind == "gpt_oss":
         fields = {"layer_types": ["full_attention"] * 7 + ["sliding_attention"]}
-    model, network = twins(kind, tmp_path, **fields)
+    model, network = twins(kind, **fields)
     policy = OmniKV(token_budget=7, keep_generated=True, sink_size=sink, window_size=window)
     filters = set(policy.resolve(model.geometry(PAGE)).filter_layers or ())
     choose = formula({0, 1}, filters, 7, sink=sink, window=window, prompts=LENGTHS)
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
-def test_kept_tokens_stay_those_after_the_prompt_through_preemption(tmp_path: Path) -> None:
-    model, _ = twins("llama_group3", tmp_path)
+def test_kept_tokens_stay_those_after_the_prompt_through_preemption() -> None:
+    model, _ = twins("llama_group3")
     policy = OmniKV(token_budget=7, keep_generated=True)
     params = dataclasses.replace(GREEDY, max_tokens=20)
     probe = make_engine(model, policy)
@@ -161,10 +160,10 @@ def test_kept_tokens_stay_those_after_the_prompt_through_preemption(tmp_path: Pa
     ],
 )
 def test_layers_after_a_filter_may_read_everything(
-    tmp_path: Path, settings: dict[str, Any], wanted: set[int]
+    settings: dict[str, Any], wanted: set[int]
 ) -> None:
     """By default one, as the authors have it, to leave copies time to arrive."""
-    model, network = twins("llama_group3", tmp_path)
+    model, network = twins("llama_group3")
     policy = OmniKV(token_budget=9, **settings)
     geometry = model.geometry(PAGE)
     resolved = policy.resolve(geometry)
@@ -197,18 +196,16 @@ def test_a_lower_tier_has_no_room_for_all_generated_tokens() -> None:
 
 
 @pytest.mark.parametrize(("sink", "window"), [(3, None), (0, 5), (2, 9)])
-def test_sinks_and_window_are_within_the_budget(
-    tmp_path: Path, sink: int, window: int | None
-) -> None:
-    model, network = twins("llama_group3", tmp_path)
+def test_sinks_and_window_are_within_the_budget(sink: int, window: int | None) -> None:
+    model, network = twins("llama_group3")
     policy = OmniKV(token_budget=11, sink_size=sink, window_size=window)
     choose = formula({0, 1}, {2, 4, 6}, 11, sink=sink, window=window)
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
-def test_generated_tokens_are_chosen_among(tmp_path: Path) -> None:
+def test_generated_tokens_are_chosen_among() -> None:
     """Some are read after the window of an always-read tail has passed, and some are not."""
-    model, _ = twins("llama_group3", tmp_path)
+    model, _ = twins("llama_group3")
     recording = Recording(inner=OmniKV(token_budget=12))
     engine = make_engine(model, recording)
     prompt, given = PROMPTS[1], PROMPTS[2]

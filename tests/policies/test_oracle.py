@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tests.policies.recording import check_against, make_engine
 @pytest.mark.parametrize("kind", ["llama_group3", "llama_mha", "llama_mqa"])
 @pytest.mark.parametrize(("budget", "dense"), [(1, ()), (6, (0,)), (12, (0, 2))])
 def test_a_whole_model_reads_the_tokens_of_largest_weight(
-    tmp_path: Path, kind: str, budget: int, dense: tuple[int, ...]
+    kind: str, budget: int, dense: tuple[int, ...]
 ) -> None:
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
         if layer in dense:
@@ -33,17 +32,17 @@ def test_a_whole_model_reads_the_tokens_of_largest_weight(
             read.append(sorted([*others, newest]))
         return read, read
 
-    model, network = twins(kind, tmp_path, num_hidden_layers=4)
+    model, network = twins(kind, num_hidden_layers=4)
     policy = Oracle(token_budget=budget, full_layers=dense)
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
-def test_its_layers_stay_in_memory(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=4)
+def test_its_layers_stay_in_memory() -> None:
+    model, _ = twins("llama", num_hidden_layers=4)
     assert Oracle().offloadable(model.geometry(4)) == ()
 
 
-def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=1)
+def test_a_budget_of_nothing_is_refused() -> None:
+    model, _ = twins("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="token_budget"):
         make_engine(model, Oracle(token_budget=0))

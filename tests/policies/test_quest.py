@@ -35,7 +35,7 @@ from tests.policies.recording import (
 )
 @pytest.mark.parametrize(("budget", "full"), [(12, (0, 1)), (4, (0, 1)), (23, ())])
 def test_a_whole_model_reads_the_pages_of_the_highest_bound(
-    tmp_path: Path, kind: str, fields: dict[str, Any], budget: int, full: tuple[int, ...]
+    kind: str, fields: dict[str, Any], budget: int, full: tuple[int, ...]
 ) -> None:
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
         if layer in full:
@@ -45,9 +45,7 @@ def test_a_whole_model_reads_the_pages_of_the_highest_bound(
         return pages, [tokens_of(head, PAGE, keys.shape[1]) for head in pages]
 
     policy = Quest(token_budget=budget, full_layers=full)
-    model, network = twins(
-        kind, tmp_path, num_hidden_layers=len(fields.get("layer_types", "four")), **fields
-    )
+    model, network = twins(kind, num_hidden_layers=len(fields.get("layer_types", "four")), **fields)
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
@@ -60,7 +58,7 @@ def test_a_whole_model_reads_the_pages_of_the_highest_bound(
     ],
 )
 def test_each_query_head_reads_the_pages_of_its_own_bound(
-    tmp_path: Path, kind: str, fields: dict[str, Any]
+    kind: str, fields: dict[str, Any]
 ) -> None:
     """As the authors select; with learned sinks (gpt_oss)."""
 
@@ -72,7 +70,7 @@ def test_each_query_head_reads_the_pages_of_its_own_bound(
         return pages, [tokens_of(head, PAGE, keys.shape[1]) for head in pages]
 
     policy = Quest(token_budget=12, full_layers=(0,), share_group=False)
-    model, network = twins(kind, tmp_path, num_hidden_layers=4, **fields)
+    model, network = twins(kind, num_hidden_layers=4, **fields)
     if kind == "gpt_oss":
         policy = dataclasses.replace(policy, full_layers=())
         wanted = choose
@@ -86,7 +84,7 @@ def test_each_query_head_reads_the_pages_of_its_own_bound(
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("sink", "window"), [(5, 6), (1, None), (0, 12)])
 def test_sinks_and_window_are_whole_pages_within_the_budget(
-    tmp_path: Path, share: bool, sink: int, window: int | None
+    share: bool, sink: int, window: int | None
 ) -> None:
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
         if layer < 2:
@@ -97,13 +95,13 @@ def test_sinks_and_window_are_whole_pages_within_the_budget(
         return pages, [tokens_of(head, PAGE, keys.shape[1]) for head in pages]
 
     policy = Quest(token_budget=20, sink_size=sink, window_size=window, share_group=share)
-    model, network = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    model, network = twins("llama_group3", num_hidden_layers=4)
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
-def test_a_list_per_query_head_is_counted_per_query_head(tmp_path: Path) -> None:
+def test_a_list_per_query_head_is_counted_per_query_head() -> None:
     """Bytes are those of a kernel that shares nothing between the heads of a group."""
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    model, _ = twins("llama_group3", num_hidden_layers=4)
     geometry = model.geometry(PAGE)
     read = []
     for share in (True, False):
@@ -118,7 +116,7 @@ def test_a_list_per_query_head_is_counted_per_query_head(tmp_path: Path) -> None
 
 
 def test_a_lower_tier_needs_one_list_per_kv_head(tmp_path: Path) -> None:
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    model, _ = twins("llama_group3", num_hidden_layers=4)
     policy = Quest(token_budget=8, share_group=False)
     with pytest.raises(ConfigError, match="'quest' with offload= needs share_group=True"):
         make_engine(model, policy, offload=str(tmp_path / "below"), memory="64KiB")
@@ -141,11 +139,9 @@ def check_bounds(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("deepseek_v3", "float32")]
 )
-def test_bounds_are_those_built_from_scratch_at_every_step(
-    tmp_path: Path, kind: str, dtype: str
-) -> None:
+def test_bounds_are_those_built_from_scratch_at_every_step(kind: str, dtype: str) -> None:
     """Also of generated tokens, shared pages, pages written in parts, and after pre-emption."""
-    model, _ = twins(kind, tmp_path, dtype=dtype, num_hidden_layers=3)
+    model, _ = twins(kind, dtype=dtype, num_hidden_layers=3)
     policy = Quest(token_budget=12)
     check_under_pressure(model, policy, check_bounds, tokens=20)
 
@@ -154,8 +150,8 @@ def test_the_first_two_layers_are_full_unless_said() -> None:
     assert Quest().full_layers == (0, 1)
 
 
-def test_summaries_are_counted(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=5)
+def test_summaries_are_counted() -> None:
+    model, _ = twins("llama", num_hidden_layers=5)
     engine = make_engine(model, Quest(token_budget=8))
     params = dataclasses.replace(GREEDY, max_tokens=4)
     request = engine.add(prompt(11), params)
@@ -166,8 +162,8 @@ def test_summaries_are_counted(tmp_path: Path) -> None:
     assert request.stats().other_bytes_read == 3 * pages * two_keys
 
 
-def test_summaries_are_part_of_the_memory(tmp_path: Path) -> None:
-    model, _ = twins("gemma3", tmp_path, layer_types=["sliding_attention", "full_attention"] * 4)
+def test_summaries_are_part_of_the_memory() -> None:
+    model, _ = twins("gemma3", layer_types=["sliding_attention", "full_attention"] * 4)
     engine = make_engine(model, Quest(token_budget=8))
     engine.cache.allocate(1)
     cache = engine.cache
@@ -176,8 +172,8 @@ def test_summaries_are_part_of_the_memory(tmp_path: Path) -> None:
     assert sum(t.nbytes for t in tensors) == cache.capacity * cache.page_bytes
 
 
-def test_a_budget_below_a_page_is_refused(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=1)
+def test_a_budget_below_a_page_is_refused() -> None:
+    model, _ = twins("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="token_budget 3 must be at least one page of 4"):
         make_engine(model, Quest(token_budget=3))
     with pytest.raises(ConfigError, match="full_layers"):

@@ -140,10 +140,10 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
     ],
 )
 def test_a_whole_model_evicts_as_the_simulation(
-    tmp_path: Path, kind: str, fields: dict[str, Any], alpha: float, counted: bool
+    kind: str, fields: dict[str, Any], alpha: float, counted: bool
 ) -> None:
     """Ragged prompts at once, one of them as long as the budget; weights above alpha are seldom."""
-    model, network = twins(kind, tmp_path, num_hidden_layers=2, **fields)
+    model, network = twins(kind, num_hidden_layers=2, **fields)
     budget = (6 if counted else 4) * PAGE
     policy = RaaS(token_budget=budget, alpha=alpha, prompt_in_budget=counted)
     recording = Recording(inner=policy)
@@ -223,9 +223,9 @@ def test_alpha_decides_between_pages_of_almost_equal_weight() -> None:
     assert gone == [0, 1, 1, 0]
 
 
-def test_memory_of_a_long_generation_stays_bounded(tmp_path: Path) -> None:
+def test_memory_of_a_long_generation_stays_bounded() -> None:
     """Far more tokens than the cache has room for; the pool is as full as it was early on."""
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
+    model, _ = twins("llama_group3", num_hidden_layers=2)
     policy = RaaS(token_budget=6 * PAGE, alpha=0.1, prompt_in_budget=True)
     page_bytes = make_engine(model, policy).cache.page_bytes
     engine = make_engine(model, policy, memory=20 * page_bytes, max_length=400)
@@ -245,9 +245,9 @@ def test_memory_of_a_long_generation_stays_bounded(tmp_path: Path) -> None:
     assert engine.cache.available == engine.max_pages == 20
 
 
-def test_a_sequence_that_gives_way_evicts_again_what_it_had_evicted(tmp_path: Path) -> None:
+def test_a_sequence_that_gives_way_evicts_again_what_it_had_evicted() -> None:
     """Its tokens would not fit into the cache all at once: nor need they when it comes back."""
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
+    model, _ = twins("llama_group3", num_hidden_layers=2)
     policy = RaaS(token_budget=6 * PAGE, alpha=0.2, prompt_in_budget=True)
     page_bytes = make_engine(model, policy).cache.page_bytes
     params = dataclasses.replace(GREEDY, max_tokens=80)
@@ -271,11 +271,9 @@ def test_a_sequence_that_gives_way_evicts_again_what_it_had_evicted(tmp_path: Pa
     assert evicted == [22 - 6] * 2
 
 
-def test_an_interrupted_step_loses_no_eviction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_step_loses_no_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The books would fall behind the stamps, and the sequence keep a page too many."""
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
+    model, _ = twins("llama_group3", num_hidden_layers=2)
     params = dataclasses.replace(GREEDY, max_tokens=40)
     requests = []
     for interrupted in (False, True):
@@ -295,8 +293,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again(tmp_path: Path) -> None:
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=2)
+def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again() -> None:
+    model, _ = twins("llama_group3", num_hidden_layers=2)
     engine = make_engine(model, RaaS(token_budget=4 * PAGE, prompt_in_budget=True))
     assert engine.prefix is not None
     params = dataclasses.replace(GREEDY, max_tokens=30)
@@ -319,11 +317,9 @@ def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again(tmp_pat
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("llama_group3", {}), ("gemma3", SLIDING)])
-def test_a_conversation_goes_on_with_what_is_left(
-    tmp_path: Path, kind: str, fields: dict[str, Any]
-) -> None:
+def test_a_conversation_goes_on_with_what_is_left(kind: str, fields: dict[str, Any]) -> None:
     """Under `keyhole.sparse`: what is read next, and a copy, take it for their prompt."""
-    _, network = twins(kind, tmp_path, num_hidden_layers=2, **fields)
+    _, network = twins(kind, num_hidden_layers=2, **fields)
     # A prompt, its answer, another turn, and at the end of a page a copy that goes on.
     sizes = [9, *[1] * 27, 7, *[1] * 21, *[1] * 19]
     ends, copied = np.cumsum(sizes).tolist(), 1 + 27 + 1 + 21
@@ -369,7 +365,7 @@ def test_the_prompt_is_outside_the_budget_unless_it_is_counted() -> None:
 
 
 def test_offloading_is_refused(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=1)
+    model, _ = twins("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="'raas' reads all keys of every layer"):
         make_engine(model, RaaS(), offload=tmp_path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,9 @@ from tests.policies.recording import PAGE, Recording, forced, make_engine, run
 PROMPT, GIVEN = list(range(3, 43)), [5] * 24
 
 
-def drawn(tmp_path: Path, policy: RandomTokens) -> dict[tuple[int, int], list[list[int]]]:
+def drawn(policy: RandomTokens) -> dict[tuple[int, int], list[list[int]]]:
     """Per layer and length the tokens of each KV head."""
-    model, _ = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    model, _ = twins("llama_group3", num_hidden_layers=4)
     recording = Recording(inner=policy)
     engine = make_engine(model, recording)
     forced(engine, PROMPT, GIVEN)
@@ -29,8 +28,8 @@ def drawn(tmp_path: Path, policy: RandomTokens) -> dict[tuple[int, int], list[li
     }
 
 
-def test_sinks_the_newest_token_and_others_within_the_budget(tmp_path: Path) -> None:
-    found = drawn(tmp_path, RandomTokens(token_budget=9, sink_size=2, full_layers=(1,)))
+def test_sinks_the_newest_token_and_others_within_the_budget() -> None:
+    found = drawn(RandomTokens(token_budget=9, sink_size=2, full_layers=(1,)))
     assert {layer for layer, _ in found} == {0, 2, 3}
     for (_, length), heads in found.items():
         for tokens in heads:
@@ -40,12 +39,12 @@ def test_sinks_the_newest_token_and_others_within_the_budget(tmp_path: Path) -> 
             assert max(tokens) < length
 
 
-def test_every_token_has_the_same_chance(tmp_path: Path) -> None:
+def test_every_token_has_the_same_chance() -> None:
     """Of 40 tokens that are always there, each is drawn about as often as it should be."""
     counts: Counter[int] = Counter()
     expected = 0.0
     for seed in range(12):
-        for (_, length), heads in drawn(tmp_path, RandomTokens(token_budget=9, seed=seed)).items():
+        for (_, length), heads in drawn(RandomTokens(token_budget=9, seed=seed)).items():
             for tokens in heads:
                 counts.update(token for token in tokens if token < len(PROMPT))
                 expected += 8 / (length - 1)  # the newest has a place of its own
@@ -55,13 +54,13 @@ def test_every_token_has_the_same_chance(tmp_path: Path) -> None:
     assert all(abs(count - expected) <= spread for count in counts.values())
 
 
-def test_draws_differ_between_layers_heads_steps_and_seeds(tmp_path: Path) -> None:
-    found = drawn(tmp_path, RandomTokens(token_budget=9))
+def test_draws_differ_between_layers_heads_steps_and_seeds() -> None:
+    found = drawn(RandomTokens(token_budget=9))
     lists = [tuple(tokens) for heads in found.values() for tokens in heads]
     assert len(set(lists)) == len(lists)
-    again = drawn(tmp_path, RandomTokens(token_budget=9))
+    again = drawn(RandomTokens(token_budget=9))
     assert again == found
-    assert drawn(tmp_path, RandomTokens(token_budget=9, seed=1)) != found
+    assert drawn(RandomTokens(token_budget=9, seed=1)) != found
 
 
 @pytest.mark.parametrize(
@@ -72,9 +71,7 @@ def test_draws_differ_between_layers_heads_steps_and_seeds(tmp_path: Path) -> No
         (RandomTokens(seed=-1), "seed"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
-    tmp_path: Path, policy: RandomTokens, named: str
-) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=1)
+def test_settings_that_cannot_be_are_refused(policy: RandomTokens, named: str) -> None:
+    model, _ = twins("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match=named):
         make_engine(model, policy, page_size=PAGE)

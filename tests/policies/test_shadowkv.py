@@ -122,7 +122,6 @@ PUBLISHED = {"keep_generated": True, "always_beside": True, "chunk_size": 2}
     ],
 )
 def test_a_whole_model_reads_the_chunks_of_best_landmarks(
-    tmp_path: Path,
     kind: str,
     settings: dict[str, Any],
     chunk: int,
@@ -139,7 +138,7 @@ def test_a_whole_model_reads_the_chunks_of_best_landmarks(
     count += first + sum(numbers) if settings.get("always_beside") else 0
     windows = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     fields: dict[str, Any] = windows if kind == "gemma3" else {}
-    model, network = twins(kind, tmp_path, num_hidden_layers=4, **fields)
+    model, network = twins(kind, num_hidden_layers=4, **fields)
     rebuilt: dict[tuple[int, int], Array] = {}
     own: dict[tuple[int, int], list[set[int]]] = {}
 
@@ -202,16 +201,16 @@ def check_landmarks(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_landmarks_are_those_found_from_scratch_at_every_step(tmp_path: Path, dtype: str) -> None:
+def test_landmarks_are_those_found_from_scratch_at_every_step(dtype: str) -> None:
     """Also of generated tokens, copied pages, pages written in parts, and after pre-emption."""
-    model, _ = twins("llama", tmp_path, dtype=dtype, num_hidden_layers=2)
+    model, _ = twins("llama", dtype=dtype, num_hidden_layers=2)
     policy = ShadowKV(token_budget=12, chunk_size=2)
     check_under_pressure(model, policy, check_landmarks, tokens=16)
 
 
-def test_prompts_with_one_beginning_have_keys_of_low_rank_of_their_own(tmp_path: Path) -> None:
+def test_prompts_with_one_beginning_have_keys_of_low_rank_of_their_own() -> None:
     """The later ones take its pages from the first, while that one reads."""
-    model, _ = twins("llama", tmp_path, num_hidden_layers=4)
+    model, _ = twins("llama", num_hidden_layers=4)
     policy, start = ShadowKV(token_budget=12, rank=3), prompt(24)
     engine = make_engine(model, policy, prefill_chunk=16)
     jobs = [(start + prompt(n), prompt(9, n)) for n in (9, 3, 13)]
@@ -229,12 +228,12 @@ def test_prompts_with_one_beginning_have_keys_of_low_rank_of_their_own(tmp_path:
 @pytest.mark.parametrize(
     ("kind", "rank"), [("llama", 16), ("deepseek_v3", 20), ("gpt_bigcode", 8), ("gemma3", 16)]
 )
-def test_keys_of_full_rank_are_the_keys(tmp_path: Path, kind: str, rank: int) -> None:
+def test_keys_of_full_rank_are_the_keys(kind: str, rank: int) -> None:
     """Turned back, decomposed, rebuilt and turned again; with latents, learned positions and
     layers of another RoPE too."""
     fields = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     more: dict[str, Any] = fields if kind == "gemma3" else {}
-    model, _ = twins(kind, tmp_path, num_hidden_layers=4, **more)
+    model, _ = twins(kind, num_hidden_layers=4, **more)
     job, layout = (prompt(60), prompt(9)), model.geometry(PAGE).layers[1]
     rank = layout.num_kv_heads * layout.key_dim
     logits = {
@@ -244,8 +243,8 @@ def test_keys_of_full_rank_are_the_keys(tmp_path: Path, kind: str, rank: int) ->
     assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
-def test_what_is_read_beside_the_keys_is_counted(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=3)
+def test_what_is_read_beside_the_keys_is_counted() -> None:
+    model, _ = twins("llama", num_hidden_layers=3)
     engine = make_engine(model, ShadowKV(token_budget=12, rank=5))
     request = engine.add(prompt(17), dataclasses.replace(GREEDY, max_tokens=5))
     run(engine)
@@ -255,7 +254,7 @@ def test_what_is_read_beside_the_keys_is_counted(tmp_path: Path) -> None:
 
 
 def test_layers_on_a_lower_tier_need_keys_as_they_are(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=6)
+    model, _ = twins("llama", num_hidden_layers=6)
     params, policy = dataclasses.replace(GREEDY, max_tokens=40), ShadowKV(token_budget=12, rank=0)
     plain = make_engine(model, policy)
     below: dict[str, Any] = {"memory": 20 * plain.cache.page_bytes, "offload": tmp_path}
@@ -270,7 +269,7 @@ def test_layers_on_a_lower_tier_need_keys_as_they_are(tmp_path: Path) -> None:
 
 
 def test_documents_of_which_tokens_may_be_dropped_are_refused(tmp_path: Path) -> None:
-    model, _ = twins("llama", tmp_path, num_hidden_layers=2)
+    model, _ = twins("llama", num_hidden_layers=2)
     llm = LLM(model, ShadowKV(token_budget=12), page_size=PAGE, documents=tmp_path / "documents")
     llm.documents.add("one", {"prompt_token_ids": prompt(70)}, block_size=8)
     question, params = {"prompt_token_ids": prompt(9)}, SamplingParams(max_tokens=4)

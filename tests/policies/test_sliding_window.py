@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from tests.policies.recording import check_against
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16, 40])
-def test_a_whole_model_reads_the_newest_tokens(tmp_path: Path, budget: int) -> None:
+def test_a_whole_model_reads_the_newest_tokens(budget: int) -> None:
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:
         length = keys.shape[1]
         newest = [i for i in range(length) if i > length - 1 - budget]
         return [newest], [newest]
 
-    model, network = twins("llama_group3", tmp_path, num_hidden_layers=4)
+    model, network = twins("llama_group3", num_hidden_layers=4)
     assert check_against(choose, model, network, SlidingWindow(token_budget=budget), PROMPTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,10 +74,10 @@ def formula(
     ],
 )
 def test_a_whole_model_reads_the_tokens_of_the_selection_layer_before(
-    tmp_path: Path, kind: str, fields: dict[str, Any], selecting: tuple[int, ...]
+    kind: str, fields: dict[str, Any], selecting: tuple[int, ...]
 ) -> None:
     """With default layers; weights pass through softcaps (gemma2) and sinks (gpt_oss)."""
-    model, network = twins(kind, tmp_path, **fields)
+    model, network = twins(kind, **fields)
     policy = TidalDecode(token_budget=11)
     choose = formula({0, 1}, set(selecting), 11, latent=kind == "deepseek_v3")
     assert check_against(choose, model, network, policy, PROMPTS)
@@ -90,10 +89,10 @@ def test_a_whole_model_reads_the_tokens_of_the_selection_layer_before(
     [((), (0, 3), 5), ((0, 1, 5), (2,), 1), ((0, 6), (4, 2), 16), ((), (7,), 4)],
 )
 def test_any_layers_and_any_budget(
-    tmp_path: Path, full: tuple[int, ...], selecting: tuple[int, ...], budget: int
+    full: tuple[int, ...], selecting: tuple[int, ...], budget: int
 ) -> None:
     """Layers before the first selection layer are full; one token is the newest."""
-    model, network = twins("llama_group3", tmp_path)
+    model, network = twins("llama_group3")
     policy = TidalDecode(token_budget=budget, full_layers=full, selection_layers=selecting)
     choose = formula(set(full), set(selecting), budget)
     narrow = check_against(choose, model, network, policy, PROMPTS)
@@ -112,11 +111,9 @@ def test_any_layers_and_any_budget(
         ("deepseek_v3", {}),
     ],
 )
-def test_each_query_head_reads_its_own_tokens(
-    tmp_path: Path, kind: str, fields: dict[str, Any]
-) -> None:
+def test_each_query_head_reads_its_own_tokens(kind: str, fields: dict[str, Any]) -> None:
     """As the authors select; with learned sinks (gpt_oss), and over shared latents."""
-    model, network = twins(kind, tmp_path, **fields)
+    model, network = twins(kind, **fields)
     policy = TidalDecode(token_budget=9, share_group=False)
     assert check_against(formula({0, 1}, {2, 4}, 9, share=False), model, network, policy, PROMPTS)
 
@@ -124,10 +121,8 @@ def test_each_query_head_reads_its_own_tokens(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("sink", "window"), [(3, None), (0, 5), (2, 9)])
-def test_sinks_and_window_are_within_the_budget(
-    tmp_path: Path, share: bool, sink: int, window: int | None
-) -> None:
-    model, network = twins("llama_group3", tmp_path)
+def test_sinks_and_window_are_within_the_budget(share: bool, sink: int, window: int | None) -> None:
+    model, network = twins("llama_group3")
     policy = TidalDecode(token_budget=11, sink_size=sink, window_size=window, share_group=share)
     choose = formula({0, 1}, {2, 4}, 11, share=share, sink=sink, window=window or 1)
     assert check_against(choose, model, network, policy, PROMPTS)
@@ -139,8 +134,8 @@ def test_a_lower_tier_needs_one_list_per_kv_head() -> None:
         policy.offloadable(shape(9))
 
 
-def test_heads_choose_for_themselves_and_anew_at_every_token(tmp_path: Path) -> None:
-    model, _ = twins("llama_group3", tmp_path)
+def test_heads_choose_for_themselves_and_anew_at_every_token() -> None:
+    model, _ = twins("llama_group3")
     recording = Recording(inner=TidalDecode(token_budget=12))
     engine = make_engine(model, recording)
     forced(engine, PROMPTS[2], PROMPTS[1])

@@ -11,8 +11,7 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 
 from keyhole import Delta, RaaS, SpeContext
-from keyhole.eval.trace.policy_proxy import PolicyProxy
-from keyhole.eval.trace.trace import Traced
+from keyhole.eval.policy_trace import PolicyProxy, Traced
 from keyhole.policies.base import Policy
 from tests.policies.recording import Recording
 

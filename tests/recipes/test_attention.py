@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from recipes.tiny_model.attention import causal_attention
+from recipes.tiny_model.network import causal_attention
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300, 1100])

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 import keyhole
 from keyhole.eval.demo import items
 from keyhole.eval.tiny_language.tasks import TASKS, make
-from keyhole.eval.tiny_language.vocabulary import WORD_IDS
+from keyhole.eval.tiny_language.world import WORD_IDS
 from recipes.tiny_model.examination import exactly_right
 
 FOLDER = Path(keyhole.tiny())

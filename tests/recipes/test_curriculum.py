@@ -3,16 +3,21 @@ from random import Random
 import pytest
 import torch
 
-from keyhole.eval.tiny_language.curriculum import MAX_POSITION, STAGES, stage_at, training_batch
-from keyhole.eval.tiny_language.rows import ROWS
-from keyhole.eval.tiny_language.vocabulary import EOS, WORD_IDS
-from recipes.tiny_model.feed import FeedRows
+from keyhole.eval.tiny_language.world import EOS, WORD_IDS
+from recipes.tiny_model.curriculum import (
+    KINDS,
+    MAX_POSITION,
+    STAGES,
+    FeedRows,
+    stage_at,
+    training_batch,
+)
 
 
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [64, 127, 500, 2048])
 def test_rows_fit_and_supervise_something(kind, length):
-    rows = [ROWS[kind](Random(seed), length) for seed in range(10)]
+    rows = [KINDS[kind](Random(seed), length) for seed in range(10)]
     assert all(len(words) == len(marks) <= length for words, marks in rows)
     assert not any(marks[0] for _, marks in rows)
     assert sum(any(marks) for _, marks in rows) > 5  # a short row may have no room to ask

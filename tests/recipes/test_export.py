@@ -2,22 +2,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.eval.tiny_language.vocabulary import EOS, WORD_IDS
-from recipes.tiny_model import snapshot
+from keyhole.eval.tiny_language.world import EOS, WORD_IDS
+from recipes.tiny_model import trainer
 from recipes.tiny_model.examination import batch_of_items
 from recipes.tiny_model.export import export
 from recipes.tiny_model.initial import initial_weights
-from recipes.tiny_model.network import supervised_logits
-from recipes.tiny_model.optimizers import Optimizers
-from recipes.tiny_model.schedule import planned
-from recipes.tiny_model.shape import llama_config
+from recipes.tiny_model.network import llama_config, supervised_logits
+from recipes.tiny_model.optimizers import Optimizers, planned
 
 
 def test_the_exported_folder_is_a_standard_model_with_the_same_logits(tmp_path):
     config = llama_config(num_layers=3, rope_theta=1e5)
     weights = {k: v.requires_grad_() for k, v in initial_weights(config, seed=0).items()}
     optimizers = Optimizers(weights)
-    snapshot.save(
+    trainer.save_snapshot(
         tmp_path,
         weights,
         optimizers,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from keyhole.eval.tiny_language.rows import stream_row
-from keyhole.eval.tiny_language.vocabulary import WORD_IDS
+from keyhole.eval.tiny_language.world import WORD_IDS
+from recipes.tiny_model.curriculum import stream_row
 from recipes.tiny_model.initial import MATCH_LAYERS, initial_weights
-from recipes.tiny_model.shape import llama_config
+from recipes.tiny_model.network import llama_config
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 import torch
 from transformers import LlamaForCausalLM
 
-from keyhole.eval.tiny_language.curriculum import STAGES, training_batch
-from recipes.tiny_model.network import supervised_logits
-from recipes.tiny_model.shape import llama_config
+from recipes.tiny_model.curriculum import STAGES, training_batch
+from recipes.tiny_model.network import llama_config, supervised_logits
 
 
 def test_equals_the_library_at_jumping_positions():

@@ -1,6 +1,6 @@
 import pytest
 
-from recipes.tiny_model.schedule import planned
+from recipes.tiny_model.optimizers import planned
 
 
 def test_warm_up_then_constant_then_a_line_to_zero():

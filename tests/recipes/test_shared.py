@@ -1,8 +1,7 @@
 import torch
 
-from recipes.tiny_model.initial import initial_weights
-from recipes.tiny_model.shape import llama_config
-from recipes.tiny_model.shared import hold_share, shared_direction
+from recipes.tiny_model.initial import hold_share, initial_weights, shared_direction
+from recipes.tiny_model.network import llama_config
 
 
 def test_every_row_has_as_much_in_the_shared_direction_as_outside():

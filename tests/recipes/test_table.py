@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
-from keyhole.eval.results.paired import wilson
-from keyhole.eval.tiny_language import table
+from keyhole.eval.comparisons import wilson
 from keyhole.eval.tiny_language.tasks import TASKS, is_correct, make, shared
+from recipes.tiny_model import examination
 
 
 def test_intervals_are_wilsons() -> None:
@@ -25,7 +25,7 @@ def test_a_reader_says_what_greedy_generation_would() -> None:
     checkpoint = Path(keyhole.tiny())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    reader = table.ContextReader(checkpoint)
+    reader = examination.ContextReader(checkpoint)
     asked = [shared(256, 3), [make("derive", 128, 1)], [make("walk", 256, 2)]]
     for items in asked:
         generated = []
@@ -39,14 +39,14 @@ def test_a_reader_says_what_greedy_generation_would() -> None:
 
 
 def test_the_table_beside_the_model_is_of_every_task_and_length_with_100_items() -> None:
-    found = json.loads((Path(keyhole.tiny()) / table.RESULTS).read_text())
-    assert {cell["length"] for cell in found} == set(table.LENGTHS)
+    found = json.loads((Path(keyhole.tiny()) / examination.RESULTS).read_text())
+    assert {cell["length"] for cell in found} == set(examination.LENGTHS)
     assert {cell["task"] for cell in found} == set(TASKS)
     assert all(cell["items"] >= 100 for cell in found)
 
 
 def test_a_share_under_nine_tenths_is_marked() -> None:
-    text = table.render(
+    text = examination.render(
         [
             {"task": "recall", "length": 512, "items": 100, "right": 95},
             {"task": "derive", "length": 512, "items": 100, "right": 89},
@@ -58,6 +58,6 @@ def test_a_share_under_nine_tenths_is_marked() -> None:
 
 def test_the_card_of_the_model_shows_its_stored_results() -> None:
     folder = Path(keyhole.tiny())
-    found = json.loads((folder / table.RESULTS).read_text())
-    text = (folder / table.CARD).read_text()
-    assert table.card(text, found) == text
+    found = json.loads((folder / examination.RESULTS).read_text())
+    text = (folder / examination.CARD).read_text()
+    assert examination.card(text, found) == text

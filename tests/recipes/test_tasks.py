@@ -10,7 +10,7 @@ from keyhole.eval.tiny_language.tasks import (
     share_before_first_error,
     shared,
 )
-from keyhole.eval.tiny_language.vocabulary import WORD_IDS
+from keyhole.eval.tiny_language.world import WORD_IDS
 
 # Test modules are not a package, so the solver beside this file is loaded by its path.
 _spec = importlib.util.spec_from_file_location("solver", Path(__file__).with_name("solver.py"))

@@ -6,17 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from keyhole.eval.tiny_language.curriculum import STAGES, training_batch
-from recipes.tiny_model import snapshot
-from recipes.tiny_model.initial import initial_weights
-from recipes.tiny_model.network import supervised_logits
-from recipes.tiny_model.optimizers import Optimizers
-from recipes.tiny_model.ranks import Ranks
-from recipes.tiny_model.schedule import planned
-from recipes.tiny_model.shape import llama_config
-from recipes.tiny_model.shared import SHARE, shared_direction
+from recipes.tiny_model import trainer
+from recipes.tiny_model.curriculum import STAGES, training_batch
+from recipes.tiny_model.initial import SHARE, initial_weights, shared_direction
+from recipes.tiny_model.network import llama_config, supervised_logits
+from recipes.tiny_model.optimizers import Optimizers, planned
 from recipes.tiny_model.train import run, train
-from recipes.tiny_model.trainer import TrainerSettings
+from recipes.tiny_model.trainer import Ranks, TrainerSettings
 
 STEPS = 3 * 2048
 
@@ -42,12 +38,12 @@ def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path):
     for resume in (False, True):  # out of time after every step
         run(replace(parts, minutes=0.0, resume=resume), Ranks(), never)
     run(replace(parts, resume=True), Ranks(), never)
-    expected, found = snapshot.load(whole.out), snapshot.load(parts.out)
+    expected, found = trainer.load_snapshot(whole.out), trainer.load_snapshot(parts.out)
     assert expected["tokens"] == found["tokens"] == STEPS
     for name, weight in expected["weights"].items():
         assert torch.equal(weight, found["weights"][name]), name
     embedding = found["weights"]["model.embed_tokens.weight"]
-    share = embedding @ shared_direction(snapshot.config_of(found), 0) / embedding.norm(dim=1)
+    share = embedding @ shared_direction(trainer.config_of(found), 0) / embedding.norm(dim=1)
     torch.testing.assert_close(share, torch.full_like(share, SHARE))
 
 
@@ -59,7 +55,7 @@ def test_the_log_has_one_line_per_examination(settings, never):
 
 
 def test_a_run_is_not_overwritten_by_accident(settings):
-    (settings.out / snapshot.FILE).touch()
+    (settings.out / trainer.SNAPSHOT_FILE).touch()
     with pytest.raises(ValueError, match="resume it or choose another folder"):
         train(settings)
 
@@ -68,7 +64,7 @@ def test_a_run_is_not_overwritten_by_accident(settings):
 def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
     torch.set_num_threads(1)
     train(replace(settings, tokens=1, ranks=2))
-    found = snapshot.load(settings.out)
+    found = trainer.load_snapshot(settings.out)
     assert found["step"] == 1
 
     config = llama_config(settings.layers)

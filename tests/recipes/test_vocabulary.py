@@ -1,8 +1,8 @@
 import pytest
 
 from keyhole.eval.tiny_language.tasks import TASKS, make
-from keyhole.eval.tiny_language.tokenizer import build_tokenizer
-from keyhole.eval.tiny_language.vocabulary import BOS, PAD, VOCABULARY_SIZE, WORD_IDS
+from keyhole.eval.tiny_language.world import BOS, PAD, VOCABULARY_SIZE, WORD_IDS
+from recipes.tiny_model.export import build_tokenizer
 
 
 @pytest.fixture(scope="module")

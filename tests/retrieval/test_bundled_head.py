@@ -9,7 +9,7 @@ import pytest
 import keyhole
 from keyhole.eval.head_recall import WINDOW, RecallText, measure
 from keyhole.eval.tiny_language.tasks import is_correct, make
-from keyhole.eval.tiny_language.vocabulary import BOS, WORD_IDS
+from keyhole.eval.tiny_language.world import BOS, WORD_IDS
 from keyhole.models.loading import load
 from keyhole.retrieval.head import RetrievalHead
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.tiny_language.head_texts import HeadTexts
+from keyhole.eval.tiny_language.rows import HeadTexts
 from keyhole.retrieval.training.corpus import FileCorpus, read
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 

@@ -166,7 +166,9 @@ def test_a_client_that_leaves_frees_its_request(address: str, llm: LLM, stream: 
     ).encode()
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        )
         connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         until(lambda: llm.engine.has_work)
     until(lambda: not llm.engine.has_work)

@@ -40,7 +40,10 @@ LAZY_FILES = {
 }
 """Files whose job is to import by name."""
 
-OPTIONAL = {"llguidance", "markitdown", "matplotlib", "scipy"}
+OPTIONAL = {
+    *("aiohttp", "llguidance", "markitdown", "matplotlib", "opentelemetry", "scipy"),
+    *("sentence_transformers", "sqlite_vec"),
+}
 """Packages that may be absent, and so may be imported inside the function that needs them."""
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from keyhole.cli.common import show
+from keyhole.cli.common import terminal
 from keyhole.config import (
     EngineConfig,
     SamplingParams,
@@ -116,7 +116,7 @@ def find_model(arguments: argparse.Namespace) -> ModelFiles:
 def load_model(arguments: argparse.Namespace) -> Model:
     """The model that the arguments name."""
     found = find_model(arguments)
-    show.status(f"loading {arguments.model or TINY} ...")
+    terminal.status(f"loading {arguments.model or TINY} ...")
     quiet()
     from keyhole.bench import measure
     from keyhole.models.loading import load_files
@@ -187,7 +187,7 @@ def _with_default(text: str, field: dataclasses.Field[Any]) -> str:
     """The help with the default after it; what None means is said by the help itself."""
     text = text.replace("None: ", "default: ")
     plain = field.default in (None, ()) or isinstance(field.default, bool)
-    return text if plain else f"{text}; default: {show.setting(field.default)}"
+    return text if plain else f"{text}; default: {terminal.setting(field.default)}"
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:

@@ -1,17 +1,131 @@
-"""An argparse parser with Keyhole's manners: one line per error, and the nearest name offered."""
+"""An argparse parser with one line per error, the nearest name offered, and values from a file.
+
+`--config FILE.toml`, or KEYHOLE_CONFIG in the environment, names a TOML file with values for flags:
+
+    model = "Qwen/Qwen3-4B"         # model, device, dtype and store: of every command that has them
+
+    [generate]                      # of one command; [documents.ask] for an action
+    policy = "delta:token_budget=512"
+    max_tokens = 100
+
+Flags that are given take precedence over the file.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
+import os
+import tomllib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from keyhole.cli.common import config_file
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies import available_policies
 from keyhole.reuse import available_reuse_methods
+
+_FLAG, _VARIABLE = "--config", "KEYHOLE_CONFIG"
+_SHARED = ("model", "device", "dtype", "store")
+#: Flags that name a method, with its settings behind the name.
+_METHODS = ("policy", "reuse")
+
+
+def read_config(given: Sequence[str]) -> dict[str, Any]:
+    """The file that a command line or the environment names; nothing if none is named."""
+    path, flag = os.environ.get(_VARIABLE), _VARIABLE
+    for here, after in zip(given, [*given, ""][1:], strict=True):
+        if here == _FLAG or here.startswith(f"{_FLAG}="):
+            path, flag = (after if here == _FLAG else here.partition("=")[2]), _FLAG
+    if not path:
+        return {}
+    try:
+        found = _parsed(Path(path))
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{flag} {path!r} cannot be read: {said}") from error
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"{flag} {path!r} must have names of commands and flags, and values")
+    for name, value in found.items():
+        if not isinstance(value, Mapping) and name not in _SHARED:
+            raise ConfigError(
+                f"{flag} {path!r}: {name} must be in the table of a command, such as [generate]; "
+                f"alone stand {', '.join(_SHARED)}"
+            )
+    return dict(found)
+
+
+def _parsed(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix not in (".yaml", ".yml"):
+        return tomllib.loads(text)
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def apply_config(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> None:
+    """Makes what the file says of a command the defaults of its flags."""
+    own: Any = config
+    for name in parser.prog.split()[1:]:
+        own = own.get(name, {})
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"{name} in the config file must be a table, [{name}]")
+    actions = {
+        action.dest: action
+        for action in parser._actions
+        if action.option_strings and action.dest not in ("help", "debug", "config")
+    }
+    shared = {name: config[name] for name in _SHARED if name in config and name in actions}
+    for given, value in {**shared, **own}.items():
+        name = given.replace("-", "_")
+        if value is None:  # YAML's empty value: as if the line were not there
+            continue
+        if isinstance(value, Mapping) and name not in actions:  # of an action
+            continue
+        if name not in actions:
+            raise UnknownNameError(f"flag of {parser.prog} in the config file", given, actions)
+        parser.set_defaults(**{name: _value(actions[name], given, value)})
+
+
+def _value(action: argparse.Action, name: str, value: Any) -> Any:
+    """What the flag would have given: most are text until they are read as settings."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} {value!r} in the config file must be true or false")
+        return str(value) if isinstance(action.const, str) else value
+    if isinstance(action, argparse._AppendAction) or action.nargs == "+":
+        if isinstance(value, Mapping):  # of numbers by token id
+            return [f"{key}={one}" for key, one in value.items()]
+        return [str(one) for one in (value if isinstance(value, list) else [value])]
+    if action.dest in _METHODS and isinstance(value, Mapping):
+        return _method(name, value)
+    if isinstance(value, Mapping):
+        raise ConfigError(f"{name} {dict(value)!r} in the config file must be one value")
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return action.type(str(value)) if callable(action.type) else str(value)
+
+
+def _method(flag: str, given: Mapping[str, Any]) -> str:
+    """NAME:SETTING=VALUE,SETTING=VALUE from a table with "name"."""
+    settings = dict(given)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{flag} {dict(given)!r} in the config file must have a name")
+    shown = ",".join(f"{key}={_shown(value)}" for key, value in settings.items())
+    return f"{name}:{shown}" if shown else name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -84,28 +198,29 @@ def add_command(
     commands: Any,
     name: str,
     summary: str,
-    module: Any,
+    command: Any,
     config: Mapping[str, Any],
     run: str = "run",
 ) -> None:
-    """A command from a module with `add_arguments` and `run`.
+    """A command from a module or class with `add_arguments` and `run`.
 
     config: values for its flags. run: what the arguments call the latter.
     """
 
     def fill(parser: Parser) -> None:
-        module.add_arguments(parser)
+        command.add_arguments(parser)
         parser.add_argument(
             "--config",
             metavar="FILE",
             help="TOML or YAML with values for flags; default: $KEYHOLE_CONFIG",
         )
         parser.add_argument("--debug", action="store_true", help="show where an error came from")
-        config_file.apply(parser, config)
-        parser.set_defaults(parser=parser, **{run: module.run})
+        apply_config(parser, config)
+        parser.set_defaults(parser=parser, **{run: command.run})
         parser.usage = _usage(parser)
 
-    commands.add_parser(name, help=summary, description=module.__doc__, fill=fill, config=config)
+    about = inspect.getdoc(command)
+    commands.add_parser(name, help=summary, description=about, fill=fill, config=config)
 
 
 def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> None:

@@ -7,11 +7,11 @@ stands for all documents below it: `--documents handbook/` for handbook/a.md and
 from __future__ import annotations
 
 import argparse
-import importlib
+from typing import Any
 
 from keyhole.cli.common.parser import Parser, add_command
 
-#: Name and one line of help; each is a module here, documents/NAME.py.
+#: Name and one line of help.
 ACTIONS = {
     "add": "encode files and store them",
     "list": "what is stored",
@@ -25,9 +25,18 @@ ACTIONS = {
 def add_arguments(parser: Parser) -> None:
     """The actions of `keyhole documents`."""
     actions = parser.add_subparsers(dest="action", title="actions", metavar="ACTION", required=True)
+    from keyhole.cli.documents import add, ask, manage
+
+    commands: dict[str, Any] = {
+        "add": add,
+        "list": manage.List,
+        "show": ask.Show,
+        "remove": manage.Remove,
+        "verify": manage.Verify,
+        "ask": ask.Ask,
+    }
     for name, summary in ACTIONS.items():
-        module = importlib.import_module(f"keyhole.cli.documents.{name}")
-        add_command(actions, name, summary, module, parser.config, run="run_action")
+        add_command(actions, name, summary, commands[name], parser.config, run="run_action")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from keyhole.cli.common import flags, show
-from keyhole.cli.documents.store import about, add_limit, add_store, open_llm, sentence
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.documents.manage import about, add_limit, add_store, open_llm, sentence
 from keyhole.config import EngineConfig, is_count, require
 from keyhole.documents.source import BLOCK_SIZE
 from keyhole.errors import ConfigError
@@ -143,5 +143,5 @@ def run(arguments: argparse.Namespace) -> int:
         place = f"[{number} of {len(texts)}] " if len(texts) > 1 else ""
         print(f"{place}{'known' if again else 'stored'}: {sentence(info)}", file=stream, flush=True)
     if arguments.json:
-        print(show.to_json({"documents": stored}))
+        print(terminal.to_json({"documents": stored}))
     return 0

@@ -1,35 +1,284 @@
 """Forces texts through decode steps of the dense model and shows what policies would read.
 
-In every layer with full attention the policies of `Candidates` are asked, by the layer's own
-queries, and attention over what each would read is computed by the code that decode steps run. The
-model itself goes on with the output of full attention.
+In every layer with full attention each policy of `Candidates` selects by the layer's own queries,
+and attention over its selection is computed by the code that decode steps run. The model itself
+continues with the output of full attention, so that what a policy would lose in a layer changes
+nothing in the layers after it.
+
+Measures take one decode step of B sequences and return one number for each, float64 [B].
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.cache.layout import Geometry
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.page_list import RetainedPages
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
-from keyhole.eval.attention import measures
-from keyhole.eval.attention.candidates import Candidates
-from keyhole.eval.workloads.attention_recall import SampleRows
-from keyhole.eval.workloads.generation import Request, serve
+from keyhole.eval.forced_text import SampleRows
+from keyhole.eval.workload import Request, serve
 from keyhole.models import attention, mla
 from keyhole.models.batch import Batch
 from keyhole.models.loading import Model
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policies.base import Policy, PromptQueries, ScoreRequest, Selection, Step
 from keyhole.retrieval.head import RetrievalHead
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def mass_kept(weights: Tensor, tokens: Tensor) -> Tensor:
+    """Share of the attention weights on what is read, mean over query heads.
+
+    weights: float32 [B, Hq, N], 0 past the sequence. tokens: bool [B, H, N]; H divides Hq.
+    """
+    kept = (weights * _per_query_head(tokens, weights)).sum(2)
+    shares: Tensor = kept.double() / weights.sum(2).double()
+    return shares.mean(1)
+
+
+def output_error(full: Tensor, found: Tensor) -> Tensor:
+    """||found - full|| / ||full|| over all heads of a layer; [B, Hq, Dv] each."""
+    full, found = full.double().flatten(1), found.double().flatten(1)
+    error: Tensor = (found - full).norm(dim=1) / full.norm(dim=1)
+    return error
+
+
+def tokens_read(tokens: Tensor, num_kv_heads: int) -> Tensor:
+    """Tokens read per KV head, mean over KV heads; what two query heads of one read counts once.
+
+    tokens: bool [B, H, N].
+    """
+    lists = tokens.shape[1]
+    if lists > num_kv_heads:
+        tokens = tokens.unflatten(1, (num_kv_heads, -1)).any(2)
+    return tokens.sum(2).double().mean(1)
+
+
+def found_again(wanted: Tensor, among: Tensor) -> Tensor:
+    """Share of what is wanted that is found, mean over lists; bool [..., H, N] each, [...]."""
+    shares: Tensor = (wanted & among).sum(-1).double() / wanted.sum(-1)
+    return shares.mean(-1)
+
+
+def page_sums(scores: Tensor, page_size: int) -> Tensor:
+    """Scores of tokens [B, H, N] summed over pages, [B, H, N / page_size]."""
+    sums: Tensor = scores.unflatten(2, (-1, page_size)).sum(3)
+    return sums
+
+
+def members(indices: Tensor, count: int) -> Tensor:
+    """Lists of entries [B, H, n], -1 being padding, as bool [B, H, count]."""
+    found = torch.zeros(*indices.shape[:2], count + 1, dtype=torch.bool, device=indices.device)
+    found.scatter_(2, indices.long().where(indices >= 0, count), True)
+    return found[..., :count]
+
+
+def _per_query_head(tokens: Tensor, weights: Tensor) -> Tensor:
+    return tokens.repeat_interleave(weights.shape[1] // tokens.shape[1], 1)
+
+
+class Retained:
+    """Per sequence, by its slot, the generated pages that are left."""
+
+    def __init__(self, policy: Policy, page_size: int) -> None:
+        self._policy = policy
+        self._size = page_size
+        self._pinned: dict[int, int] = {}
+        self._limit: dict[int, int] = {}
+        self._generated: dict[int, list[int]] = {}
+
+    def view(self, step: Step) -> RetainedPages:
+        """What is left for the newest tokens of a step; notes pages that they begin."""
+        slots, size = step.sequences.slots.tolist(), self._size
+        position = np.asarray(step.sequences.host_lengths) - 1
+        for slot, place, fresh in zip(
+            slots, position.tolist(), step.sequences.fresh.tolist(), strict=True
+        ):
+            if fresh:
+                self._enter(slot, place)
+            generated, newest = self._generated[slot], place // size
+            if newest >= self._pinned[slot] and generated[-1:] != [newest]:
+                generated.append(newest)
+        rows = [[*range(self._pinned[slot]), *self._generated[slot]] for slot in slots]
+        counts = np.asarray([len(row) for row in rows])
+        entries = np.full((len(rows), counts.max()), -1, np.int64)
+        for row, kept in zip(entries, rows, strict=True):
+            row[: len(kept)] = kept
+        most = max(len(self._generated[slot]) for slot in slots)
+        limits = np.asarray([self._limit[slot] for slot in slots])
+        gives_up = np.asarray([bool(self._generated[slot]) for slot in slots])
+        due = ((position + 1) % size == 0) & (counts >= limits) & gives_up
+        device = step.lengths.device
+        listed = torch.from_numpy(entries).to(device)
+        table = step.page_table.gather(1, listed.clamp(min=0)).masked_fill(listed < 0, 0)
+        lengths = counts * size - (size - 1 - position % size)
+        return RetainedPages(
+            page_table=table,
+            pages=torch.from_numpy(counts.astype(np.int32)).to(device),
+            lengths=torch.from_numpy(lengths.astype(np.int32)).to(device),
+            pinned=torch.tensor([self._pinned[slot] for slot in slots], device=device),
+            goes=torch.from_numpy(due).to(device),
+            entries=entries,
+            most_generated=most,
+            due=due,
+        )
+
+    def evict(self, step: Step, victims: Tensor) -> None:
+        """Takes out the pages of sequences that are due; victims int64 [B], as of `after_step`."""
+        assert step.retained is not None
+        for row, slot in enumerate(step.sequences.slots.tolist()):
+            if step.retained.due[row]:
+                del self._generated[slot][int(victims[row])]
+
+    def _enter(self, slot: int, position: int) -> None:
+        pinned = -(-position // self._size)
+        limit = self._policy.page_limit(np.asarray([pinned]), self._size)
+        assert limit is not None
+        self._pinned[slot], self._limit[slot] = pinned, int(limit[0])
+        self._generated[slot] = []
+
+
+#: Is shown every full-attention layer of a decode step: its number and queries [B, Hq, D].
+Look = Callable[[int, "Tensor", Step], None]
+
+
+@dataclass(eq=False)
+class StepView:
+    """Of the step that runs: how each policy sees it. retained: of the policies that evict."""
+
+    steps: list[Step] = field(default_factory=list)
+    retained: dict[int, Retained] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates(Policy):
+    """Full attention with `policies` beside it; what they see of a step stands in `progress`.
+
+    look: called by every full-attention layer of a decode step, before its attention.
+    """
+
+    name: ClassVar[str] = "candidates"
+    dense: ClassVar[bool] = True
+    capturable: ClassVar[bool | str] = "its policies are called by the host, in every step"
+
+    policies: tuple[Policy, ...] = ()
+    look: Look | None = None
+    progress: StepView = field(default_factory=StepView)
+
+    def __post_init__(self) -> None:
+        # Class variables of a policy; here they follow from the policies inside.
+        for name in ("wants_head", "reads_keys", "reads_queries"):
+            object.__setattr__(self, name, any(getattr(one, name) for one in self.policies))
+        shares = all(one.shares_pages for one in self.policies)
+        object.__setattr__(self, "shares_pages", shares)
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Settles the policies; finds those that evict."""
+        settled = tuple(one.resolve(geometry) for one in self.policies)
+        retained = {
+            number: Retained(one, geometry.page_size)
+            for number, one in enumerate(settled)
+            if one.page_limit(np.ones(1, np.int64), geometry.page_size) is not None
+        }
+        return dataclasses.replace(self, policies=settled, progress=StepView(retained=retained))
+
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
+        """That of all policies."""
+        return _joined([one.page_data(layout, page_size) for one in self.policies])
+
+    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """That of all policies."""
+        return _joined([one.sequence_state(geometry) for one in self.policies])
+
+    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """Those of all policies."""
+        return _joined([one.sequence_numbers(geometry) for one in self.policies])
+
+    def on_append(
+        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
+    ) -> None:
+        """Brings the side data of every policy up to date."""
+        for number, one in enumerate(self.policies):
+            own = _own(number, data)
+            if own:
+                one.on_append(key_pages, own, pages, filled)
+
+    def reusable(self, known: int, page_size: int) -> int:
+        """What all of them can use."""
+        return min([known, *(one.reusable(known, page_size) for one in self.policies)])
+
+    def on_prompt_queries(
+        self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
+    ) -> None:
+        """Shows them to every policy that reads queries."""
+        for number, one in enumerate(self.policies):
+            if one.reads_queries:
+                own = dataclasses.replace(queries, data=_own(number, queries.data))
+                one.on_prompt_queries(layer, own, options)
+
+    def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
+        """Shows them to every policy that reads queries, each with its own step."""
+        for one, own in zip(self.policies, self.progress.steps, strict=True):
+            if one.reads_queries:
+                one.on_queries(layer, query, own, options)
+
+    def before_step(self, step: Step) -> None:
+        """Gives each policy a step of its own, and lets it choose before the first layer."""
+        retained = self.progress.retained
+        self.progress.steps = [
+            dataclasses.replace(
+                step,
+                sequences=dataclasses.replace(
+                    step.sequences, state=_own(number, step.sequences.state)
+                ),
+                cache=dataclasses.replace(
+                    step.cache, page_data=[_own(number, data) for data in step.cache.page_data]
+                ),
+                retained=retained[number].view(step) if number in retained else None,
+            )
+            for number in range(len(self.policies))
+        ]
+        for one, own in zip(self.policies, self.progress.steps, strict=True):
+            one.before_step(own)
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """Everything, after a look."""
+        if self.look is not None:
+            self.look(layer, query, step)
+        return None
+
+    def after_step(self, step: Step) -> Tensor | None:
+        """Takes from each policy that evicts the pages that it gives up; the cache keeps them."""
+        for number, (one, own) in enumerate(zip(self.policies, self.progress.steps, strict=True)):
+            victims = one.after_step(own)
+            if victims is not None:
+                self.progress.retained[number].evict(own, victims)
+        return None
+
+
+def _joined(parts: list[dict[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{number} {name}": shape
+        for number, part in enumerate(parts)
+        for name, shape in part.items()
+    }
+
+
+def _own(number: int, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    start = f"{number} "
+    return {name[len(start) :]: x for name, x in named.items() if name.startswith(start)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +429,7 @@ def _tokens(selection: Selection | None, step: Step, count: int) -> Tensor | Non
             place = listed.clamp(min=0)
             pages = entries.gather(2, place // per_page)
             listed = (pages * per_page + place % per_page).where(listed >= 0, -1)
-    chosen = measures.members(listed, -(-count // unit))
+    chosen = members(listed, -(-count // unit))
     tokens = chosen.repeat_interleave(unit, 2)[..., :count]
     there = torch.arange(count, device=tokens.device) < step.lengths[:, None]
     return tokens & there[:, None]

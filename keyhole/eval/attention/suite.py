@@ -1,28 +1,238 @@
-"""Runs the suite cell by cell; what is stored is not measured again, what is refused is told.
+"""Runs the suite `attention` cell by cell; stored cells are not measured again.
 
 A cell is a policy with its controls at one length and budget, or the overlap of top lists there.
-Every cell is measured on the model and then on its random twin, and becomes one line of a file.
+Every cell is measured on the model and then on its random twin: the same architecture with the
+weights that training begins with. The twin has learnt nothing, so whatever its attention shows
+comes from shapes, positions and chance. Each measurement becomes one line of a file.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM
 
+from keyhole.cache.layout import Geometry
+from keyhole.config import EngineConfig, require
+from keyhole.engine.head_runner import load_head
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import KeyholeError
-from keyhole.eval.attention import random_twin
-from keyhole.eval.attention.cells import RANDOM, TRAINED, AttentionCell, AttentionGrid
-from keyhole.eval.attention.measuring import Measuring
-from keyhole.eval.results.line_file import Line, LineFile
+from keyhole.eval.attention.dense_run import LayerStep, Take, run
+from keyhole.eval.attention.sums import LossSums, OverlapSums, kinds
+from keyhole.eval.forced_text import Windows, forced
+from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.methods import (
+    GIVEN,
+    Budget,
+    Method,
+    Terms,
+    UnequalTermsError,
+    controls_of,
+    settings_of,
+)
 from keyhole.eval.run import model_digest, require_length
-from keyhole.eval.terms.equal import UnequalTermsError
+from keyhole.eval.settings import TWIN_TEXTS
+from keyhole.models.attention import NAME
+from keyhole.models.fast_layers import speed_up
 from keyhole.models.loading import Model
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+#: `measured` of a line, and its `weights`.
+LOSS, OVERLAP = "loss", "overlap"
+TRAINED, RANDOM = "trained", "random"
+#: The policy itself, among its controls.
+METHOD = "method"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCell:
+    """A policy with its controls, or (method None) the overlap of top lists.
+
+    policies: the policy under `METHOD` and its controls, resolved. error: why there are none.
+    """
+
+    length: int
+    budget: int | None
+    method: Method | None = None
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    terms: str = GIVEN.name
+    error: KeyholeError | None = None
+
+    @property
+    def label(self) -> str:
+        """What is measured."""
+        return self.method.label if self.method else OVERLAP
+
+    @property
+    def controls(self) -> dict[str, Line]:
+        """Policies and settings of the controls, as a line has them."""
+        return {name: settings_of(one) for name, one in self.policies.items() if name != METHOD}
+
+    @property
+    def known(self) -> Line:
+        """What a line of this cell is known by, besides the steps that it saw."""
+        if self.method is None:
+            return {"measured": OVERLAP, "budget": self.budget}
+        return {
+            "measured": LOSS,
+            "budget": self.budget,
+            **settings_of(self.policies[METHOD]),
+            "controls": self.controls,
+            "terms": self.terms,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionGrid:
+    """Every method under every budget at every length, on as many of `texts` windows as there are.
+
+    terms: how methods become policies.
+    """
+
+    windows: Windows
+    lengths: Sequence[int]
+    methods: Sequence[Method]
+    budgets: Sequence[Budget]
+    texts: int
+    config: EngineConfig
+    terms: Terms = GIVEN
+
+    def samples(self, cell: AttentionCell, weights: str) -> int:
+        """Texts of a cell; the random twin reads fewer."""
+        texts = min(self.texts, self.windows.windows(cell.length))
+        return texts if weights == TRAINED else min(texts, TWIN_TEXTS)
+
+    def cells(self, geometry: Geometry) -> list[AttentionCell]:
+        """By length: the overlap under every budget, then every method; each once."""
+        found: dict[Any, AttentionCell] = {}
+        for length in self.lengths:
+            for budget in self.budgets:
+                tokens = budget.at(length, self.config.page_size)
+                found.setdefault((length, tokens), AttentionCell(length=length, budget=tokens))
+            for method in self.methods:
+                cell = self._cell(method, length, geometry)
+                found.setdefault((length, cell.budget, cell.label), cell)
+        return list(found.values())
+
+    def _cell(self, method: Method, length: int, geometry: Geometry) -> AttentionCell:
+        budget = method.tokens(length, self.config.page_size)
+        try:
+            policy = self.terms.policy(method, length, geometry).resolve(geometry)
+            controls = controls_of(policy, geometry)
+            resolved = {name: one.resolve(geometry) for name, one in controls.items()}
+        except KeyholeError as error:
+            return AttentionCell(length=length, budget=budget, method=method, error=error)
+        return AttentionCell(
+            length=length,
+            budget=budget,
+            method=method,
+            policies={METHOD: policy} | resolved,
+            terms=self.terms.name,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellRun:
+    """A model, and the windows of text that it is forced through.
+
+    is_twin: its weights are random, and so are those of a retrieval head.
+    """
+
+    model: Model
+    is_twin: bool
+    windows: Sequence[Sequence[int]]
+    config: EngineConfig
+    copies: SharedPromptCache
+
+    def loss(self, cell: AttentionCell, known: Mapping[str, Any]) -> Line:
+        """What the policy of a cell and its controls lose; known: controls measured before."""
+        geometry = self.model.geometry(self.config.page_size)
+        policies = {name: one for name, one in cell.policies.items() if name not in known}
+        sums = LossSums(
+            geometry.full_attention, len(self.windows), len(policies), self.model.device
+        )
+        self._force(list(policies.values()), cell.length, sums.take)
+        found = dict(zip(policies, map(dataclasses.asdict, sums.means()), strict=True))
+        return {
+            "dense_layers": list(cell.policies[METHOD].dense_layers(geometry)),
+            "outside_budget": cell.policies[METHOD].outside_budget(),
+            "losses": {name: known.get(name) or found[name] for name in cell.policies},
+            "repeats": sums.repeats.shares(),
+        }
+
+    def overlap(self, cell: AttentionCell) -> Line:
+        """The overlap of top lists, for each of their kinds."""
+        size = self.config.page_size
+        assert cell.budget is not None
+        require(cell.budget >= size, "budget", cell.budget, f"at least one page of {size} tokens")
+        geometry = self.model.geometry(self.config.page_size)
+        sums = {
+            kind: OverlapSums(kind, cell.budget, geometry, len(self.windows), self.model.device)
+            for kind in kinds(geometry)
+        }
+
+        def take(seen: LayerStep) -> None:
+            for one in sums.values():
+                one.take(seen)
+
+        self._force([], cell.length, take)
+        return {"lists": {kind: dataclasses.asdict(one.result()) for kind, one in sums.items()}}
+
+    def _force(self, policies: Sequence[Policy], length: int, take: Take) -> None:
+        requests = [dataclasses.replace(forced(one), keep_logits=False) for one in self.windows]
+        head = next((self._head(policy) for policy in policies if policy.wants_head), None)
+        self.copies.begin((self.is_twin, length))
+        run(self.model, policies, requests, self.config, take, copies=self.copies, head=head)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _head(self, policy: Policy) -> RetrievalHead:
+        """The head of a policy; of the twin a random one. ConfigError where the model has none."""
+        head = load_head(policy, self.model)
+        return RetrievalHead.random(self.model.network) if self.is_twin else head
+
+
+SEED = 0
+
+
+@contextmanager
+def random_twin(model: Model) -> Iterator[Model]:
+    """A model of the same config, initialised as transformers does; on the same device.
+
+    It has the model's tokenizer and calibrations; a retrieval head would be another model's. On a
+    GPU the model itself is in the memory of the host meanwhile: the two need not fit side by side.
+    """
+    moved = model.device.type == "cuda"
+    if moved:
+        model.network.to("cpu")
+        torch.cuda.empty_cache()
+    try:
+        yield _make(model)
+    finally:
+        if moved:
+            torch.cuda.empty_cache()
+            model.network.to(model.device)
+
+
+def _make(model: Model) -> Model:
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(model.device):
+        torch.manual_seed(SEED)
+        network = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.network.config), attn_implementation=NAME, dtype=model.dtype
+        )
+    network = network.to(model.device).eval()
+    speed_up(network, model.device)
+    return dataclasses.replace(model, network=network, watched={})
 
 
 @dataclass(kw_only=True)
@@ -81,7 +291,7 @@ class AttentionSuite:
         """The model, or its twin; the twin is not made if all of its lines are there."""
         missing = any(cell.error is None and self._stored(cell, weights) is None for cell in cells)
         if weights == RANDOM and missing:
-            return random_twin.random_twin(self._model)
+            return random_twin(self._model)
         return nullcontext(self._model)
 
     def _run_cell(
@@ -107,7 +317,7 @@ class AttentionSuite:
 
     def _measured(self, model: Model, cell: AttentionCell, weights: str) -> Line:
         samples = self._grid.samples(cell, weights)
-        measuring = Measuring(
+        measuring = CellRun(
             model=model,
             is_twin=weights == RANDOM,
             windows=[self._grid.windows.window(cell.length, i) for i in range(samples)],
@@ -154,7 +364,7 @@ class AttentionSuite:
             "suite": "attention",
             "fingerprint": self._digest,
             "weights": weights,
-            "seed": random_twin.SEED if weights == RANDOM else None,
+            "seed": SEED if weights == RANDOM else None,
             "text": self._grid.windows.digest,
             "length": cell.length,
             "engine": {"page_size": self._grid.config.page_size},

@@ -1,9 +1,9 @@
-"""Stored documents under every reuse method: one line for each question.
+"""Questions over stored documents under every reuse method: one line for each question.
 
 The documents of a question are encoded and stored one by one, then every method answers it from the
 store. `recompute`, which computes the whole prompt as if nothing was stored, is the reference.
-`no_documents` is a control: the question alone. A method that is no better than that uses nothing
-of what it keeps.
+`no_documents`, the question alone, is the control: a method that is no better than that makes no
+use of what it keeps.
 """
 
 from __future__ import annotations
@@ -19,14 +19,78 @@ from tqdm.auto import tqdm
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.sequence import Result
-from keyhole.errors import KeyholeError
-from keyhole.eval.paper.document_question import DocumentQuestion, question_of, scores
-from keyhole.eval.results.line_file import QUESTIONS, Line, LineFile
+from keyhole.errors import ConfigError, KeyholeError
+from keyhole.eval.line_file import QUESTIONS, Line, LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
-from keyhole.eval.tasks import Sample, Task, token_counter
+from keyhole.eval.tasks import TINY, Sample, Task, token_counter
+from keyhole.eval.tasks.base import exact_match, token_f1
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
 from keyhole.reuse import available_reuse_methods, make_reuse
+
+#: The word that ends an answer of the bundled model.
+_END = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentQuestion:
+    """The pieces that `LLM.ask` makes a prompt of.
+
+    names: of the documents, unique over all samples, so that one store can hold many.
+    """
+
+    prefix: str
+    names: tuple[str, ...]
+    documents: tuple[str, ...]
+    separator: str
+    question: str
+
+
+def question_of(sample: Sample) -> DocumentQuestion:
+    """The sample in pieces; joined, they are its prompt.
+
+    ConfigError for a sample whose context is not documents with the same text between them.
+    """
+    edges, end = [], 0
+    for document in sample.documents:
+        start = sample.context.find(document, end)
+        edges.append((start, end))
+        end = start + len(document)
+    between = {sample.context[before:start] for start, before in edges[1:]}
+    if not edges or any(start < 0 for start, _ in edges) or len(between) > 1:
+        raise ConfigError(
+            f"task {sample.task} cannot be asked of stored documents: its text is not documents "
+            "with the same separator between them"
+        )
+    place = f"{sample.task}-{sample.length}-{sample.seed}"
+    return DocumentQuestion(
+        prefix=sample.context[: edges[0][0]],
+        names=tuple(f"{place}/{number}" for number in range(1, len(edges) + 1)),
+        documents=sample.documents,
+        separator=between.pop() if between else "",
+        question=f"{sample.context[end:]}{sample.question}{sample.answer_prefix}",
+    )
+
+
+def scores(task: Task, sample: Sample, generated: str) -> dict[str, float]:
+    """Token F1, exact match, and the task's own score, each from 0 to 1.
+
+    F1 and exact match are SQuAD's, of the first line that was written; for the words of the bundled
+    model, of what stands before the word that ends an answer.
+    """
+    if task.text == TINY:
+        answer, right = (
+            generated.partition(_END)[0],
+            [text.partition(_END)[0] for text in sample.answers],
+        )
+    else:
+        answer, right = generated.strip().partition("\n")[0], list(sample.answers)
+    return {
+        "f1": token_f1(right, answer),
+        "exact": exact_match(right, answer),
+        "score": task.score(sample, generated),
+    }
+
 
 #: The control that reads no document.
 NO_DOCUMENTS = "no_documents"

@@ -18,13 +18,21 @@ from markupsafe import Markup
 
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval.report import pictures
-from keyhole.eval.report import runs as report_runs
 from keyhole.eval.report import tables as report_tables
+from keyhole.eval.report.cells import (
+    SETUPS,
+    TERMS_NAMES,
+    Cell,
+    Line,
+    Run,
+    cells,
+    read_lines,
+    runs_of,
+    settings_by_name,
+)
 from keyhole.eval.report.pictures import Picture
 from keyhole.eval.report.plot_style import THEME, Look, looks
-from keyhole.eval.report.runs import Run
 from keyhole.eval.report.tables import Overview, ReportTable
-from keyhole.eval.results.cells import SETUPS, TERMS_NAMES, Cell, Line, cells, read_lines
 from keyhole.eval.settings import TERMS
 
 #: Where the template, its style sheet and its script lie.
@@ -62,7 +70,7 @@ def render(lines: Sequence[Line], first: str = "") -> str:
         raise ConfigError("there are no lines to report; run `keyhole eval` first")
     style = looks((cell.policy, cell.name) for cell in found)
     studio = pictures.Studio(style)
-    runs, run_of = report_runs.runs(found)
+    runs, run_of = runs_of(found)
     parts = [
         _part(terms, own, style, run_of_own, studio)
         for terms in dict.fromkeys(cell.place.terms for cell in found)
@@ -143,7 +151,7 @@ def _part(
         gain_pictures=pictures.gain_pictures(found, studio),
         pareto=pictures.pareto_pictures(found, studio),
         tables=report_tables.tables(found, style, run_of),
-        settings=report_runs.settings(found),
+        settings=settings_by_name(found),
     )
 
 

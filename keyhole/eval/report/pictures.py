@@ -12,12 +12,11 @@ from markupsafe import Markup
 
 from keyhole.drawing import FAINT, matplotlib
 from keyhole.errors import ConfigError
-from keyhole.eval.report import gain_chart, heat_maps, pareto
-from keyhole.eval.report.inline_svg import SVG_STYLE, inline_svg
-from keyhole.eval.report.plot_style import NOTHING, Look
-from keyhole.eval.results.cells import Cell, place_name, places
-from keyhole.eval.trace import selection_map
-from keyhole.eval.trace.selection_map import SelectionMap
+from keyhole.eval import policy_trace
+from keyhole.eval.policy_trace import SelectionMap
+from keyhole.eval.report import charts
+from keyhole.eval.report.cells import Cell, place_name, places
+from keyhole.eval.report.plot_style import NOTHING, SVG_STYLE, Look, inline_svg
 
 #: Inches from which on a picture has a row of its own.
 _WIDE = 5.3
@@ -78,13 +77,13 @@ def pareto_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
     by_place = places(found)
     pictures = []
     for at, own in by_place.items():
-        by_name = pareto.points(own)
+        by_name = charts.points(own)
         if not by_name:
             continue
         title = place_name(at, by_place)
         said = "; ".join(point.text for points in by_name.values() for point in points)
         label = f"Score against bytes read per decode step, {title}. {said}."
-        draw = functools.partial(pareto.draw, cells=own, style=studio.style)
+        draw = functools.partial(charts.draw_pareto, cells=own, style=studio.style)
         pictures.append(studio.picture(title, _PARETO, label, draw))
     return pictures
 
@@ -94,13 +93,15 @@ def gain_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
     by_place = places(found)
     pictures = []
     for at, every in by_place.items():
-        own = gain_chart.with_gain(every)
+        own = charts.with_gain(every)
         if not own:
             continue
         title = place_name(at, by_place)
-        label = f"Points over the recent control, {title}. {'; '.join(map(gain_chart.said, own))}."
-        draw = functools.partial(gain_chart.draw, cells=own, style=studio.style)
-        pictures.append(studio.picture(title, gain_chart.size(own), label, draw))
+        label = (
+            f"Points over the recent control, {title}. {'; '.join(map(charts.gain_in_words, own))}."
+        )
+        draw = functools.partial(charts.draw_gains, cells=own, style=studio.style)
+        pictures.append(studio.picture(title, charts.gain_size(own), label, draw))
     return pictures
 
 
@@ -113,19 +114,19 @@ def needle_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, dict[str
         groups.setdefault((task, cell.name, cell.budget or 0), []).append(cell)
     pictures: dict[str, dict[str, list[Picture]]] = {}
     for (task, name, budget), own in sorted(groups.items(), key=lambda group: group[0][2]):
-        grid = heat_maps.needle_grid(own)
+        grid = charts.needle_grid(own)
         if grid is None:
             continue
 
-        def draw(axis: Any, grid: heat_maps.Grid = grid) -> None:
-            heat_maps.draw(axis, grid, studio.tools[2])
+        def draw(axis: Any, grid: charts.Grid = grid) -> None:
+            charts.draw_heat_map(axis, grid, studio.tools[2])
             axis.set_xlabel("tokens of the text")
             axis.set_ylabel("depth", color=FAINT)
 
         said = (
             f"Score in percent by depth (rows) and length, {task}, {own[0].label}: {_said(grid)}."
         )
-        size, look = heat_maps.needle_size(grid), studio.style[name]
+        size, look = charts.needle_size(grid), studio.style[name]
         row = f"Budget of {budget:,} tokens" if budget else "Without a budget"
         of_task = pictures.setdefault(task, {})
         of_task.setdefault(row, []).append(studio.picture(name, size, said, draw, look=look))
@@ -137,17 +138,17 @@ def recall_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
     by_place = places(found)
     pictures = []
     for at, own in by_place.items():
-        grid = heat_maps.recall_grid(own)
+        grid = charts.recall_grid(own)
         if grid is None:
             continue
 
-        def draw(axis: Any, grid: heat_maps.Grid = grid) -> None:
-            heat_maps.draw(axis, grid, studio.tools[2])
+        def draw(axis: Any, grid: charts.Grid = grid) -> None:
+            charts.draw_heat_map(axis, grid, studio.tools[2])
             axis.set_xlabel("layer")
 
         title = place_name(at, by_place)
         label = f"Attention kept by each layer in percent, {title}: {_said(grid)}."
-        pictures.append(studio.picture(title, heat_maps.recall_size(grid), label, draw))
+        pictures.append(studio.picture(title, charts.recall_size(grid), label, draw))
     return pictures
 
 
@@ -165,7 +166,7 @@ def map_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, list[Pictur
                     continue
 
                 def draw(axis: Any, kept: SelectionMap = kept, color: str = look.color) -> None:
-                    selection_map.draw(axis, kept, color=color, colors=studio.tools[1])
+                    policy_trace.draw_selection_map(axis, kept, color=color, colors=studio.tools[1])
                     axis.set_title("")
                     axis.set_xlabel("position in the text", color=FAINT)
                     axis.set_ylabel("decode step", color=FAINT)
@@ -178,7 +179,7 @@ def map_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, list[Pictur
     return pictures
 
 
-def _said(grid: heat_maps.Grid) -> str:
+def _said(grid: charts.Grid) -> str:
     """The numbers of a heat-map in words, row by row."""
     rows = []
     for name, values in zip(grid.rows, grid.values.tolist(), strict=True):

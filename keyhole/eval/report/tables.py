@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from keyhole.eval.comparisons import note, p_text
+from keyhole.eval.report.cells import SETUPS, Cell, EvalSetting, Run, place_name, places
 from keyhole.eval.report.plot_style import NOTHING, Look, size_scale
-from keyhole.eval.report.runs import Run
-from keyhole.eval.results.cells import SETUPS, Cell, EvalSetting, place_name, places
-from keyhole.eval.terms.controls_table import note, p_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,35 +1,34 @@
-"""The table of tasks: what a method is asked, made from seeds, without any download.
+"""The table of tasks, all made from seeds without any download, and how they are named.
 
 In plain English, for models that read it: RULER's thirteen, retrieval of a key's value, a passkey,
 long derivations and questions over several documents. In the words of the bundled model's world,
-named `tiny_...`: its own tasks, a needle at a chosen depth, and documents. `TINY_FORMS` says which
-of these stands in for which of the others.
+named `tiny_...`: its own tasks, a needle at a chosen depth, and documents. `TINY_FORMS` maps the
+former to the latter.
 
     task = make_task("passkey", {"depth": 0.5})
     sample = task.make(4096, seed=0, count=token_counter(tokenizer))
     task.score(sample, "The passkey is 12345.")
+
+`parse` reads the text of --tasks: `passkey:depth=0.5,ruler,perplexity`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from keyhole.errors import UnknownNameError
+from keyhole import method_settings
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.eval.settings import FORCED, TASKS
+from keyhole.eval.tasks.aggregation import CWE, FWE
 from keyhole.eval.tasks.base import PLAIN, TINY, CountTokens, Sample, Task, token_counter
-from keyhole.eval.tasks.common_words import CWE
-from keyhole.eval.tasks.derivation import DERIVATIONS
-from keyhole.eval.tasks.frequent_words import FWE
-from keyhole.eval.tasks.key_value import KEY_VALUE
-from keyhole.eval.tasks.multi_document import MULTI_DOCUMENT
-from keyhole.eval.tasks.niah import NIAH
-from keyhole.eval.tasks.passkey import PASSKEY
-from keyhole.eval.tasks.question_answering import QA
-from keyhole.eval.tasks.tiny_documents import TINY_DOCUMENTS
-from keyhole.eval.tasks.tiny_items import TINY_ITEMS
-from keyhole.eval.tasks.tiny_needle import TINY_NEEDLES
-from keyhole.eval.tasks.variable_tracking import VT
+from keyhole.eval.tasks.bundled_model import TINY_DOCUMENTS, TINY_ITEMS, TINY_NEEDLES
+from keyhole.eval.tasks.question_answering import MULTI_DOCUMENT, QA
+from keyhole.eval.tasks.retrieval import KEY_VALUE, NIAH, PASSKEY
+from keyhole.eval.tasks.tracing import DERIVATIONS, VT
+from keyhole.method_settings import Spec, written
 
 __all__ = [
     "PLAIN",
@@ -39,9 +38,14 @@ __all__ = [
     "CountTokens",
     "Sample",
     "Task",
+    "answered",
     "make_task",
+    "names",
+    "parse",
+    "task_name",
     "tasks",
     "token_counter",
+    "told",
 ]
 
 _RULER = (*NIAH, VT, CWE, FWE, *QA)
@@ -101,3 +105,76 @@ def make_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
         if one not in known:
             raise UnknownNameError(f"setting of task {name}", one, known)
     return dataclasses.replace(task, **(settings or {}))
+
+
+_RULER_NAME = "ruler"
+
+
+def names() -> str:
+    """Every task, for the help."""
+    return ", ".join([*tasks(), *FORCED]) + f"; {_RULER_NAME}: all of its tasks"
+
+
+def parse(text: str, *, bundled: bool) -> list[Task | str]:
+    """The tasks in their order, none twice; of those over a text (`FORCED`), the name.
+
+    bundled: tasks in plain English stand for their forms in the words of the bundled model. Raises
+    UnknownNameError for a task or a setting of one that is not there.
+    """
+    found: list[Task | str] = []
+    for spec in method_settings.parse(text):
+        for name in RULER if spec.name == _RULER_NAME else (spec.name,):
+            known = TINY_FORMS.get(name, name) if bundled else name
+            task = _task(dataclasses.replace(spec, name=known))
+            if task not in found:
+                found.append(task)
+    if not found:
+        raise ConfigError(f"tasks {text!r} must be at least one, such as {TASKS}")
+    return found
+
+
+def answered(parsed: Sequence[Task | str], why: str) -> list[Task]:
+    """The tasks, if none is over a text; else ConfigError that says why it cannot be."""
+    for task in parsed:
+        if isinstance(task, str):
+            raise ConfigError(f"task {task} {why}")
+    return [task for task in parsed if isinstance(task, Task)]
+
+
+def _task(spec: Spec) -> Task | str:
+    table = tasks()
+    if spec.name in FORCED:
+        method_settings.typed(spec, "task", ())
+        return spec.name
+    if spec.name not in table:
+        raise UnknownNameError("task", spec.name, [*table, *FORCED, _RULER_NAME])
+    fields = [f for f in dataclasses.fields(table[spec.name]) if "help" in f.metadata]
+    return make_task(spec.name, method_settings.typed(spec, "task", fields))
+
+
+#: Names and values, as text, of what is not as a task has it anyway.
+Told = tuple[tuple[str, str], ...]
+
+
+def told(task: str, settings: Mapping[str, Any]) -> Told:
+    """The settings of a line that are neither None nor the task's defaults."""
+    known = tasks().get(task)
+    usual = {f.name: f.default for f in dataclasses.fields(known)} if known is not None else {}
+    return tuple(
+        (name, _text(value))
+        for name, value in settings.items()
+        if value is not None and value != usual.get(name)
+    )
+
+
+def task_name(task: str, settings: Iterable[tuple[str, str]]) -> str:
+    """The name with these settings."""
+    return written(task, settings)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value, default=str)

@@ -1,19 +1,29 @@
-"""What every task is: something that makes samples from seeds, and scores what a model wrote.
+"""What every task is: it makes samples from seeds, and scores what a model wrote.
 
-A sample keeps apart what is read before the question and what comes with it, so that both ways of
-measuring can be run: setup A reads the whole prompt densely and only generation is sparse; setup B
-reads the context densely and both the question and what is generated sparsely.
+A sample keeps the context and the question apart, so that both setups can be run: "prompt" reads
+the whole prompt densely and only generation is sparse; "question" reads the context densely, and
+both the question and generation are sparse.
+
+A task writes a text of any size; `fitted` takes the largest that fits a length. string_match_all
+and string_match_part are RULER's scores (Hsieh et al., COLM 2024; its `eval/synthetic/constants.py`
+and the post-processing in `eval/evaluate.py`), of one sample and from 0 to 1 instead of per cent.
+token_f1 is SQuAD's (Rajpurkar et al., EMNLP 2016), which LongBench uses for question answering;
+exact_match is its other score.
 """
 
 from __future__ import annotations
 
+import re
+import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from keyhole.config import is_count, is_number, require
+from keyhole.errors import ConfigError
 
 PLAIN = "plain English"
 TINY = "words of the bundled world"
@@ -97,3 +107,174 @@ def require_depth(depth: object) -> None:
     """Raises ConfigError unless `depth` is None or a number from 0 to 1."""
     good = depth is None or (is_number(depth) and 0 <= float(str(depth)) <= 1)
     require(good, "depth", depth, "a number from 0 (start of the context) to 1 (its end)")
+
+
+_CLOSE = 128
+"""A text within one part in this many of the limit is not made longer: another try costs more."""
+_FREE_TRIES, _TRIES = 6, 24
+"""Guesses by proportion before halving, for texts that grow unevenly; and all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The text of a sample, before it is known how large it may be."""
+
+    context: str
+    question: str
+    answer_prefix: str = ""
+    answers: tuple[str, ...]
+    needed: tuple[str, ...] = ()
+    """Sentences of the context, each standing there once, that the answer cannot do without."""
+    documents: tuple[str, ...] = ()
+    new_tokens: int
+    """To generate, at most."""
+
+
+def fitted(
+    task: str,
+    length: int,
+    seed: int,
+    count: CountTokens,
+    write: Callable[[int], Written],
+    *,
+    least: int = 1,
+    most: int | None = None,
+) -> Sample:
+    """The sample of the largest size from `least` to `most` that has at most `length` tokens.
+
+    write: the text of a size; larger sizes should give longer texts. Raises ConfigError where not
+    even the least size fits.
+    """
+
+    def total(written: Written) -> int:
+        # Piece by piece, as setup B encodes them; the whole prompt has one BOS less.
+        asked = count(f"{written.question}{written.answer_prefix}")
+        return count(written.context) + asked + written.new_tokens
+
+    written = _largest(task, length, write, total, least, most)
+    prompt = f"{written.context}{written.question}{written.answer_prefix}"
+    return Sample(
+        task=task,
+        length=length,
+        seed=seed,
+        context=written.context,
+        question=written.question,
+        answer_prefix=written.answer_prefix,
+        answers=written.answers,
+        max_new_tokens=written.new_tokens,
+        prompt_tokens=count(prompt),
+        depths=tuple(written.context.index(part) / len(written.context) for part in written.needed),
+        documents=written.documents,
+    )
+
+
+def room_for(answer: str, count: CountTokens, least: int) -> int:
+    """Tokens to generate: as many as the benchmark allows, more where the answer needs more.
+
+    A tokenizer that cuts a text into more tokens than the benchmark's authors had in mind must not
+    make the right answer impossible.
+    """
+    return max(least, count(answer) + 8)
+
+
+def room_for_steps(answer: str, count: CountTokens) -> int:
+    """Tokens to generate for a derivation: a quarter more, so that writing too much is seen."""
+    return count(answer) * 5 // 4 + 8
+
+
+def _largest(
+    task: str,
+    limit: int,
+    write: Callable[[int], Written],
+    total: Callable[[Written], int],
+    least: int,
+    most: int | None,
+) -> Written:
+    best = write(least)
+    size, used = least, total(best)
+    if used > limit:
+        raise ConfigError(f"length {limit} is too short for {task}: it needs at least {used}")
+    too_large = None if most is None else most + 1
+    guess = size + 16
+    for number in range(_TRIES):
+        guess = max(guess, size + 1)
+        if too_large is not None:
+            guess = min(guess, too_large - 1)
+        if guess <= size or limit - used <= limit // _CLOSE:
+            break
+        written = write(guess)
+        tokens = total(written)
+        per_size = max(tokens - used, 1) / (guess - size)
+        if tokens <= limit:
+            size, used, best = guess, tokens, written
+        else:
+            too_large = guess
+        guess = size + int((limit - used) / per_size)
+        if too_large is not None and number >= _FREE_TRIES:
+            guess = (size + too_large) // 2
+    return best
+
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def string_match_all(answers: Sequence[str], generated: str) -> float:
+    """Share of the answers that stand somewhere in the text, whatever their case."""
+    text = _cleaned(generated)
+    return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def string_match_part(answers: Sequence[str], generated: str) -> float:
+    """1 if any of the answers stands somewhere in the text, whatever its case; else 0."""
+    text = _cleaned(generated)
+    return float(any(answer.lower() in text for answer in answers))
+
+
+def first_number(answers: Sequence[str], generated: str) -> float:
+    """1 if the first number in the text is the answer, digit by digit; else 0."""
+    found = re.search(r"\d+", generated)
+    return float(found is not None and found[0] == answers[0])
+
+
+def token_f1(answers: Sequence[str], generated: str) -> float:
+    """Harmonic mean of precision and recall of words, for the answer that it is best for.
+
+    Case, punctuation and articles do not count; words count as often as they stand there.
+    """
+    return max(_f1(_normal(answer), _normal(generated)) for answer in answers)
+
+
+def exact_match(answers: Sequence[str], generated: str) -> float:
+    """1 if the text is one of the answers, case, punctuation and articles aside; else 0."""
+    return float(any(_normal(answer) == _normal(generated) for answer in answers))
+
+
+def begins_with(answer: str, generated: str) -> float:
+    """1 if the text is right to the answer's last word, whatever follows; else 0."""
+    words = answer.split()
+    return float(generated.split()[: len(words)] == words)
+
+
+def share_before_first_error(steps: Sequence[object], generated: Sequence[object]) -> float:
+    """Share of the steps that were written before the first wrong or missing one."""
+    right = 0
+    for want, got in zip(steps, generated, strict=False):
+        if want != got:
+            break
+        right += 1
+    return right / len(steps)
+
+
+def _cleaned(generated: str) -> str:
+    return _CONTROL.sub("\n", generated.strip()).strip().lower()
+
+
+def _normal(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _f1(right: list[str], wrote: list[str]) -> float:
+    common = (Counter(right) & Counter(wrote)).total()
+    return 2 * common / (len(right) + len(wrote)) if common else 0.0

@@ -1,26 +1,29 @@
-"""RULER's questions over many short documents: `qa_1` (one hop) and `qa_2` (two hops).
-
-The needed documents stand at random places among as many others as fit. RULER (COLM 2024), section
-3.4, takes paragraphs of SQuAD and HotpotQA; nothing may be downloaded here, so articles are made up
-(`articles.py`), unless `data` names the user's own file of one of the two. 32 new tokens, scored by
-string_match_part.
-
-Differences: templates are reworded. With a file, question number `seed` is asked (counted round),
-and documents are not repeated once all are there.
-"""
+"""Questions over many short documents (RULER), or over a few long ones (LongBench)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
 
-from keyhole.config import setting
-from keyhole.eval.tasks.base import CountTokens, Sample, Task
-from keyhole.eval.tasks.common.articles import Articles
-from keyhole.eval.tasks.common.dataset import read_dataset
-from keyhole.eval.tasks.common.fitting import Written, fitted, room_for
-from keyhole.eval.tasks.common.scores import string_match_part
-from keyhole.eval.tasks.common.words import Stream
+from keyhole.config import is_count, require, setting
+from keyhole.eval.tasks.base import (
+    CountTokens,
+    Sample,
+    Task,
+    Written,
+    fitted,
+    room_for,
+    string_match_part,
+    token_f1,
+)
+from keyhole.eval.tasks.materials import (
+    Article,
+    Articles,
+    Stream,
+    read_dataset,
+    sentence,
+    with_needles,
+)
 
 _NEW_TOKENS = 32
 _ORDER = "Answer the question from the documents. Write the answer alone, without any other word."
@@ -44,7 +47,18 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnswering(Task):
-    """Answer a question that one document answers, or two together."""
+    """Answer a question that one document answers, or two together.
+
+    RULER's questions over many short documents: `qa_1` (one hop) and `qa_2` (two hops).
+
+    The needed documents stand at random places among as many others as fit. RULER (COLM 2024),
+    section 3.4, takes paragraphs of SQuAD and HotpotQA; nothing may be downloaded here, so articles
+    are made up (`articles.py`), unless `data` names the user's own file of one of the two. 32 new
+    tokens, scored by string_match_part.
+
+    Differences: templates are reworded. With a file, question number `seed` is asked (counted
+    round), and documents are not repeated once all are there.
+    """
 
     hops: int
     data: str | None = setting(
@@ -109,3 +123,83 @@ def _from_file(path: str, seed: int, rng: Random) -> _Asked:
 
 
 QA = (QuestionAnswering(name="qa_1", hops=1), QuestionAnswering(name="qa_2", hops=2))
+
+
+_LONG_BENCH_TOKENS = 32
+"""As LongBench allows for its multi-document questions."""
+_DOCUMENTS = "Read these documents; a question about them follows.\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiDocument(Task):
+    """Answer a question from one or two of several long documents.
+
+    Questions over a few long documents that share the length: one hop or two.
+
+    As in LongBench's multi-document questions (Bai et al., ACL 2024: HotpotQA, 2WikiMultihopQA) and
+    in the papers on stored documents: a fact of one document, or two facts of two of them, the
+    second found through the first. A document is one made-up article, its facts scattered over
+    prose. Scored by token F1, as there.
+
+    Difference: texts are made up, and plainer than real ones.
+    """
+
+    hops: int
+    num_documents: int = setting(8, "documents, of about the same length")
+
+    def __post_init__(self) -> None:
+        least = max(self.hops, 2)
+        good = is_count(self.num_documents, least)
+        require(good, "num_documents", self.num_documents, f"a whole number, at least {least}")
+
+    def make(self, length: int, seed: int, count: CountTokens) -> Sample:
+        """Sample number `seed`; the needed facts are `Sample.depths`."""
+        rng = self.random(length, seed)
+        articles = Articles(rng)
+        asked = articles.ask(self.hops)
+        others = [articles.other() for _ in range(self.num_documents - len(asked.articles))]
+        order = rng.sample([*asked.articles, *others], self.num_documents)
+        drafts = [
+            _Draft(article, self.random(length, seed, f"document {n}"))
+            for n, article in enumerate(order, start=1)
+        ]
+
+        def write(size: int) -> Written:
+            documents = tuple(
+                f"Document {n}:\n{draft.text(size // len(drafts) + (n <= size % len(drafts)))}"
+                for n, draft in enumerate(drafts, start=1)
+            )
+            return Written(
+                context=_DOCUMENTS + "\n\n".join(documents),
+                question=f"\n\nQuestion: {asked.question} Write the answer alone.",
+                answer_prefix="\nAnswer:",
+                answers=(asked.answer,),
+                needed=asked.facts,
+                documents=documents,
+                new_tokens=room_for(asked.answer, count, _LONG_BENCH_TOKENS),
+            )
+
+        return fitted(self.name, length, seed, count, write, least=0)
+
+    def score(self, sample: Sample, generated: str) -> float:
+        """Token F1 of the first line that was written."""
+        return token_f1(sample.answers, generated.strip().partition("\n")[0])
+
+
+class _Draft:
+    """An article that prose can be added to, its facts staying at their places in it."""
+
+    def __init__(self, article: Article, rng: Random) -> None:
+        self._title = article.title
+        self._facts = [(rng.random(), fact) for fact in article.facts]
+        self._prose = Stream(lambda: sentence(rng))
+
+    def text(self, sentences: int) -> str:
+        prose = self._prose.first(sentences)
+        return f"{self._title}\n{' '.join(with_needles(prose, self._facts))}"
+
+
+MULTI_DOCUMENT = (
+    MultiDocument(name="multi_document_1", hops=1),
+    MultiDocument(name="multi_document_2", hops=2),
+)

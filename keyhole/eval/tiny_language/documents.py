@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from random import Random
 
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.eval.tiny_language.questions import framed
-from keyhole.eval.tiny_language.vocabulary import FILLERS, NAMES, NUMBERS, OBJECTS, PLACES
+from keyhole.eval.tiny_language.world import FILLERS, NAMES, NUMBERS, OBJECTS, PLACES, framed
 
 KINDS = ("one", "two_hop", "needs_each_other")
 WHERE = ("anywhere", "ends", "middle")

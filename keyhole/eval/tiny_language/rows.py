@@ -1,19 +1,34 @@
-"""Training rows: a text with many questions and answers behind it, cut to a fixed length.
+"""Rows of the bundled model's world: a text with many questions and answers behind it.
 
-A row is worth its computation only where something is supervised, so a context is followed by as
-many questions as fit. Only the words of answers are supervised; the rest is there to be read.
+The bundled model was trained on such rows, and `keyhole train-head` trains its retrieval head on
+them. A row is worth its computation only where something is supervised, so a context is followed by
+as many questions as fit. Only the words of answers are supervised.
 """
 
+from __future__ import annotations
+
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from random import Random
 
-from keyhole.eval.tiny_language.programs import derive, walk
-from keyhole.eval.tiny_language.questions import QUESTIONS, framed, is_possible
-from keyhole.eval.tiny_language.vocabulary import BOS, EOS, NAMES, NUMBERS, OBJECTS, PLACES
-from keyhole.eval.tiny_language.world import World, write_world
+from keyhole.eval.tiny_language.tasks import derive, walk
+from keyhole.eval.tiny_language.world import (
+    BOS,
+    EOS,
+    QUESTIONS,
+    WORD_IDS,
+    World,
+    framed,
+    is_possible,
+    write_world,
+)
 
 Row = tuple[list[str], list[bool]]
 """Words, and for each whether the model is to predict it."""
+
+LONGEST_WALK = 2048
+"""Row length beyond which a walk has no more names to fill the row."""
 
 _QUESTION_WEIGHTS = {
     "recall": 1.0,
@@ -27,35 +42,10 @@ _QUESTION_WEIGHTS = {
 }
 
 
-def _append(row: Row, words: Sequence[str], supervised: bool) -> None:
+def append_words(row: Row, words: Sequence[str], supervised: bool) -> None:
+    """Adds words to a row in place; supervised: whether the model is to predict them."""
     row[0].extend(words)
     row[1].extend([supervised] * len(words))
-
-
-def stream_row(rng: Random, length: int) -> Row:
-    """Write facts of which about half restate an earlier one; its value is to be predicted.
-
-    The plainest form of the look-up, from which the model takes off within a million words.
-    """
-    row: Row = ([BOS], [False])
-    known: list[tuple[str, str, str]] = []
-    names = rng.sample(NAMES, min(len(NAMES), max(4, length // 8)))
-    values = {"keeps": NUMBERS, "owns": OBJECTS, "inhabits": PLACES, "serves": NAMES}
-    repeat = rng.uniform(0.4, 0.7)
-    while len(row[0]) + 4 <= length:
-        if known and rng.random() < repeat:
-            entity, verb, value = rng.choice(known)
-            again = True
-        else:
-            entity, verb = rng.choice(names), rng.choice(list(values))
-            old = [fact for fact in known if fact[:2] == (entity, verb)]
-            value = old[0][2] if old else rng.choice(values[verb])
-            again = bool(old)
-        known.append((entity, verb, value))
-        _append(row, [entity, verb], False)
-        _append(row, [value], again)
-        _append(row, ["."], False)
-    return row
 
 
 def walk_row(rng: Random, length: int) -> Row:
@@ -71,8 +61,8 @@ def derive_row(rng: Random, length: int) -> Row:
 def _program_row(program: tuple[list[str], list[str], list[str]]) -> Row:
     context, question, answer = program
     row: Row = ([BOS], [False])
-    _append(row, [*context, *question], False)
-    _append(row, [*answer, "done", EOS], True)
+    append_words(row, [*context, *question], False)
+    append_words(row, [*answer, "done", EOS], True)
     return row
 
 
@@ -80,7 +70,7 @@ def questions_row(rng: Random, length: int) -> Row:
     """Write a world and ask about it until the row is full."""
     world = _some_world(rng, int(length * rng.uniform(0.45, 0.75)))
     row: Row = ([BOS], [False])
-    _append(row, world.words, False)
+    append_words(row, world.words, False)
     kinds = [kind for kind in QUESTIONS if is_possible(kind, world)]
     weights = [_QUESTION_WEIGHTS[kind] for kind in kinds]
     while True:
@@ -89,8 +79,8 @@ def questions_row(rng: Random, length: int) -> Row:
         frame = framed(question)
         if len(row[0]) + len(frame) + len(answer) + 2 > length:
             return row
-        _append(row, frame, False)
-        _append(row, [*answer, "done", EOS], True)
+        append_words(row, frame, False)
+        append_words(row, [*answer, "done", EOS], True)
 
 
 def _some_world(rng: Random, length: int) -> World:
@@ -105,8 +95,29 @@ def _some_world(rng: Random, length: int) -> World:
 
 
 ROWS: dict[str, Callable[[Random, int], Row]] = {
-    "stream": stream_row,
     "questions": questions_row,
     "walk": walk_row,
     "derive": derive_row,
 }
+
+
+_WEIGHTS = {"questions": 3.0, "walk": 1.5, "derive": 3.0}
+"""What is written by the model in long generations counts most; `stream` is no task of anyone."""
+
+
+class HeadTexts:
+    """A corpus (see `keyhole.retrieval.training.corpus`) whose items are those of no evaluation.
+
+    Every text is a prompt and an answer that takes about its second half.
+    """
+
+    name = "the bundled model's texts"
+    digest = hashlib.sha256(json.dumps(_WEIGHTS).encode()).hexdigest()
+    """Of the mixture; how texts are written changes with Keyhole's version only."""
+
+    def text(self, rng: Random, length: int) -> list[int]:
+        """Token ids of one row of at most `length` words, at least 96."""
+        kinds = [kind for kind in _WEIGHTS if kind != "walk" or length <= LONGEST_WALK]
+        kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        words, _ = ROWS[kind](rng, length)
+        return [WORD_IDS[word] for word in words]

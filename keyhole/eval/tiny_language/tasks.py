@@ -10,16 +10,76 @@ docs2       two or three hops across documents
 reference   a fact that one document states by pointing to an earlier document
 count       how many facts of a kind there are (needs all of them in one step)
 majority    what an entity likes most often (needs most of them in one step)
-walk        a long chain of rules, written out
-derive      a long computation whose steps need earlier generated results
+walk        a long chain of shuffled rules, written out
+derive      a long shuffled program, carried out; its steps need earlier generated results
+
+Each written step of a walk or a derivation needs a fact of the prompt; a step of a derivation also
+needs the result of a random *earlier generated* step, so forgetting what was written is as fatal as
+forgetting the prompt.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
 
-from keyhole.eval.tiny_language.programs import Program, derive, walk
-from keyhole.eval.tiny_language.questions import QUESTIONS, framed, is_possible
-from keyhole.eval.tiny_language.world import World, write_world
+from keyhole.eval.tiny_language.world import (
+    NAMES,
+    QUESTIONS,
+    STEPS,
+    World,
+    framed,
+    is_possible,
+    write_world,
+)
+
+Program = tuple[list[str], list[str], list[str]]
+"""Words of the context, of the question with its frame, and of the answer without its end."""
+
+
+def walk(rng: Random, length: int) -> Program:
+    """Write a chain of names in random order and follow its last two thirds to the end.
+
+    Prompt and answer together have at most `length` words.
+    """
+    rules = max(2, min(300, (length - 11) * 3 // 20))
+    chain = rng.sample(NAMES, rules)
+    # The rest of the rules only stand in the way: no step can be guessed by elimination.
+    start = rules // 3
+    facts = [
+        [name, "follows", following, "."]
+        for name, following in zip(chain, [*chain[1:], "nobody"], strict=True)
+    ]
+    answer = [word for fact in facts[start:] for word in fact]
+    rng.shuffle(facts)
+    context = ["rules", ":", *(word for fact in facts for word in fact)]
+    return context, ["walk", ":", chain[start], "?", "answer", ":"], answer
+
+
+def derive(rng: Random, length: int) -> Program:
+    """Write a program of sums in random order and carry out all its steps.
+
+    Step k takes the result of a random earlier step and adds 1, 2 or 3, modulo 10: small enough
+    for a lucky reader to be partly right while it learns. At most `length` words in all.
+    """
+    steps = max(1, min(len(STEPS) - 1, (length - 16) // 24))
+    first = rng.randrange(len(STEPS) - steps)
+    names = STEPS[first : first + steps + 1]
+    values = [0]
+    facts = [[names[0], "is", "0", "."]]
+    answer: list[str] = []
+    for step in range(1, steps + 1):
+        earlier, more = rng.randrange(step), rng.randint(1, 3)
+        values.append((values[earlier] + more) % 10)
+        takes = [names[step], "takes", names[earlier], "."]
+        adds = [names[step], "adds", str(more), "."]
+        facts += [takes, adds]
+        answer += [*takes, *adds, names[earlier], "is", str(values[earlier]), "."]
+        answer += [names[step], "is", str(values[step]), "."]
+    rng.shuffle(facts)
+    context = ["program", ":", *(word for fact in facts for word in fact)]
+    question = ["question", ":", names[1], "all", names[-1], "?", "answer", ":"]
+    return context, question, answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,88 @@
-"""A text made of small facts: the context over which the questions are asked.
+"""The bundled model's world: its words, texts made of small facts, and questions about them.
+
+One word is one token, so text and token positions can be compared by eye. The tokenizer writes
+`<bos>` in front of every encoded text, as Llama's does: `tokenizer(prompt).input_ids` is what the
+model expects. Pieces that are joined afterwards (documents, a second turn) are encoded with
+`add_special_tokens=False`, and so is the chat template's output, which carries its own `<bos>`.
 
 Every fact is the four-word sentence `ENTITY verb VALUE .`, so that every look-up is the same:
 standing on the verb with the entity before it, find the earlier value that followed this verb and
-this entity. Between the facts stands filler; with documents, the text is cut into numbered ones.
-
-A reference, `both Boris Alma keeps .`, gives Boris whatever an *earlier* document says that Alma
+this entity. Filler stands between the facts; with documents, the text is cut into numbered ones. A
+reference, `both Boris Alma keeps .`, gives Boris whatever an *earlier* document says that Alma
 keeps. Read without that document, it says nothing.
+
+An answer repeats what it looks up as four-word sentences, so that a question over several facts is
+a chain of single look-ups. Two kinds are different: `count` and `majority` need *all* of an
+entity's scattered facts in one step.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
-from keyhole.eval.tiny_language.vocabulary import FILLERS, NAMES, NUMBERS, OBJECTS, PLACES
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+_MARKERS = ". : ? ; question answer document rules program walk story done nobody all most both"
+_VERBS = "keeps owns inhabits serves follows equals takes adds is likes count"
+_FILLERS = (
+    "the a old young green grey quiet loud river hill wind rain cloud stone tree bird fox wolf "
+    "road bridge field garden night morning summer winter slowly softly often never always runs "
+    "sings sleeps waits falls turns and by under over near"
+)
+_PLACES = (
+    "Oslo Lima Paris Rome Delhi Quito Tunis Accra Dakar Hanoi Seoul Minsk Sofia Turin Bergen Malmo "
+    "Porto Lyon Ghent Basel Graz Brno Split Varna Izmir Petra Basra Herat Kabul Lhasa Patna Surat "
+    "Medan Davao Perth Cusco Leon Tampa Omaha Boise Fargo Provo Nome Sitka Truro Derby Leeds Turku"
+)
+_OBJECTS = (
+    "lamp rope cup bell coin drum flute ring sword shield book map torch boot cloak hat glove "
+    "basket jar knife spoon plate chair table mirror clock wheel cart saddle net hook anchor oar "
+    "sail flag kite harp fiddle horn whistle brush pen ink scroll candle lantern key lock chest "
+    "bag belt scarf pin button thread needle loom axe saw hammer nail plank brick tile"
+)
+_FIRST = "Al Bo Ce Da El Fa Gi Ha Is Jo Ka Lu Mo No Or Pe"
+_LAST = "ma ris na lia ren do vik sa ton mar dra bel gus lyn per zo ka fi ran tus"
+
+FILLERS = tuple(_FILLERS.split())
+NAMES = tuple(first + last for first, last in product(_FIRST.split(), _LAST.split()))
+PLACES = tuple(_PLACES.split())
+OBJECTS = tuple(_OBJECTS.split())
+NUMBERS = tuple(str(number) for number in range(100))
+STEPS = tuple(f"s{step}" for step in range(320))
+
+_WORDS = (
+    *(PAD, BOS, EOS),
+    *_MARKERS.split(),
+    *_VERBS.split(),
+    *(*FILLERS, *NAMES, *PLACES, *OBJECTS, *NUMBERS, *STEPS),
+)
+VOCABULARY_SIZE = 928
+"""The words, padded to a multiple of 32 so that the output matrix has a friendly shape."""
+
+WORD_IDS = {
+    word: index
+    for index, word in enumerate(
+        (*_WORDS, *(f"<unused{n}>" for n in range(VOCABULARY_SIZE - len(_WORDS))))
+    )
+}
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- ' ' + message.content | trim -}}
+{%- if message.role == 'assistant' -%}
+{{- ' ' + eos_token -}}
+{%- elif message.role == 'user' and not (message.content | trim).endswith('answer :') \
+and (add_generation_prompt or not loop.last) -%}
+{{- ' answer :' -}}
+{%- endif -%}
+{%- endfor -%}"""
+"""Messages joined by spaces; `answer :` after a user's question unless it already stands there."""
+
 
 ATTRIBUTES = ("keeps", "owns", "inhabits", "serves")
 _VALUES = {"keeps": NUMBERS, "owns": OBJECTS, "inhabits": PLACES}
@@ -183,3 +251,115 @@ def _add_references(world: World, placed: _Placed, names: list[str], count: int)
         entity = names.pop()
         world.references[entity, verb] = source
         placed.add("both", entity, source, verb, after=placed.next_section(place))
+
+
+Asked = tuple[list[str], list[str]]
+"""The words of the question and those of the answer, without the frame around them."""
+
+
+def _sentences(*facts: tuple[str, str, str]) -> list[str]:
+    return [word for fact in facts for word in (*fact, ".")]
+
+
+def _asked(facts: list[tuple[str, str, str]]) -> Asked:
+    question = [word for entity, verb, _ in facts for word in (entity, verb, "?")]
+    return question, _sentences(*facts)
+
+
+def recall(world: World, rng: Random) -> Asked:
+    """Ask for one fact: `Gilyn keeps ?`."""
+    (entity, verb), value = rng.choice(list(world.facts.items()))
+    return _asked([(entity, verb, value)])
+
+
+def multiquery(world: World, rng: Random) -> Asked:
+    """Ask for four facts at once."""
+    known = list(world.facts.items())
+    return _asked([(*key, value) for key, value in rng.sample(known, min(4, len(known)))])
+
+
+def multivalue(world: World, rng: Random) -> Asked:
+    """Ask for all attributes of an entity: `all Bogus ?`."""
+    entity = rng.choice(world.complete())
+    facts = [(entity, verb, world.facts[entity, verb]) for verb in ATTRIBUTES]
+    return ["all", entity, "?"], _sentences(*facts)
+
+
+def _paths(world: World) -> list[list[tuple[str, str]]]:
+    """Give all ways of two or three facts, as (entity, attribute), that end in no name."""
+    ends: dict[str, list[list[tuple[str, str]]]] = {}
+    for entity, verb in world.facts:
+        if verb != "serves":
+            ends.setdefault(entity, []).append([(entity, verb)])
+    serving = {entity: who for (entity, verb), who in world.facts.items() if verb == "serves"}
+    short = {e: [[(e, "serves"), *end] for end in ends.get(who, [])] for e, who in serving.items()}
+    long = [[(e, "serves"), *path] for e, who in serving.items() for path in short.get(who, [])]
+    return [path for paths in short.values() for path in paths] + long
+
+
+def hops(world: World, rng: Random) -> Asked:
+    """Ask along two or three facts: `Elris serves serves owns ?`."""
+    path = rng.choice(_paths(world))
+    question = [path[0][0], *(verb for _, verb in path), "?"]
+    return question, _sentences(*((*key, world.facts[key]) for key in path))
+
+
+def vartrack(world: World, rng: Random) -> Asked:
+    """Follow a chain of equal names to its number: `Dado equals ?`."""
+    chain = rng.choice(world.chains)
+    facts = [(left, "equals", right) for left, right in pairwise(chain)]
+    return [chain[0], "equals", "?"], _sentences(*facts)
+
+
+def reference(world: World, rng: Random) -> Asked:
+    """Ask for a fact that is stated only as the same as an earlier one."""
+    (entity, verb), source = rng.choice(list(world.references.items()))
+    return _asked([(entity, verb, world.facts[source, verb])])
+
+
+def _countable(world: World) -> list[str]:
+    return [entity for entity, liked in world.likes.items() if len(liked) < 10]
+
+
+def count(world: World, rng: Random) -> Asked:
+    """Ask how many (at most 9) facts there are of what an entity likes: `count Alma ?`."""
+    entity = rng.choice(_countable(world))
+    fact = (entity, "likes", str(len(world.likes[entity])))
+    return ["count", entity, "?"], _sentences(fact)
+
+
+def favourite(liked: list[str]) -> str | None:
+    """Give the object that leads by at least two, or None."""
+    (first, most), (_, second), *_ = [*Counter(liked).most_common(), ("", 0)]
+    return first if most >= second + 2 else None
+
+
+def majority(world: World, rng: Random) -> Asked:
+    """Ask for what an entity likes most often: `most Alma ?`."""
+    entity, liked = rng.choice([(e, o) for e, o in world.likes.items() if favourite(o)])
+    return ["most", entity, "?"], _sentences((entity, "likes", favourite(liked) or ""))
+
+
+QUESTIONS: dict[str, Callable[[World, Random], Asked]] = {
+    kind.__name__: kind
+    for kind in (recall, multiquery, multivalue, hops, vartrack, reference, count, majority)
+}
+
+_POSSIBLE: dict[str, Callable[[World], bool]] = {
+    "multivalue": lambda world: bool(world.complete()),
+    "hops": lambda world: bool(_paths(world)),
+    "vartrack": lambda world: bool(world.chains),
+    "reference": lambda world: bool(world.references),
+    "count": lambda world: bool(_countable(world)),
+    "majority": lambda world: any(favourite(liked) for liked in world.likes.values()),
+}
+
+
+def is_possible(kind: str, world: World) -> bool:
+    """Tell whether the world has what a question of this kind asks about."""
+    return kind not in _POSSIBLE or _POSSIBLE[kind](world)
+
+
+def framed(question: list[str]) -> list[str]:
+    """Put `question : ... answer :` around a question."""
+    return ["question", ":", *question, "answer", ":"]

@@ -17,9 +17,9 @@ from typing import Any
 
 from keyhole import method_settings
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.eval import task_specs
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.settings import SETUPS
+from keyhole.eval.tasks import answered, parse
 from keyhole.integrations.kvpress.evaluation import PressCell, PressEvaluation
 from keyhole.integrations.kvpress.presses import make_press, presses
 from keyhole.method_settings import Spec
@@ -86,8 +86,8 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
         for budget in _numbers(arguments.budgets, "--budgets")
     ]
     bundled = is_tiny(arguments.model)
-    parsed = task_specs.parse(arguments.tasks, bundled=bundled)
-    tasks = task_specs.answered(parsed, "forces a text; kvpress's presses only answer")
+    parsed = parse(arguments.tasks, bundled=bundled)
+    tasks = answered(parsed, "forces a text; kvpress's presses only answer")
     lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
         yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)

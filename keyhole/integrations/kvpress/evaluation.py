@@ -31,7 +31,7 @@ from keyhole.errors import ModelError, NumericalError, UnknownNameError
 from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.settings import SETUPS
 from keyhole.eval.tasks import Task
-from keyhole.eval.workloads.workload import Answered
+from keyhole.eval.workload import Answered
 from keyhole.integrations.kvpress.presses import Press
 from keyhole.models import families
 from keyhole.models.loading import Model

@@ -28,7 +28,7 @@ class Job:
     text: str
     overwrite: bool
     pinned: bool
-    metadata: Mapping[str, Any] | None
+    metadata: Mapping[str, Any] | None = None
     status: str = "queued"
     done: int = 0
     tokens: int | None = None

@@ -12,10 +12,11 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from keyhole.documents.search import Found
-from keyhole.documents.source import check_name, metadata_text
+from keyhole.documents.source import check_name
 from keyhole.documents.store import DocumentInfo
 from keyhole.errors import UnknownNameError
 from keyhole.server.bodies import DocumentBody
+from keyhole.server.documents.callers import caller_of, enqueue, unmarked
 from keyhole.server.documents.convert import decoded, text_of
 from keyhole.server.documents.queue import Job
 from keyhole.server.errors import ApiError
@@ -129,16 +130,13 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
     """201 when it is stored, or 202 at once."""
     state = state_of(request)
     check_name(name)
-    if body.metadata is not None:
-        metadata_text(body.metadata)
     job = Job(
         name=name,
         text=body.text,
         overwrite=body.overwrite,
         pinned=body.pinned,
-        metadata=body.metadata,
     )
-    state.encoding.add(job)
+    await enqueue(state, job, body.metadata, caller_of(request, state))
     if not wait:
         return JSONResponse(_shown(name, None, job), 202)
     # Shielded: a client that leaves does not undo what it stored.
@@ -159,6 +157,8 @@ def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, A
     """What is stored under a name, and what becomes of it. One of them is there."""
     fields = {} if info is None else {**vars(info)}
     fields.pop("name", None)
+    if "metadata" in fields:
+        fields["metadata"] = unmarked(fields["metadata"])
     status, progress, error = "ready", 1.0, None
     if job is not None:
         status, progress = job.status, job.progress

@@ -6,7 +6,7 @@ import inspect
 
 from keyhole import Full, InfLLM, Quest, RaaS, SpeContext
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.eval.attention.candidates import Candidates
+from keyhole.eval.attention.dense_run import Candidates
 from keyhole.policies.base import Policy
 
 GEOMETRY = Geometry(

@@ -14,9 +14,9 @@ import keyhole
 from keyhole import Full, RaaS, StreamingLLM
 from keyhole.config import EngineConfig
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
-from keyhole.eval.attention import measures
+from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import LayerStep, run
-from keyhole.eval.workloads.generation import Request
+from keyhole.eval.workload import Request
 from keyhole.models.loading import Model, load
 from keyhole.policies import available_controls, make_policy
 from keyhole.policies.base import Policy
@@ -114,12 +114,12 @@ def test_mass_and_error_are_those_of_plain_transformers(kind: str, tmp_path: Pat
                 tokens = one.readings[0].tokens
                 assert tokens is not None
                 assert tokens[row, 0].nonzero().flatten().tolist() == read
-                found = measures.mass_kept(one.weights, tokens)[row]
+                found = dense_run.mass_kept(one.weights, tokens)[row]
                 assert float(found) == pytest.approx(mass, abs=TOLERANCE)
-                found = measures.output_error(one.output, one.readings[0].output)[row]
+                found = dense_run.output_error(one.output, one.readings[0].output)[row]
                 assert float(found) == pytest.approx(error, abs=TOLERANCE)
                 assert one.readings[1].tokens is None
-                full_error = measures.output_error(one.output, one.readings[1].output)[row]
+                full_error = dense_run.output_error(one.output, one.readings[1].output)[row]
                 assert float(full_error) < TOLERANCE
                 checked += 1
         assert checked == STEPS * len(model.geometry(PAGE).full_attention)

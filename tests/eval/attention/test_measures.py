@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.eval.attention import measures
+from keyhole.eval.attention import dense_run
 
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([(2, 1), (4, 2), (6, 6)]), st.integers(1, 9))
 
@@ -24,7 +24,7 @@ def test_mass_is_what_a_loop_adds_up(
     number = {"one list": 1, "KV heads": kv_heads, "query heads": heads}[lists]
     weights = generator.random((batch, heads, count)).astype(np.float32)
     tokens = generator.random((batch, number, count)) < 0.5
-    found = measures.mass_kept(torch.tensor(weights), torch.tensor(tokens)).tolist()
+    found = dense_run.mass_kept(torch.tensor(weights), torch.tensor(tokens)).tolist()
     for row in range(batch):
         shares = []
         for head in range(heads):
@@ -38,8 +38,8 @@ def test_mass_is_what_a_loop_adds_up(
 def test_the_error_is_relative_and_over_all_heads_at_once() -> None:
     full = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 0.0], [0.0, 0.0]]])
     found = torch.tensor([[[3.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 2.0]]])
-    assert measures.output_error(full, found).tolist() == pytest.approx([3 / 5, 2.0])
-    assert measures.output_error(full, full).tolist() == [0, 0]
+    assert dense_run.output_error(full, found).tolist() == pytest.approx([3 / 5, 2.0])
+    assert dense_run.output_error(full, full).tolist() == [0, 0]
 
 
 @given(st.integers(1, 3), st.integers(2, 20), st.integers(0, 999))
@@ -51,31 +51,31 @@ def test_overlap_counts_what_is_in_both(heads: int, count: int, seed: int) -> No
         for _ in range(2)
     ]
     wanted, among = (
-        measures.members(torch.tensor([rows], dtype=torch.int32), count) for rows in lists
+        dense_run.members(torch.tensor([rows], dtype=torch.int32), count) for rows in lists
     )
     shares = [len({*a} & {*b}) / size for a, b in zip(*lists, strict=True)]
-    assert measures.found_again(wanted, among).tolist() == pytest.approx(
+    assert dense_run.found_again(wanted, among).tolist() == pytest.approx(
         [math.fsum(shares) / heads]
     )
 
 
 def test_padding_is_in_no_list() -> None:
     indices = torch.tensor([[[0, 3, -1], [-1, -1, -1]]], dtype=torch.int32)
-    assert measures.members(indices, 5).tolist() == [
+    assert dense_run.members(indices, 5).tolist() == [
         [[True, False, False, True, False], [False] * 5]
     ]
-    assert measures.tokens_read(measures.members(indices, 5), 2).tolist() == [1.0]
+    assert dense_run.tokens_read(dense_run.members(indices, 5), 2).tolist() == [1.0]
 
 
 def test_what_two_query_heads_read_counts_once() -> None:
     indices = torch.tensor([[[0, 3], [3, 4], [1, 2], [1, 2]]], dtype=torch.int32)
-    tokens = measures.members(indices, 6)
-    assert measures.tokens_read(tokens, 2).tolist() == [(3 + 2) / 2]
-    assert measures.tokens_read(tokens, 1).tolist() == [5]
-    assert measures.tokens_read(tokens, 4).tolist() == [2]
-    assert measures.tokens_read(tokens[:, :1], 2).tolist() == [2]
+    tokens = dense_run.members(indices, 6)
+    assert dense_run.tokens_read(tokens, 2).tolist() == [(3 + 2) / 2]
+    assert dense_run.tokens_read(tokens, 1).tolist() == [5]
+    assert dense_run.tokens_read(tokens, 4).tolist() == [2]
+    assert dense_run.tokens_read(tokens[:, :1], 2).tolist() == [2]
 
 
 def test_pages_sum_their_tokens() -> None:
     scores = torch.arange(12.0).reshape(1, 2, 6)
-    assert measures.page_sums(scores, 3).tolist() == [[[3, 12], [21, 30]]]
+    assert dense_run.page_sums(scores, 3).tolist() == [[[3, 12], [21, 30]]]

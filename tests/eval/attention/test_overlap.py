@@ -10,8 +10,7 @@ import torch
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.eval.attention.dense_run import LayerStep
-from keyhole.eval.attention.overlap import KINDS, OverlapSums, kinds
-from keyhole.eval.attention.repeats import MOST_STEPS, SelectionPersistence
+from keyhole.eval.attention.sums import KINDS, MOST_STEPS, OverlapSums, SelectionPersistence, kinds
 from keyhole.policies.base import CachedLayers, SequenceRows, Step
 
 PAGE, LAYERS, HEADS, KV_HEADS = 4, 3, 6, 2

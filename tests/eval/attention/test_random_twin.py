@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.eval.attention.random_twin import random_twin
+from keyhole.eval.attention.suite import random_twin
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
 

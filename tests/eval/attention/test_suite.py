@@ -11,11 +11,10 @@ import keyhole
 from keyhole.config import EngineConfig
 from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
-from keyhole.eval.attention.cells import METHOD, AttentionGrid
-from keyhole.eval.attention.suite import AttentionOutcome, AttentionSuite
+from keyhole.eval.attention.suite import METHOD, AttentionGrid, AttentionOutcome, AttentionSuite
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.methods import Budget, Method
-from keyhole.eval.methods import methods as budgeted
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.methods import under_budgets as budgeted
 from keyhole.models.loading import Model
 from tests.checkpoints import make_model
 from tests.policies.models import VOCAB, prompt, with_head

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.attention.texts import LIBRARY, Texts, library
+from keyhole.eval.forced_text import LIBRARY, Texts, library
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.paper.document_question import question_of, scores
+from keyhole.eval.paper.documents import question_of, scores
 from keyhole.eval.tasks import Sample, make_task
 
 PLAIN = make_task("multi_document_1")

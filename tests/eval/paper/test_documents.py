@@ -9,8 +9,8 @@ import pytest
 
 from keyhole import LLM, SamplingParams
 from keyhole.errors import CapacityError
+from keyhole.eval.line_file import LineFile
 from keyhole.eval.paper.documents import NO_DOCUMENTS, DocumentEvaluation, DocumentGrid
-from keyhole.eval.results.line_file import LineFile
 from keyhole.eval.tasks import make_task
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model

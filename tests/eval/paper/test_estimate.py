@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from keyhole.eval.paper import estimate
-from keyhole.eval.paper.estimate import Answers, PartEstimate
-from keyhole.eval.paper.speed import Line, Speed, probe
+from keyhole.eval.paper.estimate import Answers, LinearTime, PartEstimate, Speed, probe
 from keyhole.eval.tasks import make_task
-from keyhole.eval.workloads.generation import Request
+from keyhole.eval.workload import Request
 from keyhole.models.loading import Model
 
 SPEED = Speed(
-    chunk_tokens=100, chunk=Line(base=1.0, slope=0.01), batch=4, step=Line(base=0.5, slope=0.001)
+    chunk_tokens=100,
+    chunk=LinearTime(base=1.0, slope=0.01),
+    batch=4,
+    step=LinearTime(base=0.5, slope=0.001),
 )
 
 
@@ -20,14 +22,14 @@ SPEED = Speed(
 @pytest.mark.parametrize("slope", [0.0, 0.002])
 def test_a_line_is_found_again(base: float, slope: float) -> None:
     tokens = [0.0, 100.0, 300.0]
-    found = Line.through(tokens, [base + slope * n for n in tokens])
+    found = LinearTime.through(tokens, [base + slope * n for n in tokens])
     assert (found.base, found.slope) == (pytest.approx(base), pytest.approx(slope))
     assert found.at(1000) == pytest.approx(base + 1000 * slope)
 
 
 def test_what_gets_faster_by_chance_is_not_taken_to_do_so_for_ever() -> None:
-    assert Line.through([0.0, 100.0], [1.0, 0.5]) == Line(base=0.75, slope=0.0)
-    assert Line.through([50.0, 50.0], [1.0, 3.0]) == Line(base=2.0, slope=0.0)
+    assert LinearTime.through([0.0, 100.0], [1.0, 0.5]) == LinearTime(base=0.75, slope=0.0)
+    assert LinearTime.through([50.0, 50.0], [1.0, 3.0]) == LinearTime(base=2.0, slope=0.0)
 
 
 def test_a_prompt_is_its_chunks() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from keyhole.eval.paper import gate as module
-from keyhole.eval.paper.gate import gate, reason
-from keyhole.eval.results.line_file import LineFile
+from keyhole.eval.line_file import LineFile
+from keyhole.eval.paper import suite
+from keyhole.eval.paper.suite import gate, why_not_evaluated
 from keyhole.eval.verify import Check
 from keyhole.models.loading import Model
 
@@ -35,7 +35,7 @@ def check(error: float, policy: str = "quest") -> Check:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[list[Check]]:
     """What verify finds, one list for each time that it runs."""
     found: list[list[Check]] = []
-    monkeypatch.setattr(module, "verify", lambda model: found.pop(0))
+    monkeypatch.setattr(suite, "verify", lambda model: found.pop(0))
     return found
 
 
@@ -45,7 +45,7 @@ def test_a_pass_is_stored_and_found_again(
     checks += [[check(0.0), check(1e-5)]]
     file = LineFile(tmp_path / "eval.jsonl")
     line = gate(model, file, header)
-    assert reason(line) is None
+    assert why_not_evaluated(line) is None
     assert line["benchmark"] == "eval-verify"
     assert [one["passed"] for one in line["checks"]] == [True, True]
     assert gate(model, LineFile(file.path), header) == line
@@ -58,9 +58,9 @@ def test_a_failure_says_which_check_is_worst_and_is_checked_again(
 ) -> None:
     checks += [[check(0.0), check(0.5, "delta"), check(0.1)], [check(0.0)]]
     file = LineFile(tmp_path / "eval.jsonl")
-    assert reason(gate(model, file, header)) == (
+    assert why_not_evaluated(gate(model, file, header)) == (
         "llama-0 does not give the logits of transformers: 2 of 3 checks differ, the worst under "
         "delta (ragged batch): error 5.0e-01, allowed 1.0e-04; see `keyhole verify`"
     )
-    assert reason(gate(model, file, header)) is None
+    assert why_not_evaluated(gate(model, file, header)) is None
     assert not checks

@@ -10,9 +10,9 @@ import pytest
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.eval.methods import FULL
-from keyhole.eval.paper import plan
+from keyhole.eval.paper import suite
+from keyhole.eval.suite import make_workloads
 from keyhole.eval.tasks import make_task
-from keyhole.eval.workloads import workloads
 from keyhole.models.loading import Model, load
 from keyhole.policies import available_policies
 from tests.checkpoints import make_model
@@ -38,35 +38,35 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_lengths_double_from_4k_to_what_the_model_takes(
     model: Model, most: int, lengths: tuple[int, ...]
 ) -> None:
-    assert plan.default_lengths(dataclasses.replace(model, max_length=most)) == lengths
+    assert suite.default_lengths(dataclasses.replace(model, max_length=most)) == lengths
 
 
 def test_every_method_is_asked_but_recency_and_what_the_model_cannot_have(model: Model) -> None:
     without = {"full", "sliding_window", "streaming_llm", "spe_context"}
-    assert set(plan.default_policies(model).split(",")) == set(available_policies()) - without
+    assert set(suite.default_policies(model).split(",")) == set(available_policies()) - without
     with_head = dataclasses.replace(model, head=Path("somewhere"))
-    assert "spe_context" in plan.default_policies(with_head).split(",")
+    assert "spe_context" in suite.default_policies(with_head).split(",")
 
 
 def test_a_task_is_asked_at_the_lengths_that_it_fills(reader: Model) -> None:
     """A text that cannot grow would be the same sample at every further length."""
-    asked = workloads([make_task("walk"), make_task("passkey")], None, reader)
-    found = plan.lengths_of(asked, (64, 700, 4000), "prompt")
+    asked = make_workloads([make_task("walk"), make_task("passkey")], None, reader)
+    found = suite.fitting_lengths(asked, (64, 700, 4000), "prompt")
     assert found == {asked[0]: (4000,), asked[1]: (700, 4000)}
     small = dataclasses.replace(make_task("walk"), words_at_most=51)  # type: ignore[call-arg]
-    (limited,) = workloads([small], None, reader)
+    (limited,) = make_workloads([small], None, reader)
     used = len(limited.shown(4000, "prompt").request.prompt)
     assert used < 2000
     with pytest.raises(ConfigError, match="no task has texts of 64, 4000 tokens"):
-        plan.lengths_of([limited], (64, 4000), "prompt")
+        suite.fitting_lengths([limited], (64, 4000), "prompt")
 
 
 def test_the_grid_has_the_groups_that_can_be_filled(reader: Model) -> None:
-    asked = workloads([make_task("walk"), make_task("passkey")], None, reader)
-    grid = plan.PaperGrid(
+    asked = make_workloads([make_task("walk"), make_task("passkey")], None, reader)
+    grid = suite.PaperGrid(
         workloads=asked,
         lengths=(64, 700, 4000),
-        lengths_of=plan.lengths_of(asked, (64, 700, 4000), "prompt"),
+        lengths_of=suite.fitting_lengths(asked, (64, 700, 4000), "prompt"),
         setups=("prompt", "question"),
         methods=[FULL],
         samples=1,
@@ -79,4 +79,4 @@ def test_the_grid_has_the_groups_that_can_be_filled(reader: Model) -> None:
 
 def test_documents_are_asked_where_they_fit(reader: Model) -> None:
     task = make_task("multi_document_1", {"num_documents": 2})
-    assert plan.document_places([task], (256, 2048), reader) == [(task, 2048)]
+    assert suite.document_places([task], (256, 2048), reader) == [(task, 2048)]

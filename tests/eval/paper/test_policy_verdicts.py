@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from keyhole.eval.methods import FULL, Budget, Method
-from keyhole.eval.paper import policy_verdicts, verdict
-from keyhole.eval.paper.policy_verdicts import MethodVerdict
+from keyhole.eval.paper.verdicts import (
+    NO_BETTER,
+    USE_IT,
+    MethodVerdict,
+    best_policy,
+    policy_verdicts,
+)
 from tests.eval import eval_lines
 
 Line = dict[str, Any]
@@ -44,7 +49,7 @@ def share(name: str, text: str) -> Method:
 
 
 def found(lines: list[Line], methods: list[Method], refused: list[Line]) -> list[MethodVerdict]:
-    return policy_verdicts.policy_verdicts(lines, refused, [FULL, *methods], 16)
+    return policy_verdicts(lines, refused, [FULL, *methods], 16)
 
 
 def test_a_share_is_one_budget_at_every_length_and_is_recommended_as_tokens() -> None:
@@ -60,7 +65,7 @@ def test_a_share_is_one_budget_at_every_length_and_is_recommended_as_tokens() ->
     assert one.found is not None
     assert [tried.text for tried, _ in one.found.budgets] == ["1/16", "1/8"]
     assert [judged.places for _, judged in one.found.budgets] == [2, 2]
-    assert one.found.verdict == verdict.USE_IT
+    assert one.found.verdict == USE_IT
     tried = one.found.recommended
     assert tried is not None
     assert (tried.tokens, tried.line["length"], tried.bytes_per_step) == (256, 2048, 20.0)
@@ -76,14 +81,14 @@ def test_of_the_methods_to_use_the_one_that_reads_least_is_the_best() -> None:
     ]
     verdicts = found(lines, [share(name, "1/8") for name in ("quest", "delta", "raas")], [])
     assert [one.found and one.found.verdict for one in verdicts] == [
-        verdict.USE_IT,
-        verdict.USE_IT,
-        verdict.NO_BETTER,
+        USE_IT,
+        USE_IT,
+        NO_BETTER,
     ]
-    chosen = policy_verdicts.best(verdicts)
+    chosen = best_policy(verdicts)
     assert chosen is not None
     assert chosen.label == "delta"
-    assert policy_verdicts.best(verdicts[2:]) is None
+    assert best_policy(verdicts[2:]) is None
 
 
 def test_samples_are_paired_as_far_as_every_line_has_them() -> None:

@@ -13,16 +13,13 @@ import pytest
 import keyhole
 from keyhole import LLM, Quest
 from keyhole.config import EngineConfig
-from keyhole.eval.methods import FULL, Budget, Method
-from keyhole.eval.paper import page
+from keyhole.eval.methods import FULL, Budget, Method, controls_of, settings_of
+from keyhole.eval.paper import report
 from keyhole.eval.paper.documents import NO_DOCUMENTS, DocumentOutcome
-from keyhole.eval.paper.policy_verdicts import policy_verdicts
-from keyhole.eval.paper.recommend import recommended
-from keyhole.eval.paper.reuse_verdicts import reuse_results
+from keyhole.eval.paper.report import recommended
 from keyhole.eval.paper.suite import PaperOutcome
-from keyhole.eval.results.conditions import settings_of
+from keyhole.eval.paper.verdicts import policy_verdicts, reuse_results
 from keyhole.eval.run import EvalOutcome
-from keyhole.eval.terms.controls import controls
 from keyhole.method_settings import SettingsFile
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
@@ -46,7 +43,7 @@ def outcome(model: Model, quest: list[float], epic: float) -> PaperOutcome:
     """Quest beside its controls, and EPIC beside recomputing: full attention is always right."""
     geometry = model.geometry(EngineConfig.page_size)
     policy = Quest(token_budget=32, full_layers=(0,)).resolve(geometry)
-    beside = controls(policy, geometry)
+    beside = controls_of(policy, geometry)
     named = {name: settings_of(control) for name, control in beside.items()}
     lines = [
         line(keyhole.Full(), RIGHT, method="full"),
@@ -113,7 +110,7 @@ def test_the_page_begins_with_the_verdicts_and_holds_the_file(
     good: PaperOutcome, tmp_path: Path
 ) -> None:
     settings = recommended(good, ABOUT, 4)
-    page.write(good, settings, tmp_path / "page.html")
+    report.write_page(good, settings, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     heads = re.findall(r"<h2[^>]*>([^<]*)</h2>", text)
     first = ["Verdicts", "Every budget", "Stored documents", "Settings to use"]
@@ -130,5 +127,5 @@ def test_the_page_begins_with_the_verdicts_and_holds_the_file(
 def test_what_was_refused_is_on_the_page_once(good: PaperOutcome) -> None:
     error = {"method": "delta", "error": "token_budget 8 <must> be larger"}
     good.cells.refused += [error, error]
-    text = page.render(good, recommended(good, ABOUT, 4))
+    text = report.render_page(good, recommended(good, ABOUT, 4))
     assert text.count("<li>delta: token_budget 8 &lt;must&gt; be larger</li>") == 1

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from keyhole.eval.paper import reuse_verdicts, verdict
+from keyhole.eval.paper import verdicts
 from keyhole.eval.paper.documents import NO_DOCUMENTS
-from keyhole.eval.paper.reuse_verdicts import ReuseResult
+from keyhole.eval.paper.verdicts import ReuseResult
 
 Line = dict[str, Any]
 QUESTIONS = 240
@@ -32,7 +32,7 @@ def question(seed: int, results: dict[str, Line], length: int = 1024) -> Line:
 
 def results(lines: list[Line]) -> dict[str, ReuseResult]:
     names = ("recompute", "reuse", "sam_kv", "epic")
-    return {one.name: one for one in reuse_verdicts.reuse_results(lines, names)}
+    return {one.name: one for one in verdicts.reuse_results(lines, names)}
 
 
 def test_every_method_is_read_beside_recomputing_and_no_documents() -> None:
@@ -55,9 +55,9 @@ def test_every_method_is_read_beside_recomputing_and_no_documents() -> None:
     assert found[NO_DOCUMENTS].judged is None
     judged = {name: one.judged.verdict for name, one in found.items() if one.judged}
     assert judged == {
-        "reuse": verdict.LOSES,
-        "sam_kv": verdict.USE_IT,
-        "epic": verdict.USE_IT,
+        "reuse": verdicts.LOSES,
+        "sam_kv": verdicts.USE_IT,
+        "epic": verdicts.USE_IT,
     }
     assert found["reuse"].over_plain is None
     assert found["epic"].over_plain is not None
@@ -65,7 +65,7 @@ def test_every_method_is_read_beside_recomputing_and_no_documents() -> None:
     shares = [seed / QUESTIONS for seed in range(QUESTIONS)]
     assert found["sam_kv"].sequence_ratio == pytest.approx(statistics.fmean(shares))
     assert found["sam_kv"].ttft_ms == 20 + statistics.median(range(QUESTIONS))
-    chosen = reuse_verdicts.best(found.values())
+    chosen = verdicts.best_reuse(found.values())
     assert chosen is not None
     assert (chosen.name, chosen.settings) == ("epic", {"n": 1})
 
@@ -75,9 +75,9 @@ def test_a_model_that_answers_without_the_documents_tells_nothing() -> None:
     found = results([question(seed, every) for seed in range(QUESTIONS)])
     judged = found["epic"].judged
     assert judged is not None
-    assert judged.verdict == verdict.CANNOT_TELL
+    assert judged.verdict == verdicts.CANNOT_TELL
     assert judged.why == "no documents is within 5 points of recomputing everywhere"
-    assert reuse_verdicts.best(found.values()) is None
+    assert verdicts.best_reuse(found.values()) is None
 
 
 def test_lines_of_one_question_are_joined_and_the_later_result_counts() -> None:

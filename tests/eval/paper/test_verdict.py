@@ -7,8 +7,9 @@ import statistics
 
 import pytest
 
-from keyhole.eval.paper import verdict
-from keyhole.eval.paper.verdict import (
+from keyhole.eval.comparisons import wilson
+from keyhole.eval.paper import verdicts
+from keyhole.eval.paper.verdicts import (
     CANNOT_TELL,
     LOSES,
     NO_BETTER,
@@ -18,7 +19,6 @@ from keyhole.eval.paper.verdict import (
     conclude,
     judge,
 )
-from keyhole.eval.results.paired import wilson
 
 
 def scores(method: float, reference: float, control: float, samples: int = 400) -> Scores:
@@ -77,10 +77,10 @@ def test_the_gain_counts_the_places_that_can_tell_and_the_loss_counts_all() -> N
 def test_samples_that_all_agree_do_not_show_that_others_would(samples: int) -> None:
     """Also where answers are parts: a bootstrap of equal differences has no width at all."""
     half = [0.5] * samples
-    found = verdict.difference([Scores(method=half, reference=half, control=half)])
+    found = verdicts.difference([Scores(method=half, reference=half, control=half)])
     assert found.points == 0
     assert found.high == -found.low == wilson(0, samples)[1]
-    assert (found.high <= verdict.LOSS) == (samples >= 189)
+    assert (found.high <= verdicts.LOSS) == (samples >= 189)
 
 
 def test_intervals_of_parts_hold_the_true_difference() -> None:
@@ -90,7 +90,7 @@ def test_intervals_of_parts_hold_the_true_difference() -> None:
         first = [rng.choice([0.0, 0.25, 0.5, 1.0]) for _ in range(60)]
         method = [min(1.0, one + rng.choice([0.0, 0.0, 0.25])) for one in first]
         place = Scores(method=method, reference=first, control=first)
-        found = verdict.difference([place])
+        found = verdicts.difference([place])
         held += found.low <= 0.0625 <= found.high
         assert found.points == pytest.approx(statistics.fmean(method) - statistics.fmean(first))
     assert held >= 180
@@ -124,7 +124,7 @@ def test_without_a_budget_to_use_the_largest_one_gives_the_verdict() -> None:
 
 
 def test_words_name_what_was_compared() -> None:
-    told = [verdict.words(one, "full attention", "recency") for one in verdict.VERDICTS]
+    told = [verdicts.words(one, "full attention", "recency") for one in verdicts.VERDICTS]
     assert told == [
         "use it",
         "no better than recency",

@@ -10,7 +10,7 @@ import pytest
 
 from keyhole.errors import ConfigError
 from keyhole.eval.tasks import make_task, token_counter
-from keyhole.eval.tiny_language.tokenizer import build_tokenizer
+from recipes.tiny_model.export import build_tokenizer
 
 WORDS = token_counter(build_tokenizer())
 

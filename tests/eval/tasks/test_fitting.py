@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.tasks.common.fitting import Written, fitted
+from keyhole.eval.tasks.base import Written, fitted
 
 
 def words(text: str) -> int:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from keyhole.eval.tasks import RULER, make_task, token_counter
-from keyhole.eval.tasks.common.scores import (
+from keyhole.eval.tasks.base import (
     begins_with,
     first_number,
     share_before_first_error,
@@ -16,7 +16,7 @@ from keyhole.eval.tasks.common.scores import (
     string_match_part,
     token_f1,
 )
-from keyhole.eval.tiny_language.tokenizer import build_tokenizer
+from recipes.tiny_model.export import build_tokenizer
 
 WORDS = token_counter(build_tokenizer())
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"

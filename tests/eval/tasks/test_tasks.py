@@ -22,8 +22,8 @@ from keyhole.eval.tasks import (
     tasks,
     token_counter,
 )
-from keyhole.eval.tiny_language.tokenizer import build_tokenizer
-from keyhole.eval.tiny_language.vocabulary import WORD_IDS
+from keyhole.eval.tiny_language.world import WORD_IDS
+from recipes.tiny_model.export import build_tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.eval.tasks.readers import read
 from tests.recipes.solver import solve

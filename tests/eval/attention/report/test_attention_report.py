@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from keyhole.eval.attention.report import page, summary, table
+from keyhole.eval.attention import pictures, tables
 
 LAYERS = [0, 2, 3]
 
@@ -67,17 +67,17 @@ def overlap(weights: str) -> dict[str, Any]:
 
 def test_an_interval_is_over_texts() -> None:
     values = [0.1, 0.4, 0.2, 0.6, 0.3]
-    found = summary.estimate(values)
+    found = tables.estimate(values)
     low, high = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
     assert (found.mean, found.low, found.high) == pytest.approx(
         (np.mean(values), low, high), rel=1e-12
     )
-    alone = summary.estimate([0.5])
+    alone = tables.estimate([0.5])
     assert (alone.mean, alone.low, alone.high) == (0.5, -math.inf, math.inf)
 
 
 def test_means_leave_dense_layers_out() -> None:
-    row = summary.row(line("quest"))
+    row = tables.row(line("quest"))
     assert row.error["recent"].mean == 0.5
     assert row.error["method"].mean == pytest.approx(0.255)
     assert row.mass["oracle"].mean == 0.875
@@ -85,7 +85,7 @@ def test_means_leave_dense_layers_out() -> None:
     assert row.repeats == 0.625
     assert row.gain is not None
     gains = [0.25 / 0.5, 0.24 / 0.5] * 2
-    assert row.gain == pytest.approx(summary.estimate(gains))
+    assert row.gain == pytest.approx(tables.estimate(gains))
     assert row.way is not None
     assert row.way.mean == pytest.approx(0.245 / 0.375)
 
@@ -93,7 +93,7 @@ def test_means_leave_dense_layers_out() -> None:
 def test_there_is_no_way_to_an_oracle_that_is_no_better() -> None:
     made = line("quest")
     made["losses"]["oracle"] = loss(0.5)
-    assert summary.row(made).way is None
+    assert tables.row(made).way is None
 
 
 @pytest.mark.parametrize(
@@ -109,23 +109,23 @@ def test_there_is_no_way_to_an_oracle_that_is_no_better() -> None:
 def test_a_verdict_is_what_the_interval_says(own: dict[str, Any], says: str) -> None:
     made = line("quest")
     made["losses"]["method"] = own
-    row = summary.row(made)
-    assert table.verdict(row) == says
+    row = tables.row(made)
+    assert tables.verdict(row) == says
     assert (row.gain is None) == (says == "reads more")
 
 
 def test_a_gain_that_random_weights_show_is_marked() -> None:
-    row = summary.row(line("quest"))
-    gains, none = summary.row(line("quest", "random")), line("quest", "random")
+    row = tables.row(line("quest"))
+    gains, none = tables.row(line("quest", "random")), line("quest", "random")
     none["losses"]["method"] = loss(0.5)
-    assert table.verdict(row, gains) == "better, twin too"
-    assert table.verdict(row, summary.row(none)) == "better"
+    assert tables.verdict(row, gains) == "better, twin too"
+    assert tables.verdict(row, tables.row(none)) == "better"
 
 
 def test_a_method_without_sparse_layers_has_nothing_to_lose() -> None:
-    row = summary.row(line("quest", dense_layers=LAYERS))
+    row = tables.row(line("quest", dense_layers=LAYERS))
     assert (row.error["method"].mean, row.mass["method"].mean) == (0, 1)
-    assert table.verdict(row) == "-"
+    assert tables.verdict(row) == "-"
 
 
 def test_tables_have_the_random_twin_beside_the_model() -> None:
@@ -133,9 +133,9 @@ def test_tables_have_the_random_twin_beside_the_model() -> None:
     twin["losses"]["method"] = loss(0.4)
     lines = [line("quest"), twin, overlap("trained"), overlap("random"), line("delta")]
     lines.append(line("quest", terms="equal"))
-    given, equal = summary.places(lines)
+    given, equal = tables.places(lines)
     assert (given.terms, equal.terms) == ("given", "equal")
-    errors, masses, layers, overlaps = table.tables(given)
+    errors, masses, layers, overlaps = tables.tables(given)
     own = ["0", "64", "0.255", "0.500", "0.750", "0.125", "+49.0 ± 1.8 %"]
     assert errors.rows == [
         ["quest", *own, "better, twin too", "65%", "0.400", "0.500", "+20.0 ± 0.0 %"],
@@ -151,12 +151,12 @@ def test_tables_have_the_random_twin_beside_the_model() -> None:
         for weights in ("trained", "random")
     ]
     assert len(equal.overlaps) == 2
-    assert table.markdown(masses).splitlines()[1] == "| :-- |" + " --: |" * 7
+    assert tables.markdown(masses).splitlines()[1] == "| :-- |" + " --: |" * 7
 
 
 def test_the_page_shows_tables_and_pictures() -> None:
     lines = [line("quest"), line("quest", "random"), overlap("trained"), overlap("random")]
-    text = page.render(lines)
+    text = pictures.render(lines)
     assert text.count("<svg") == 2
     assert "made-up" in text
     assert "+49.0" in text

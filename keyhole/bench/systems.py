@@ -1,0 +1,441 @@
+"""The systems of the decode benchmark: Keyhole's engine, and baselines in transformers or
+elsewhere.
+
+The engines of all policies share one cache: its pages are written once, not computed, and given to
+each engine as the cached prefix of a prompt. New tokens go into pages of their own.
+
+Baselines with the same kind of cache share one, too. `DynamicCache`, a user's default, copies
+itself at every step; what a step has added is taken back after it, so that every step has the same
+past. `StaticCache` writes in place and reads all of its room under a mask. torch's flash attention
+over `in_place` keys and values is as fast as a dense step gets without pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Collection
+from collections.abc import Sequence as Several
+from dataclasses import asdict, fields
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from keyhole.bench import measure
+from keyhole.bench.measure import THEIRS, Captured, Launches, said
+from keyhole.bench.model import (
+    Need,
+    RandomKV,
+    Weights,
+    head_data,
+    num_pages,
+    page_data,
+    without_copying_weights,
+)
+from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, brings_budget
+from keyhole.cache.pages import PageCache
+from keyhole.config import EngineConfig, SamplingParams, require
+from keyhole.engine.engine import Engine
+from keyhole.engine.sequence import Sequence
+from keyhole.models.loading import Model
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+
+class KeyholeSystem:
+    """One policy's engine over a shared cache. token_budget: None for the policy's own."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        cache: PageCache,
+        batch: int,
+        head: RetrievalHead | None,
+        token_budget: int | None = None,
+    ) -> None:
+        self.name = name
+        config = EngineConfig(max_batch=batch, page_size=PAGE_SIZE)
+        policy = _policy(name, token_budget)
+        head = head if policy.wants_head else None
+        self.engine = Engine(model, policy, config, cache, head)
+        self.sequences: list[Sequence] = []
+        self._replayed = 0  # before the steps that count
+
+    def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
+        """Logits [B, 1 + len(given), vocabulary] after the prompts and after each given token."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        sequences = [
+            self.engine.add(prompt, params, given=given, keep_logits=True) for prompt in prompts
+        ]
+        while self.engine.has_work:
+            self.engine.step()
+        return torch.stack([torch.stack(sequence.logits) for sequence in sequences])
+
+    def start(self, prompts: list[list[int]], steps: int) -> None:
+        """Requests that live for `steps` steps at least."""
+        params = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
+        self.sequences = [self.engine.add(prompt, params) for prompt in prompts]
+        self._replayed = self.engine.replayed_steps
+
+    def step(self) -> None:
+        """One token for every request, scheduling and sampling included."""
+        done = self.engine.step()
+        assert len(done) == len(self.sequences)
+
+    def rest(self) -> None:
+        """Nothing: what a step has written is the past of the next one."""
+
+    def cost(self) -> dict[str, Any]:
+        """What one step read, summed over the requests, the policy as it was resolved, launches.
+
+        NotRecordedError if its steps should have been repeated as CUDA graphs and were not.
+        """
+        stats = [sequence.stats() for sequence in self.sequences]
+        steps = [len(sequence.step_ms) for sequence in self.sequences]
+        fractions = [s.attended_fraction for s in stats if s.attended_fraction is not None]
+        return {
+            "policy": {"name": self.engine.policy.name} | asdict(self.engine.policy),
+            "kv_bytes": sum(s.kv_bytes_read / n for s, n in zip(stats, steps, strict=True)),
+            "other_bytes": sum(s.other_bytes_read / n for s, n in zip(stats, steps, strict=True)),
+            "attended_fraction": statistics.mean(fractions),
+            "launches": measure.checked(
+                self.name, self.engine, self._replayed, self.engine.model.device
+            ),
+        }
+
+
+class Pages:
+    """The shared cache, and the pages in it that hold the prompts."""
+
+    def __init__(
+        self,
+        model: Model,
+        policies: Several[str],
+        batch: int,
+        context: int,
+        steps: int,
+        token_budget: int | None = None,
+    ) -> None:
+        """`steps`: the most that any engine adds to a prompt. token_budget: as `KeyholeSystem`."""
+        geometry = model.geometry(PAGE_SIZE)
+        self.cache = PageCache(
+            geometry,
+            num_pages(policies, batch, context, steps),
+            dtype=model.dtype,
+            device=model.device,
+            page_data=page_data(model, policies),
+            common=head_data(model, policies),
+        )
+        # Random weights have no head that was trained for them; what a step costs is the same.
+        head = RetrievalHead.random(model.network) if self.cache.common else None
+        self.ours = [
+            KeyholeSystem(name, model, self.cache, batch, head, token_budget) for name in policies
+        ]
+        pages = self.cache.allocate(batch * context // PAGE_SIZE)
+        assert pages is not None
+        self._pages = torch.tensor(pages, device=model.device)
+
+    def fill(self, numbers: RandomKV) -> None:
+        """Writes keys and values of all prompts, and what the policies keep of them."""
+        cache = self.cache
+        for tensor in cache.common.values():
+            tensor[self._pages] = torch.randn_like(tensor[self._pages])
+        for sequence, pages in enumerate(self._pages.view(numbers.batch, -1)):
+            filled = torch.full_like(pages, PAGE_SIZE)
+            for layer in range(numbers.num_layers):
+                for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
+                    tensor = draw(layer, sequence)
+                    stored[layer][pages] = tensor.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+                for own in self.ours:
+                    policy = own.engine.policy
+                    policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
+
+    def know(self, prompts: list[list[int]]) -> None:
+        """Hands the pages over to the engines, as known starts of these prompts."""
+        parts = self._pages.view(len(prompts), -1).tolist()
+        for own in self.ours:
+            assert own.engine.prefix is not None
+            for prompt, pages in zip(prompts, parts, strict=True):
+                own.engine.prefix.insert(prompt[:-1], pages, len(prompt))
+        self.cache.release(self._pages.tolist())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the cache."""
+        return self.cache.capacity * self.cache.page_bytes
+
+
+def _policy(name: str, token_budget: int | None) -> Policy:
+    """A policy, with that budget if it has one at all and brings none of its own."""
+    policy = make_policy(name)
+    has_budget = "token_budget" in {field.name for field in fields(policy)}
+    if token_budget is None or not has_budget or brings_budget(name):
+        return policy
+    return make_policy(name, {"token_budget": token_budget})
+
+
+class OutsidePeer(Protocol):
+    """One such system with a cache of its own. `step_ms`, `peak_bytes`: of its last step."""
+
+    name: str
+    step_ms: float
+    peak_bytes: int
+
+    def fill(self, numbers: RandomKV) -> None:
+        """Gives it the past of all sequences."""
+        ...
+
+    def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
+        """As `KeyholeSystem.logits`."""
+        ...
+
+    def start(self, prompts: list[list[int]], steps: int) -> None:
+        """Sets the tokens that the next step begins with."""
+        ...
+
+    def step(self) -> None:
+        """One token for every sequence, greedy."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until its threads rest."""
+        ...
+
+    def rest(self) -> None:
+        """Takes the steps back."""
+        ...
+
+    def cost(self) -> dict[str, Any]:
+        """What one step must read, and what the process should take."""
+        ...
+
+    def close(self) -> None:
+        """Ends the process."""
+        ...
+
+
+class Outside(Protocol):
+    """Systems over our weights in processes of their own, measured one after the other."""
+
+    names: Collection[str]
+
+    def write(self, weights: Weights) -> None:
+        """Gives it the weights, once."""
+        ...
+
+    def needed(self, model: Model, batch: int, context: int, steps: int) -> Need:
+        """What one of them takes, before it is started."""
+        ...
+
+    def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> OutsidePeer:
+        """Starts one. steps: the most that are added to the context."""
+        ...
+
+
+# Keys and values side by side in room set aside for them, written in place and never copied.
+#
+# With torch's flash attention over exactly what is there, which `StaticCache` of transformers has
+# not (it reads all of its room under a mask, which flash attention does not take).
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
+    """room: tokens."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+        self._length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Sets the room aside, for keys and values [B, Hkv, T, D] like these."""
+        super().lazy_initialization(key_states, value_states)
+        like = (key_states, value_states)
+        self._all = [x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in like]
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Writes new tokens behind the others; everything, as views."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        begin = self._length
+        for room, new in zip(self._all, (keys, values), strict=True):
+            room[:, :, begin : begin + new.shape[2]] = new
+        return self._resized(keys.shape[2])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens; as in transformers their number is negative."""
+        self._resized(tokens_to_remove)
+
+    def _resized(self, by: int) -> tuple[Tensor, Tensor]:
+        self._length += by
+        keys, values = (room[:, :, : self._length] for room in self._all)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def in_place_cache(config: Any, room: int) -> DynamicCache:
+    """An empty cache for that many tokens."""
+    cache: Any = DynamicCache(config=config)
+    cache.layers = [_Layer(room) for _ in range(config.num_hidden_layers)]
+    return cache
+
+
+def _flash(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """One new token of each sequence sees everything: query [B, Hq, 1, D]."""
+    assert query.shape[2] == 1, "decode steps only"
+    assert mask is None, "none is registered under our name"
+    # Elsewhere torch chooses; here nothing slower may take its place.
+    only = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if query.is_cuda else contextlib.nullcontext()
+    with only:
+        out = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+# transformers takes every name with "flash" in it for a package to load.
+AttentionInterface.register("in_place", _flash)
+
+
+class _Offloaded(DynamicCache):  # type: ignore[misc] # transformers is not typed
+    """Keys and values on the host, copied a layer ahead; no copy overtakes those before it.
+
+    Later versions of transformers see to that. 5.17 begins a copy while what it reads is still on
+    its way to the host, and into memory that the step is still reading.
+    """
+
+    def update(self, keys: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        self.prefetch_stream.wait_stream(torch.cuda.default_stream(keys.device))
+        both: tuple[Tensor, Tensor] = super().update(keys, *rest, **more)
+        return both
+
+
+class Past:
+    """A cache of transformers. steps: the most that are added to one with room for them.
+
+    ConfigError for one on the host without a GPU, and for one that flash attention does not take.
+    """
+
+    def __init__(self, kind: str, model: Model, context: int, steps: int) -> None:
+        self.static, self.in_place = kind == "static", kind == "in_place"
+        self.below = kind == "offloaded"
+        config, room = model.network.config, context + steps
+        self.cache: Any
+        if self.static:
+            self.cache = StaticCache(config=config, max_cache_len=room)
+        elif self.in_place:
+            wide = model.dtype == torch.float32 and model.device.type == "cuda"
+            require(not wide, "dtype", "float32", "bfloat16 or float16 for flash attention on cuda")
+            self.cache = in_place_cache(config, room)
+        else:
+            right = "cuda where keys and values are to lie on the host"
+            good = not self.below or model.device.type == "cuda"
+            require(good, "device", str(model.device), right)
+            cls = _Offloaded if self.below else DynamicCache
+            self.cache = cls(config=config, offloading=self.below)
+
+    def fill(self, numbers: RandomKV) -> None:
+        """Stores keys and values of all prompts."""
+        for layer in range(numbers.num_layers):
+            keys, values = (
+                torch.stack([draw(layer, sequence) for sequence in range(numbers.batch)])
+                for draw in (numbers.keys, numbers.values)
+            )
+            self.cache.update(keys, values, layer)
+
+    def take_back(self, tokens: int) -> None:
+        """Forgets the newest tokens where that makes no step slower.
+
+        A static cache keeps them in its room. On the host what is left would lie in pieces, to be
+        put together before each copy.
+        """
+        if not self.static and not self.below:
+            self.cache.crop(-tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(2 * layer.keys.nbytes for layer in self.cache.layers)
+
+
+class Baseline:
+    """One way of attention in transformers, over a cache that is filled already."""
+
+    def __init__(self, name: str, weights: Weights, past: Past, context: int) -> None:
+        self.name = name
+        self._network = without_copying_weights(weights.theirs)
+        self._network.set_attn_implementation(ALL_PEERS[name][0])
+        self._past = past
+        self._token_bytes = weights.ours.geometry(PAGE_SIZE).token_bytes
+        self._device = weights.ours.device
+        self._context = context
+        self._next = torch.empty(0)
+        self._captured: Captured | None = None
+        self._replayed = 0
+
+    def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
+        """As `Ours.logits`."""
+        tokens = [[prompt[-1], *given] for prompt in prompts]
+        rows = [self._forward(torch.tensor(column)) for column in zip(*tokens, strict=True)]
+        self._past.take_back(len(rows))
+        return torch.stack(rows, 1).float().cpu()
+
+    def start(self, prompts: list[list[int]], steps: int) -> None:
+        """Sets the token that the next step begins with."""
+        self._next = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
+        if self._past.in_place and self._device.type == "cuda":
+            self._captured = Captured(self._same_step, self._next)
+
+    def step(self) -> None:
+        """One token for every sequence, greedy."""
+        if self._captured is not None:
+            self._next = self._captured(self._next)
+            self._replayed += 1
+        else:
+            self._next = self._forward(self._next).argmax(-1)
+
+    def rest(self) -> None:
+        """Takes the step back."""
+        if self._captured is None:
+            self._past.take_back(1)
+
+    def _same_step(self, tokens: Tensor) -> Tensor:
+        """The next tokens [B]; always the same step, as what it added is taken back."""
+        best = self._forward(tokens).argmax(-1)
+        self._past.take_back(1)
+        return best
+
+    def cost(self) -> dict[str, Any]:
+        """What one step must read; copies, and the room of a static cache, come on top."""
+        return {
+            "policy": None,
+            "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
+            "other_bytes": 0.0,
+            "attended_fraction": 1.0,
+            "launches": self.launches,
+        }
+
+    @property
+    def launches(self) -> Launches:
+        """How its steps reached the device: transformers itself launches one by one."""
+        captured = self._captured is not None
+        return said(self._replayed, None if captured else THEIRS)
+
+    @torch.no_grad()
+    def _forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.to(self._device)[:, None]
+        out = self._network(input_ids=tokens, past_key_values=self._past.cache, use_cache=True)
+        logits: Tensor = out.logits[:, -1]
+        return logits

@@ -1,0 +1,220 @@
+"""What a command shows on a terminal: colours, tables, JSON, streamed answers, and Ctrl-C."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from keyhole.engine.sequence import Piece, Result, Stats
+    from keyhole.engine.sequence import Sequence as Request
+    from keyhole.llm import LLM
+    from keyhole.policies.base import Policy
+    from keyhole.reuse.base import Reuse
+
+
+#: What a word of a result means, wherever it stands alone: in a cell, at the start of a line.
+MARKS = {
+    "met": "green",
+    "exact": "green",
+    "right": "green",
+    "MISSED": "bold red",
+    "DIFFERS": "bold red",
+    "wrong": "red",
+}
+HEADING = "bold"
+ERROR = "bold red"
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """The text as it is to be written to a stream: in a style, or as it stands."""
+    if not style or not stream.isatty():
+        return text
+    from rich.console import Console  # only here, so that `documents list` pays nothing for it
+    from rich.text import Text
+
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    if console.color_system is None or console.no_color:
+        return text
+    with console.capture() as captured:
+        console.print(Text(text, style), end="")
+    return captured.get()
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    stream: TextIO | None = None,
+) -> str:
+    """Columns as wide as their content; the first `left` are left-aligned, the others right.
+
+    stream: where it will be printed, for colours; None: stdout.
+    """
+    out = sys.stdout if stream is None else stream
+    widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
+
+    def padded(cells: Sequence[str]) -> list[str]:
+        return [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+
+    lines = [styled("  ".join(padded(heads)).rstrip(), HEADING, out)]
+    for cells in [["-" * width for width in widths], *rows]:
+        marked = [
+            text.replace(cell, styled(cell, MARKS.get(cell, ""), out))
+            for cell, text in zip(cells, padded(cells), strict=True)
+        ]
+        lines.append("  ".join(marked).rstrip())
+    return "\n".join(lines)
+
+
+def error(text: str) -> None:
+    """Prints the line of an error on stderr."""
+    print(f"{styled('error:', ERROR, sys.stderr)} {text}", file=sys.stderr)
+
+
+def status(text: str) -> None:
+    """Says on a terminal what the user waits for; nothing where stderr is a pipe or a file."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def to_json(value: Any) -> str:
+    """One JSON object; dataclasses become objects with their Python names."""
+    return json.dumps(value, indent=2, default=dataclasses.asdict)
+
+
+def describe(method: Policy | Reuse) -> dict[str, Any]:
+    """Name and settings of a policy or reuse method, for JSON."""
+    return {"name": method.name, **dataclasses.asdict(method)}
+
+
+def sentence(method: Policy | Reuse) -> str:
+    """Name and settings of a policy or reuse method, for people."""
+    settings = dataclasses.asdict(method)
+    shown = [
+        f"{name} {setting(value)}" for name, value in settings.items() if value not in (None, ())
+    ]
+    return f"{method.name} ({', '.join(shown)})" if shown else method.name
+
+
+def closing_line(stats: Stats) -> str:
+    """The counters of a request in one line."""
+    parts = [f"{stats.generated_tokens} tokens"]
+    if stats.step_ms:
+        parts.append(f"{1e3 / stats.step_ms:.1f} tokens/s")
+    if stats.attended_fraction is not None:
+        parts.append(f"{100 * stats.attended_fraction:.1f} % of keys read")
+        parts.append(f"{bytes_text(bytes_per_step(stats))} read per token")
+    if stats.evicted_pages:
+        parts.append(f"{count(stats.evicted_pages, 'page')} evicted")
+    if stats.ttft_ms is not None:
+        parts.append(f"first token after {stats.ttft_ms:.0f} ms")
+    return " | ".join(parts)
+
+
+def bytes_per_step(stats: Stats) -> float:
+    """Bytes read per decode step; the first token comes from the prefill."""
+    return (stats.kv_bytes_read + stats.other_bytes_read) / max(1, stats.generated_tokens - 1)
+
+
+def bytes_text(size: float) -> str:
+    """A size for people: 512 B, 1.5 KiB, 3.2 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 token, 2,048 tokens."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def setting(value: object) -> str:
+    """The value of a setting as one would type it: 0,1 for (0, 1)."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+#: What a shell says of a program that Ctrl-C ended.
+INTERRUPTED = 130
+
+
+class Interrupt:
+    """Remembers the first of these signals in `seen`; a second one raises KeyboardInterrupt."""
+
+    seen = False
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self._signals = signals or (signal.SIGINT,)
+
+    def __enter__(self) -> Interrupt:
+        self._before = {number: signal.signal(number, self._see) for number in self._signals}
+        return self
+
+    def _see(self, number: int, frame: FrameType | None) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+        self.seen = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def answer(llm: LLM, sequence: Request, *, silent: bool = False) -> Result:
+    """The result of a request that was submitted, printed as it comes unless `silent`.
+
+    After Ctrl-C its finish_reason is "abort". Raises what ended the request if that was an error.
+    """
+    result = None
+    for piece in _pieces(llm, sequence):
+        if not silent:
+            print(piece.text, end="", flush=True)
+        result = piece.result
+    assert result is not None
+    if not silent:
+        print()
+    return result
+
+
+def abort(llm: LLM, sequences: Iterable[Request]) -> None:
+    """Ends requests; what they have stays."""
+    for sequence in sequences:
+        llm.engine.abort(sequence)
+
+
+def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
+    """The pieces of a request, the result in the last; a bar tells how far its prompt is."""
+    from tqdm.auto import tqdm
+
+    from keyhole.engine.sequence import piece_of
+
+    given, total = 0, len(sequence.prompt)
+    bar = tqdm(total=total, desc="prompt", unit="token", leave=False, delay=1, disable=None)
+    with Interrupt() as interrupt, bar:
+        try:
+            while True:
+                if interrupt.seen:
+                    llm.engine.abort(sequence)
+                elif not sequence.is_finished and len(sequence.generated) == given:
+                    llm.engine.step()  # other requests of the batch have steps of their own
+                piece = piece_of(sequence, given)
+                if piece is None:
+                    bar.update(min(sequence.num_computed, total) - bar.n)
+                    continue
+                bar.close()
+                given += len(piece.token_ids)
+                yield piece
+                if piece.result is not None:
+                    return
+        finally:
+            llm.engine.abort(sequence)

@@ -1,0 +1,284 @@
+"""Lists, removes and verifies stored documents; and what all actions share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from keyhole.cli.common import flags, terminal
+from keyhole.config import EngineConfig, parse_bytes
+from keyhole.documents.source import default_place
+from keyhole.errors import KeyholeError, UnknownNameError
+from keyhole.policies import make_policy
+
+if TYPE_CHECKING:
+    from keyhole.documents.store import DocumentInfo, DocumentStore, Problem
+    from keyhole.engine.documents.library import Documents
+    from keyhole.llm import LLM
+
+
+# Who looks at a store without a model: nobody encodes with this fingerprint.
+_NO_MODEL = {"model": "none"}
+
+
+class _OnUse(types.ModuleType):
+    """A module in `sys.modules` that is imported when something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """--store."""
+    parser.add_argument(
+        "--store",
+        metavar="PLACE",
+        help="folder or URL where documents are; default: in the user's cache folder",
+    )
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """--limit."""
+    parser.add_argument(
+        "--limit",
+        metavar="SIZE",
+        help="most that the store may take, such as 20GiB; least recently used records leave, "
+        "but for pinned ones; default: no limit",
+    )
+
+
+def open_llm(arguments: argparse.Namespace) -> LLM:
+    """The model and engine that the arguments describe, with its documents.
+
+    Settings are checked before the model is loaded.
+    """
+    policy = make_policy(arguments.policy) if "policy" in arguments else None
+    settings = flags.settings_of(arguments, EngineConfig)
+    EngineConfig(**settings)  # says what is wrong with them
+    limit = getattr(arguments, "limit", None)
+    limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
+    model = flags.load_model(arguments)
+    from keyhole.llm import LLM
+
+    return LLM(model, policy, documents=arguments.store, documents_limit=limit_bytes, **settings)
+
+
+def open_store(arguments: argparse.Namespace) -> DocumentStore:
+    """The documents without a model; they count as not encoded. Torch is not loaded for them."""
+    sys.modules.setdefault("torch", _OnUse("torch"))
+    from keyhole.documents.store import DocumentStore
+
+    return DocumentStore(place(arguments), _NO_MODEL)
+
+
+def place(arguments: argparse.Namespace) -> str:
+    """Where the documents are."""
+    return str(arguments.store or default_place())
+
+
+def expand(given: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Names, in order; one that ends in "/" becomes all that begin with it, sorted.
+
+    UnknownNameError if there are none; other names are taken as they are.
+    """
+    known = sorted(known)
+    names: list[str] = []
+    for name in given:
+        below = [other for other in known if other.startswith(name.rstrip("/") + "/")]
+        folders = {f"{other.rpartition('/')[0]}/" for other in known if "/" in other}
+        if (name.endswith("/") and not below) or (name not in known and below and name[-1] != "/"):
+            raise UnknownNameError("document", name, {*known, *folders})
+        names += below if name.endswith("/") else [name]
+    return names
+
+
+def about(info: DocumentInfo) -> dict[str, Any]:
+    """A document for JSON: the fields of `DocumentInfo`, and its blocks."""
+    return {**vars(info), "blocks": blocks(info)}
+
+
+def blocks(info: DocumentInfo) -> int:
+    """Blocks of a document, the short last one included."""
+    return -(-info.tokens // info.block_size)
+
+
+def sentence(info: DocumentInfo) -> str:
+    """A document in a line."""
+    tokens = terminal.count(info.tokens, "token")
+    parts = f"{terminal.count(blocks(info), 'block')} of {info.block_size}"
+    return f"{info.name}: {tokens}, {parts}, {terminal.bytes_text(info.size_bytes)}"
+
+
+_HEADS = ("name", "tokens", "blocks", "size", "added", "used", "hits", "models", "pinned")
+
+
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole documents list`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_store(parser)
+    flags.add_model(parser)
+
+
+def _run_list(arguments: argparse.Namespace) -> int:
+    """Prints a row per document."""
+    asked = arguments.model is not None
+    store = open_llm(arguments).documents.store if asked else open_store(arguments)
+    infos, where = store.list(), place(arguments)
+    if arguments.json:
+        known = [about(info) | ({} if asked else {"encoded": None}) for info in infos]
+        print(terminal.to_json({"place": where, "documents": known}))
+        return 0
+    if not infos:
+        print(f"no documents at {where}; `keyhole documents add NAME FILE` stores one")
+        return 0
+    heads = (*_HEADS, "encoded") if asked else _HEADS
+    rows = [[*_row(info), *([_yes(info.encoded)] if asked else [])] for info in infos]
+    print(terminal.table(heads, rows))
+    tokens = terminal.count(sum(info.tokens for info in infos), "token")
+    size = terminal.bytes_text(sum(info.size_bytes for info in infos))
+    print(f"{terminal.count(len(infos), 'document')}, {tokens}, {size} at {where}")
+    return 0
+
+
+def _row(info: DocumentInfo) -> list[str]:
+    return [
+        info.name,
+        f"{info.tokens:,}",
+        f"{blocks(info):,}",
+        terminal.bytes_text(info.size_bytes),
+        _minute(info.created),
+        _minute(info.last_used) if info.hits else "never",
+        f"{info.hits:,}",
+        str(len(info.records)),
+        _yes(info.pinned),
+    ]
+
+
+def _minute(seconds: float) -> str:
+    """In the time zone of this machine."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _add_remove_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole documents remove`."""
+    parser.add_argument("names", nargs="+", metavar="NAME", help="NAME/ is all documents below it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_store(parser)
+
+
+def _run_remove(arguments: argparse.Namespace) -> int:
+    """Prints what was removed."""
+    store = open_store(arguments)
+    names = list(dict.fromkeys(expand(arguments.names, (info.name for info in store.list()))))
+    for name in names:
+        store.info(name)
+    for name in names:
+        store.remove(name)
+        if not arguments.json:
+            print(f"removed: {name}")
+    if arguments.json:
+        print(terminal.to_json({"removed": names}))
+    return 0
+
+
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole documents verify`."""
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="all documents unless said; NAME/ is all below it"
+    )
+    parser.add_argument("--repair", action="store_true", help="encode again what is wrong")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_store(parser)
+    add_limit(parser)
+    flags.add_model(parser)
+    flags.add_settings(parser, EngineConfig, "engine", ("memory",))
+
+
+def _run_verify(arguments: argparse.Namespace) -> int:
+    """Prints a line per problem."""
+    documents = open_llm(arguments).documents
+    known = [info.name for info in documents.list()]
+    names = expand(arguments.names, known) if arguments.names else None
+    problems = documents.verify(names)
+    repaired = _repair(documents, problems) if arguments.repair else []
+    wrong = [problem for problem in problems if problem.name not in repaired]
+    if arguments.json:
+        found = [{**vars(problem), "repaired": problem.name in repaired} for problem in problems]
+        print(terminal.to_json({"problems": found}))
+        return 1 if wrong else 0
+    for problem in problems:
+        state = "repaired: " if problem.name in repaired else ""
+        print(f"{state}{problem.name}: {problem.what}; right would be {problem.right}")
+    checked = terminal.count(len(set(known) if names is None else set(names)), "document")
+    if wrong:
+        left = [problem for problem in wrong if problem.kind != "source"]
+        print(f"{checked} checked, {terminal.count(len(wrong), 'problem')}{_advice(bool(left))}")
+    else:
+        print(f"{checked} checked, all are right")
+    return 1 if wrong else 0
+
+
+def _repair(documents: Documents, problems: list[Problem]) -> list[str]:
+    """Names of the documents that are right now."""
+    damaged = {problem.name for problem in problems if problem.kind == "source"}
+    repaired = []
+    for name in dict.fromkeys(problem.name for problem in problems):
+        if name in damaged:
+            continue
+        try:
+            documents.verify([name], repair=True)
+        except KeyholeError as error:  # the others are repaired all the same
+            terminal.error(f"{name}: {error}")
+            continue
+        repaired.append(name)
+    return repaired
+
+
+def _advice(repairable: bool) -> str:
+    if repairable:
+        return "; --repair encodes them again"
+    return "; what has lost its text must be added again with --overwrite, or removed"
+
+
+class List:
+    """Lists what is stored. Without --model no model is loaded, and nothing is said of its records.
+
+    With it, tokens and blocks are as that model counts them, and `encoded` says whether it can
+    answer over a document at once; if not, `keyhole documents verify --repair` encodes it.
+    """
+
+    add_arguments = staticmethod(_add_list_arguments)
+    run = staticmethod(_run_list)
+
+
+class Remove:
+    """Forgets documents, with what all models have stored of them. No model is loaded.
+
+    Nothing is removed if one of the names is unknown.
+    """
+
+    add_arguments = staticmethod(_add_remove_arguments)
+    run = staticmethod(_run_remove)
+
+
+class Verify:
+    """Reads all that is stored of documents, compares it with its digests, and tells what is wrong.
+
+    Damaged records and those of another model (revision, dtype, RoPE, tokenizer) are named with
+    what differs. --repair encodes them again from their texts; only a damaged text cannot be
+    repaired. Exit status 1 if something is wrong and was not repaired.
+    """
+
+    add_arguments = staticmethod(_add_verify_arguments)
+    run = staticmethod(_run_verify)

@@ -1,1 +1,0 @@
-"""Pictures of documents, memory plans and pages."""

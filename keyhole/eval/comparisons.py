@@ -1,0 +1,438 @@
+"""Methods beside their controls on the same samples: gains, exact tests, and tables.
+
+    wilson      the share of right answers and its interval
+    gain        the difference of two means over the same samples, with its interval
+    p_value     McNemar's exact test: of the samples on which two methods differ, as many would
+                favour either one by chance
+
+For scores between right and wrong the test is the sign test, which is the same, and the interval a
+bootstrap over the samples. SciPy computes the tests.
+
+A gain over the recent control is what a method's selection is worth; the distance to the oracle is
+what a better selection could still win. Where the recent control is within 5 points of full
+attention, selecting is worth nothing and methods cannot be told apart: such a setting enters no
+ranking.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from keyhole.errors import ConfigError
+from keyhole.eval.line_file import Line
+from keyhole.eval.methods import CONTROL, CONTROLS, FULL
+from keyhole.eval.settings import FORCED
+from keyhole.eval.tasks import task_name, told
+
+#: Standard normal quantile of a 95 % interval.
+_Z = 1.96
+_RESAMPLES = 9999
+#: Numbers of a batch of resamples: thousands of samples would need gigabytes otherwise.
+_BATCH = 2**20
+
+
+def wilson(right: int, items: int) -> tuple[float, float]:
+    """Wilson's 95 % confidence interval of a share."""
+    share, z2 = right / items, _Z * _Z
+    middle = (share + z2 / (2 * items)) / (1 + z2 / items)
+    half = _Z * math.sqrt(share * (1 - share) / items + z2 / (4 * items**2)) / (1 + z2 / items)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Mean score minus another one on the same samples: points from -1 to 1, 95 % interval.
+
+    better, worse: samples on which the first scored more, and less. p: two-sided.
+    """
+
+    points: float
+    low: float
+    high: float
+    p: float
+    better: int
+    worse: int
+    samples: int
+
+
+def gain(scores: Sequence[float], other: Sequence[float]) -> Gain:
+    """`scores` against `other`, sample by sample; both have as many, at least one."""
+    assert len(scores) == len(other) >= 1
+    better = sum(a > b for a, b in zip(scores, other, strict=True))
+    worse = sum(a < b for a, b in zip(scores, other, strict=True))
+    if {*scores, *other} <= {0, 1}:
+        both = sum(a == b == 1 for a, b in zip(scores, other, strict=True))
+        low, high = newcombe(both, better, worse, len(scores) - both - better - worse)
+    else:
+        low, high = _bootstrap(np.subtract(scores, other))
+    return Gain(
+        points=math.fsum(scores) / len(scores) - math.fsum(other) / len(other),
+        low=low,
+        high=high,
+        p=p_value(better, worse),
+        better=better,
+        worse=worse,
+        samples=len(scores),
+    )
+
+
+def p_value(better: int, worse: int) -> float:
+    """Two-sided, of the exact binomial test that both numbers are as likely; 1 without any."""
+    if better + worse == 0:
+        return 1.0
+    return float(require_scipy().binomtest(better, better + worse, 0.5).pvalue)
+
+
+def newcombe(both: int, first: int, second: int, neither: int) -> tuple[float, float]:
+    """95 % interval of the difference of two shares of the same samples.
+
+    both, first, second, neither: samples that both have right, only the first, only the second, and
+    none. Newcombe, Improved confidence intervals for the difference between binomial proportions
+    based on paired data, Statistics in Medicine 17 (1998), method 10: Wilson's intervals, and the
+    correlation of the two.
+    """
+    n = both + first + second + neither
+    share, other = (both + first) / n, (both + second) / n
+    (low, high), (other_low, other_high) = (wilson(both + k, n) for k in (first, second))
+    margins = (both + first) * (second + neither) * (both + second) * (first + neither)
+    cross = both * neither - first * second
+    # A small positive correlation is taken as none: the correction for continuity.
+    cross_corrected = max(cross - n / 2, 0.0) if cross > 0 else cross
+    phi = cross_corrected / math.sqrt(margins) if margins else 0.0
+
+    def spread(own: float, others: float) -> float:
+        return math.sqrt(max(0.0, own**2 - 2 * phi * own * others + others**2))
+
+    difference = share - other
+    down = spread(share - low, other_high - other)
+    up = spread(high - share, other - other_low)
+    return max(-1.0, difference - down), min(1.0, difference + up)
+
+
+def require_scipy() -> Any:
+    """scipy.stats; ConfigError that says how to get it if it is not there."""
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ConfigError("exact tests need SciPy: pip install 'keyhole[eval]'") from error
+    return stats
+
+
+def _bootstrap(differences: np.ndarray) -> tuple[float, float]:
+    if len(differences) == 1:
+        return -1.0, 1.0
+    found = require_scipy().bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=_RESAMPLES,
+        batch=max(1, _BATCH // len(differences)),
+        method="percentile",
+        rng=0,
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+TELLING = 0.05
+"""Full attention less the recent control must be more than this, for methods to be compared."""
+RECENT, RANDOM, ORACLE = "recent", "random", "oracle"
+#: What lines that are measured on the same samples have in common.
+_SAME = ("model", "fingerprint", "task", "task_settings", "length", "setup")
+#: Points are sums of floats: 5 points are 5 points.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A method's line beside others; shares and points from 0 to 1.
+
+    samples: of all of them, the first ones that every line has. interval: Wilson's, None unless
+    each sample is right or wrong. full: mean score of full attention. controls, lines, gains: mean
+    score and line of each control that was measured, and the gain over it; not of one that is the
+    method itself.
+    """
+
+    samples: int
+    score: float
+    interval: tuple[float, float] | None
+    full: float | None
+    controls: Mapping[str, float]
+    gains: Mapping[str, Gain]
+    lines: Mapping[str, Line] = field(default_factory=dict, repr=False)
+
+    @property
+    def gain(self) -> Gain | None:
+        """Over the recent control."""
+        return self.gains.get(RECENT)
+
+    @property
+    def distance(self) -> float | None:
+        """How far below the oracle the score is."""
+        oracle = self.controls.get(ORACLE)
+        return None if oracle is None else oracle - self.score
+
+    @property
+    def can_tell(self) -> bool | None:
+        """Whether this place tells methods apart; None where that was not measured."""
+        recent = self.controls.get(RECENT)
+        if self.full is None or recent is None:
+            return None
+        return self.full - recent > TELLING + ROUNDING
+
+    def to_json(self) -> Line:
+        """For `--json`: everything, gains by the name of the control."""
+        return {
+            "samples": self.samples,
+            "score": self.score,
+            "interval": self.interval,
+            "full": self.full,
+            "controls": dict(self.controls),
+            "gains": {name: vars(gain) for name, gain in self.gains.items()},
+            "distance": self.distance,
+            "can_tell": self.can_tell,
+        }
+
+
+def compared(lines: Sequence[Line]) -> list[Comparison | None]:
+    """For each line its comparison; None for one that names no controls, or has no scores.
+
+    A control is looked for among the lines by its policy, its settings and what was asked; of
+    several, the one with the most samples counts, and the last of these.
+    """
+    known: dict[str, Line] = {}
+    full: dict[str, Line] = {}
+    for line in sorted(lines, key=lambda line: len(_scores(line))):
+        known[_key(line)] = line
+        if line.get("policy") == FULL.name:
+            full[_asked(line)] = line
+    return [_compared(line, known, full) for line in lines]
+
+
+def wilson_of(scores: object) -> tuple[float, float] | None:
+    """Wilson's 95 % interval of the share of right answers; None unless each is right or wrong."""
+    if not isinstance(scores, list | tuple) or not scores:
+        return None
+    if any(score not in (0, 1) for score in scores):
+        return None
+    return wilson(sum(score == 1 for score in scores), len(scores))
+
+
+def _compared(line: Line, known: Mapping[str, Line], full: Mapping[str, Line]) -> Comparison | None:
+    named = line.get(CONTROLS)
+    if not isinstance(named, dict) or not _scores(line):
+        return None
+    others = {
+        name: known.get(_key(line | one))
+        for name, one in named.items()
+        if isinstance(one, dict) and _key(line | one) != _key(line)  # a method may be a control
+    }
+    found = {name: scores for name, one in others.items() if one and (scores := _scores(one))}
+    all_read = _scores(full.get(_asked(line), {}))
+    number = min(len(scores) for scores in (_scores(line), *found.values(), all_read) if scores)
+    own = _scores(line)[:number]
+    found = {name: scores[:number] for name, scores in found.items()}
+    return Comparison(
+        samples=number,
+        score=_mean(own),
+        interval=wilson_of(own),
+        full=_mean(all_read[:number]) if all_read else None,
+        controls={name: _mean(scores) for name, scores in found.items()},
+        gains={name: gain(own, scores) for name, scores in found.items()},
+        lines={name: others[name] or {} for name in found},
+    )
+
+
+def _scores(line: Line) -> list[float]:
+    """One for each sample; none if one of them is no number."""
+    scores = line.get("scores")
+    if not isinstance(scores, list) or not all(
+        isinstance(one, int | float) and math.isfinite(one) for one in scores
+    ):
+        return []
+    return scores
+
+
+def _asked(line: Line) -> str:
+    return json.dumps([line.get(name) for name in _SAME], sort_keys=True)
+
+
+def _key(line: Line) -> str:
+    return json.dumps([_asked(line), line.get("policy"), line.get("settings")], sort_keys=True)
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return math.fsum(scores) / len(scores)
+
+
+Text = Callable[[Line], str]
+NOT_EQUAL = "not at equal terms"
+
+
+@dataclass(frozen=True)
+class EvalTable:
+    """Heads and rows, the first `left` columns being names; `common` is what all rows share."""
+
+    common: str
+    heads: list[str]
+    rows: list[list[str]]
+    left: int
+
+
+def results_table(
+    measured: Sequence[Line], refused: Sequence[Line], bytes_text: Callable[[float], str]
+) -> EvalTable:
+    """A row for each line, the refused ones last in their group of task, length and setup.
+
+    A value that a cell does not have is "-".
+    """
+    return laid_out(
+        grouped((*measured, *refused)),
+        {
+            "budget": field_text("budget", "{:,}".format),
+            "score": _score,
+            "written": field_text("tokens_generated", "{:.1f}".format),
+            "keys read": field_text("read_share", "{:.1%}".format),
+            "read per step": field_text("bytes_per_step", bytes_text),
+            "step": field_text("step_ms", "{:.1f} ms".format),
+            "peak cache": field_text("peak_bytes", bytes_text),
+        },
+    )
+
+
+def grouped(lines: Iterable[Line]) -> list[Line]:
+    """The lines in groups of task, length and setup, in the order in which these begin."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        name = f"{line['task']} {line['task_settings']} {line['length']} {line['setup']}"
+        groups.setdefault(name, []).append(line)
+    return [line for group in groups.values() for line in group]
+
+
+def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> EvalTable:
+    """A row for each line: what it is, and these columns; what all rows share stands above."""
+    cells: dict[str, Text] = {
+        "task": _task,
+        "length": field_text("length", "{:,} tokens".format),
+        "setup": field_text("setup", str),
+        "samples": field_text("samples", str),
+        "policy": field_text("method", str),
+    }
+    shared = []
+    for name in ("length", "setup", "samples"):
+        found = {cells[name](line) for line in lines}
+        if len(found) == 1:
+            shared.append(f"{name} {found.pop()}")
+            del cells[name]
+    left = len(cells)
+    cells |= columns
+    rows = [[text(line) for text in cells.values()] for line in lines]
+    return EvalTable(", ".join(shared), list(cells), rows, left)
+
+
+def field_text(name: str, text: Callable[[Any], str]) -> Text:
+    """The text of a field; "-" where a line lacks it."""
+
+    def cell(line: Line) -> str:
+        value = line.get(name)
+        return "-" if value is None else text(value)
+
+    return cell
+
+
+def _task(line: Line) -> str:
+    """The name, and what was set of it: passkey:depth=0.5."""
+    settings = () if line["task"] in FORCED else told(line["task"], line["task_settings"])
+    return task_name(line["task"], settings)
+
+
+def _score(line: Line) -> str:
+    """Per cent; a perplexity as it is, less being better."""
+    if "error" in line:
+        return NOT_EQUAL if line.get("unequal") else "refused"
+    if line["task"] == "perplexity":
+        return f"ppl {line['perplexity']:.3f}"
+    return f"{line['score']:.1%}"
+
+
+#: Smaller p values are written so.
+_LEAST_P = 0.001
+
+
+def controls_table(measured: Sequence[Line], refused: Sequence[Line]) -> EvalTable:
+    """A row for each method; `refused` come last in their group of task, length and setup.
+
+    Shares and gains are in points of a hundred. A value that a cell does not have is "-".
+    """
+    beside = dict(zip(map(id, measured), compared(measured), strict=True))
+    lines = grouped([line for line in (*measured, *refused) if line.get(CONTROL) is None])
+
+    def seen(text: Callable[[Comparison], str]) -> Text:
+        def cell(line: Line) -> str:
+            found = beside.get(id(line))
+            return "-" if found is None else text(found)
+
+        return cell
+
+    def right(line: Line) -> str:
+        if "error" in line:
+            return NOT_EQUAL if line.get("unequal") else "refused"
+        found = beside.get(id(line))
+        share = line["score"] if found is None else found.score
+        interval = wilson_of(line.get("scores")) if found is None else found.interval
+        text = (
+            "" if interval is None else " ({:.0f} to {:.0f})".format(*(100 * x for x in interval))
+        )
+        return f"{100 * share:.1f}{text}"
+
+    return laid_out(
+        lines,
+        {
+            "budget": field_text("budget", "{:,}".format),
+            "right, %": right,
+            RECENT: seen(lambda found: _share(found.controls.get(RECENT))),
+            RANDOM: seen(lambda found: _share(found.controls.get(RANDOM))),
+            ORACLE: seen(lambda found: _share(found.controls.get(ORACLE))),
+            "gain on recent": seen(lambda found: gain_text(found.gain)),
+            "p": seen(lambda found: p_text(found.gain)),
+            "to oracle": seen(lambda found: _share(found.distance)),
+            "keys read": field_text("read_share", "{:.1%}".format),
+            "KiB/step": field_text("bytes_per_step", lambda size: f"{size / 1024:,.1f}"),
+            "ms": field_text("step_ms", "{:.1f}".format),
+            "note": lambda line: note(line, beside.get(id(line))),
+        },
+    )
+
+
+def note(line: Line, found: Comparison | None) -> str:
+    """What a reader has to know of a row: whether it tells anything, and what the budget lacks."""
+    parts = []
+    if found is not None and found.can_tell is False:
+        parts.append("cannot tell")
+    if line.get("outside_budget"):
+        parts.append(f"beside the budget: {line['outside_budget']}")
+    if line.get("terms_note"):
+        parts.append(line["terms_note"])
+    return "; ".join(parts)
+
+
+def gain_text(gain: Gain | None) -> str:
+    """Points and their interval: +12.0 (4.1 to 20.3)."""
+    if gain is None:
+        return "-"
+    return f"{100 * gain.points:+.1f} ({100 * gain.low:.1f} to {100 * gain.high:.1f})"
+
+
+def p_text(gain: Gain | None) -> str:
+    """Three decimals."""
+    if gain is None:
+        return "-"
+    return f"<{_LEAST_P}" if gain.p < _LEAST_P else f"{gain.p:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"

@@ -1,0 +1,433 @@
+"""Tasks that force a text through decode steps: perplexity and recall of attention.
+
+Of every window of a text the first part is prefilled densely and the last `CONTINUATION` tokens go
+through decode steps under the policy; nothing is generated. Perplexity counts how likely each next
+token is after such a step; the prediction of the dense prompt, which is the same under every
+policy, does not count.
+
+Recall of attention is the share of full attention's weights on what a policy reads, per layer. The
+same text is forced twice: under the policy, recording what every layer reads, and under full
+attention, whose weights are summed where the policy read. Both see the same tokens, but the
+policy's queries are its own: what it lost before counts, as it does in use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import statistics
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import require
+from keyhole.engine.sequence import Sequence as Running
+from keyhole.errors import ConfigError
+from keyhole.eval.policy_trace import Trace, Traced
+from keyhole.eval.tiny_language.tasks import make
+from keyhole.eval.workload import MakeEngine, Request, Served, Shown, Workload, serve
+from keyhole.kernels import ScoreRequest, Selection
+from keyhole.models.loading import Model
+from keyhole.policies.base import Policy, Step
+from keyhole.policies.controls.full import Full
+
+CONTINUATION = 128
+"""Decode steps of a window; in short ones a quarter of its tokens."""
+_SHORTEST = 16
+_MOST_UNKNOWN = 0.1
+"""Share of tokens; the bundled model has words of its own, and knows nothing of others."""
+_TAKEN = torch.empty(0)
+"""In place of logits that have been read."""
+
+
+class Windows(Protocol):
+    """Where the tokens come from."""
+
+    @property
+    def path(self) -> str | None:
+        """The file, for people; None for what is made."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """One word for the text: another one for another text."""
+        ...
+
+    def windows(self, length: int) -> int:
+        """How many of so many tokens there are. ConfigError if there is none."""
+        ...
+
+    def window(self, length: int, number: int) -> list[int]:
+        """The token ids of window `number`."""
+        ...
+
+
+class WindowedText:
+    """The tokens of a file; windows follow each other and do not overlap.
+
+    Each begins as the tokenizer begins a text. ConfigError for a file that cannot be read.
+    """
+
+    def __init__(self, path: str | Path, model: Model) -> None:
+        if model.tokenizer is None:
+            raise ConfigError(f"--text is text, and {model.name} has no tokenizer")
+        self.path: str = str(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--text {self.path!r} cannot be read: {error}") from error
+        self.digest: str = hashlib.sha256(text.encode()).hexdigest()[:16]
+        ids = [int(token) for token in model.tokenizer(text, verbose=False).input_ids]
+        unknown = ids.count(model.tokenizer.unk_token_id) / max(1, len(ids))
+        if unknown > _MOST_UNKNOWN:
+            raise ConfigError(
+                f"{unknown:.0%} of --text {self.path!r} is unknown to the tokenizer of "
+                f"{model.name}; give a text in its words"
+            )
+        begins = ids[:1] == [model.tokenizer.bos_token_id]
+        self._begin, self._ids = ids[:begins], ids[begins:]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest window."""
+        return len(self._begin) + len(self._ids)
+
+    def windows(self, length: int) -> int:
+        """How many of so many tokens there are. ConfigError if there is none."""
+        right = f"at least {_SHORTEST}, of which a quarter is decoded"
+        require(length >= _SHORTEST, "length", length, right)
+        number = len(self._ids) // (length - len(self._begin))
+        if number == 0:
+            raise ConfigError(
+                f"length {length} is more than the {self.num_tokens} tokens of "
+                f"--text {self.path!r}; give a longer text or lower --lengths"
+            )
+        return number
+
+    def window(self, length: int, number: int) -> list[int]:
+        """The token ids of window `number`."""
+        size = length - len(self._begin)
+        return [*self._begin, *self._ids[number * size : (number + 1) * size]]
+
+
+def forced(window: Sequence[int]) -> Request:
+    """The request that forces a window: its last token is only predicted."""
+    steps = min(CONTINUATION, len(window) // 4)
+    start = len(window) - 1 - steps
+    return Request(
+        prompt=list(window[:start]), given=list(window[start:-1]), max_tokens=1, keep_logits=True
+    )
+
+
+class Likelihood:
+    """Mean negative log-likelihood of each window's tokens, taken as their logits come."""
+
+    def __init__(self, windows: Sequence[Sequence[int]]) -> None:
+        # The token after the prompt, and after each that is given.
+        self._next = [window[-len(forced(window).given) - 1 :] for window in windows]
+        self._read, self._total = [0] * len(windows), [0.0] * len(windows)
+
+    def take(self, left: Mapping[Running, int]) -> None:
+        """Adds what is new, and keeps no logits: a vocabulary for every token would be large."""
+        for sequence, number in left.items():
+            logits = sequence.logits
+            for place in range(self._read[number], len(logits)):
+                if place > 0:  # the dense prompt's own
+                    chances = logits[place].double().log_softmax(-1)
+                    self._total[number] -= float(chances[self._next[number][place]])
+                logits[place] = _TAKEN
+            self._read[number] = len(logits)
+
+    def nlls(self) -> list[float]:
+        """Per window, in nats a token."""
+        pairs = zip(self._total, self._next, strict=True)
+        return [total / (len(tokens) - 1) for total, tokens in pairs]
+
+
+class Perplexity(Workload):
+    """How well the next token is predicted; the score is 1 / perplexity, from 0 to 1."""
+
+    name = "perplexity"
+    has_question = False
+
+    def __init__(self, text: Windows) -> None:
+        self.settings = {"text": text.digest, "continuation": CONTINUATION}
+        self._text = text
+
+    def available(self, length: int, limit: int) -> int:
+        """As many windows as the text has."""
+        return min(limit, self._text.windows(length))
+
+    def measure(
+        self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
+    ) -> dict[str, Any]:
+        """Forces every window."""
+        windows = [self._text.window(length, number) for number in range(samples)]
+        likelihood = Likelihood(windows)
+        served = serve(make_engine(policy), [forced(w) for w in windows], likelihood.take)
+        return {**likelihood_fields(likelihood.nlls()), **self._costs(served)}
+
+    def shown(self, length: int, setup: str) -> Shown:
+        """The first window, without marks: any of it may be needed."""
+        return Shown(dataclasses.replace(forced(self._text.window(length, 0)), keep_logits=False))
+
+    def _costs(self, served: Served) -> dict[str, Any]:
+        """Forced tokens count as generated ones: each is a decode step."""
+        steps = statistics.fmean(len(sequence.given) for sequence in served.sequences)
+        return {
+            **served.costs(),
+            "tokens_prompt": statistics.fmean(len(s.prompt) for s in served.sequences),
+            "tokens_generated": steps,
+            "text": self._text.path,
+            "recall_per_layer": None,
+            "selection_maps": None,
+        }
+
+    def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+        """nll_over_full: what the policy costs, in nats a token."""
+        pairs = list(zip(found["nlls"], full["nlls"], strict=False))
+        return {"nll_over_full": statistics.fmean(own - other for own, other in pairs)}
+
+
+def likelihood_fields(nlls: list[float]) -> dict[str, Any]:
+    """What a line says of the likelihood: nlls per window in nats a token, and their mean."""
+    scores = [math.exp(-nll) for nll in nlls]
+    return {
+        "score": statistics.fmean(scores),
+        "scores": scores,
+        "depths": None,
+        "nll": statistics.fmean(nlls),
+        "nlls": nlls,
+        "perplexity": math.exp(statistics.fmean(nlls)),
+    }
+
+
+#: Modules of the standard library, long and well documented; a window of each before the second
+#: window of any.
+LIBRARY = tuple(
+    "_pydecimal turtle typing inspect argparse tarfile pickletools doctest pydoc pathlib datetime "
+    "_pydatetime subprocess zipfile difflib optparse statistics pickle threading ast".split()
+)
+
+
+class Texts:
+    """Windows of several files: the first of every file, then the second of each, and so on.
+
+    Files with fewer tokens than a window are left out. ConfigError if that leaves none.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], model: Model, name: str | None = None) -> None:
+        """name: what stands for the paths where results are stored."""
+        self._texts = [WindowedText(path, model) for path in paths]
+        self.path: str | None = name or ", ".join(Path(path).name for path in paths)
+        joined = " ".join(text.digest for text in self._texts)
+        self.digest: str = hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+    def windows(self, length: int) -> int:
+        """How many there are of a length."""
+        return len(self._order(length))
+
+    def window(self, length: int, number: int) -> list[int]:
+        """The token ids of a window."""
+        text, own = self._order(length)[number]
+        return text.window(length, own)
+
+    def _order(self, length: int) -> list[tuple[WindowedText, int]]:
+        counts = {text: self._count(text, length) for text in self._texts}
+        found = [
+            (text, number)
+            for number in range(max(counts.values()))
+            for text, count in counts.items()
+            if number < count
+        ]
+        if not found:
+            longest = max(text.num_tokens for text in self._texts)
+            raise ConfigError(
+                f"length {length} is more than the {longest} tokens of the longest text; give a "
+                "longer --text or lower --lengths"
+            )
+        return found
+
+    def _count(self, text: WindowedText, length: int) -> int:
+        return text.windows(length) if text.num_tokens >= length else 0
+
+
+def library(model: Model) -> Windows:
+    """The standard library; ConfigError where this Python has no sources."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = [folder / f"{name}.py" for name in LIBRARY]
+    there = [path for path in paths if path.is_file()]
+    if not there:
+        raise ConfigError("this Python has no sources of its standard library; give --text FILE")
+    return Texts(there, model, name="Python's standard library")
+
+
+#: Tasks count from 0, examinations from 1,000,000, calibration from 2,000,000.
+_FIRST_SEED = 3_000_000
+_NUMBER = 10_000
+_WORDS = range(96, 7674)
+"""As short, and as long, as derivations can be."""
+
+
+class TinyText:
+    """Windows of a derivation each; the last ones are shorter where derivations end."""
+
+    path = None
+    digest = "derivations"
+
+    def __init__(self, model: Model) -> None:
+        self._tokenizer = model.tokenizer
+
+    def windows(self, length: int) -> int:
+        """How many there are. ConfigError for a length without room for a derivation."""
+        require(length in _WORDS, "length", length, f"from {_WORDS[0]} to {_WORDS[-1]}")
+        return _NUMBER
+
+    def window(self, length: int, number: int) -> list[int]:
+        """The token ids of window `number`."""
+        item = make("derive", length, _FIRST_SEED + number)
+        ids = self._tokenizer(f"{item.prompt} {item.answer}").input_ids
+        return [int(token) for token in ids][:length]
+
+
+#: What a layer read of a sequence: int [Hkv or 1, n], -1 is padding, and its unit.
+_Read = tuple[np.ndarray, int]
+
+
+class SampleRows:
+    """Which sample stands in which row of a step: a slot is a sample's until it is done."""
+
+    def __init__(self) -> None:
+        self._of_slot: dict[int, int] = {}
+
+    def update(self, left: Mapping[Running, int], first: int = 0) -> None:
+        """To be called after every step: before a sequence decodes, it has read its prompt.
+
+        It keeps its slot to the end: pages for all that is forced are its own from the start.
+
+        first: the number of the sample that `left` counts from.
+        """
+        self._of_slot |= {s.slot: first + n for s, n in left.items() if s.slot >= 0}
+
+    def keys(self, step: Step) -> list[tuple[int, int]]:
+        """Sample and length of each row."""
+        samples = [self._of_slot[slot] for slot in step.sequences.slots.tolist()]
+        return list(zip(samples, step.sequences.host_lengths.tolist(), strict=True))
+
+
+@dataclass(eq=False)
+class SampleReads(Trace):
+    """What each sample read at each length, by layer; None is everything."""
+
+    rows: SampleRows = field(default_factory=SampleRows)
+    found: dict[tuple[int, int, int], _Read | None] = field(default_factory=dict)
+
+    def record(self, layer: int, selection: Selection | None, step: Step) -> None:
+        """Keeps it on the host."""
+        read = self.read(layer, selection, step)
+        for row, key in enumerate(self.rows.keys(step)):
+            self.found[*key, layer] = None if read is None else (read.indices[row], read.unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge(Full):
+    """Full attention that sums its weights where the policy read."""
+
+    reads: SampleReads
+    rows: SampleRows = field(default_factory=SampleRows)
+    shares: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    """Per sample and layer, a share for every step: the mean over query heads."""
+
+    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
+        """The weights of each query head."""
+        return (ScoreRequest("none", 1),)
+
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+        """Adds the shares of this step."""
+        for row, (sample, length) in enumerate(self.rows.keys(step)):
+            read = self.reads.found.pop((sample, length, layer))
+            share = 1.0 if read is None else recall(scores[0][row, :, :length], *read)
+            self.shares.setdefault((sample, layer), []).append(share)
+
+
+def recall(weights: Tensor, indices: np.ndarray, unit: int) -> float:
+    """Share of the weights on what was read, mean over query heads.
+
+    weights: float32 [Hq, N]. indices: int [H, n] of entries of `unit` tokens, -1 is padding; H is
+    1, Hkv or Hq.
+    """
+    heads, length = weights.shape
+    seen = torch.zeros(len(indices), -(-length // unit) + 1, dtype=torch.bool)
+    seen.scatter_(
+        1, torch.from_numpy(indices).long() % seen.shape[1], True
+    )  # padding falls on the last, -1
+    tokens = seen[:, :-1].repeat_interleave(unit, 1)[:, :length].to(weights.device)
+    tokens = tokens.repeat_interleave(heads // len(tokens), 0)
+    return float(((weights * tokens).sum(1) / weights.sum(1)).mean())
+
+
+class AttentionRecall(Perplexity):
+    """Recall of attention, and perplexity beside it; the score is the mean recall."""
+
+    name = "attention_recall"
+
+    def measure(
+        self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
+    ) -> dict[str, Any]:
+        """Forces every window under the policy and under full attention."""
+        windows = [self._text.window(length, number) for number in range(samples)]
+        requests, likelihood = [forced(window) for window in windows], Likelihood(windows)
+        rows = SampleRows()
+        reads = SampleReads(rows=rows)
+        judge = Judge(reads=reads, rows=rows)
+        under_policy, dense = make_engine(Traced(policy, trace=reads)), make_engine(judge)
+        sequences: list[Running] = []
+        # As many as run at once, so that no longer a record must be kept than needed.
+        for first in range(0, samples, dense.config.max_batch):
+            some = requests[first : first + dense.config.max_batch]
+
+            def update(left: Mapping[Running, int], first: int = first) -> None:
+                rows.update(left, first)
+
+            def take(left: Mapping[Running, int], first: int = first) -> None:
+                update(left, first)
+                likelihood.take({s: first + number for s, number in left.items()})
+
+            sequences += serve(under_policy, some, take).sequences
+            serve(dense, [dataclasses.replace(one, keep_logits=False) for one in some], update)
+        cache = under_policy.cache
+        # No time: the record slows every step.
+        served = Served(
+            sequences=sequences,
+            step_ms=None,
+            step_batch=None,
+            peak_bytes=cache.peak_pages * cache.page_bytes,
+        )
+        shares = _shares(judge, dense.geometry, samples)
+        scores = [statistics.fmean(row) for row in shares]
+        return {
+            **likelihood_fields(likelihood.nlls()),
+            **self._costs(served),
+            "score": statistics.fmean(scores),
+            "scores": scores,
+            "recall_per_layer": [statistics.fmean(column) for column in zip(*shares, strict=True)],
+        }
+
+
+def _shares(judge: Judge, geometry: Geometry, samples: int) -> list[list[float]]:
+    """Per sample and layer, the mean over steps; 1 for a layer that reads its own window."""
+    return [
+        [
+            statistics.fmean(judge.shares.get((sample, layer), [1.0]))
+            for layer in range(geometry.num_layers)
+        ]
+        for sample in range(samples)
+    ]

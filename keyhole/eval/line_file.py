@@ -1,0 +1,107 @@
+"""A file of JSON lines that a run extends cell by cell, and continues after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keyhole.errors import ConfigError
+
+Line = dict[str, Any]
+
+GATE, QUESTIONS = "eval-verify", "eval-documents"
+"""What lines of the suite `paper` name as their benchmark that are no cells of tasks."""
+#: Fields by which lines are found without a look at all of them.
+_INDEXED = ("task", "length", "policy")
+#: What every line begins with, also one that was cut off.
+_BEGIN = b'{"'
+
+
+class LineFile:
+    """The lines of a file, which need not be there yet.
+
+    A last line that was cut off while it was written is left out, and out of the file once another
+    is added. ConfigError for any other line that is no JSON object, and for a file that cannot be
+    read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            raise ConfigError(f"{str(self.path)!r} cannot be read: {error}") from error
+        *whole, last = data.split(b"\n")
+        self.lines = [self._read(text, number) for number, text in enumerate(whole, 1) if text]
+        self._size, self._cut_off = len(data), len(last)
+        self._between = b""  # what must stand before the next line
+        found = _object(last)
+        if found is None and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
+            raise self._wrong(len(whole) + 1)  # not ours: it would be lost
+        if found is not None:  # somebody's editor left the last line without its end
+            self.lines.append(found)
+            self._cut_off, self._between = 0, b"\n"
+        self._index: dict[tuple[str, ...], list[Line]] = {}
+        for line in self.lines:
+            self._index.setdefault(_key(line), []).append(line)
+
+    def find(
+        self, wanted: Mapping[str, Any], samples: int, about: Mapping[str, Any] | None = None
+    ) -> Line | None:
+        """The newest line that has all these values, and at least so many samples.
+
+        about: more values, of which one that is None may be missing.
+        """
+        indexed = all(name in wanted for name in _INDEXED)
+        lines = self._index.get(_key(wanted), []) if indexed else self.lines
+        for line in reversed(lines):
+            same = all(name in line and line[name] == value for name, value in wanted.items())
+            same = same and all(line.get(name) == value for name, value in (about or {}).items())
+            if same and line.get("samples", 0) >= samples:
+                return line
+        return None
+
+    def add(self, line: Line) -> None:
+        """Writes a line behind the others, to the disk at once. ConfigError if it cannot be."""
+        text = json.dumps(line, allow_nan=False) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                if file.tell() == self._size:  # else another run has been here, and mended it
+                    file.truncate(self._size - self._cut_off)
+                    file.write(self._between)
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"{str(self.path)!r} cannot be written: {error}") from error
+        self._size, self._cut_off, self._between = -1, 0, b""
+        # As it will be read again: lists for tuples.
+        self.lines.append(json.loads(text))
+        self._index.setdefault(_key(self.lines[-1]), []).append(self.lines[-1])
+
+    def _read(self, text: bytes, number: int) -> Line:
+        found = _object(text)
+        if found is None:
+            raise self._wrong(number)
+        return found
+
+    def _wrong(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"{str(self.path)!r}, line {number} is no JSON object; take it out or name another file"
+        )
+
+
+def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(line.get(name)) for name in _INDEXED)
+
+
+def _object(text: bytes) -> Line | None:
+    try:
+        found = json.loads(text)
+    except ValueError:  # also for bytes that are no UTF-8
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,418 @@
+"""A verdict for each policy and reuse method, from samples that its control and the reference
+answered as well.
+
+For every budget of a method, over the samples of all settings (task x length x setup):
+
+    loss   the reference's mean score minus the method's, over all samples
+    gain   the method's mean score minus its control's, over the samples of settings that can tell:
+           those where the control's mean is more than 5 points below the reference's
+
+with 95 % intervals of the paired differences. Then, in this order:
+
+    cannot tell         no setting can tell, or none of the following holds
+    use it              the loss is at most 2 points and the gain above 0, by the unfavourable ends
+                        of their intervals
+    no better           the gain's interval contains 0 and nothing above 5 points
+    loses               the loss is more than 2 points by its interval's lower end
+
+A method is recommended with its smallest budget for which "use it" holds, and whose loss, and that
+of every larger budget, is within 2 points. Going down from the largest budget and stopping at the
+first failure keeps the chance of a wrong "within 2 points" at 2.5 % a method, however many budgets
+there are. Otherwise the method's verdict is that of its largest budget.
+
+Policies: the reference is full attention, the control recency. Reuse methods: the score is token
+F1, the reference computes the whole prompt, and the control is the question without any document:
+where that is as good, the documents were not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from keyhole.eval.comparisons import ROUNDING, TELLING, gain, wilson
+from keyhole.eval.line_file import Line
+from keyhole.eval.methods import CONTROL, CONTROLS, FULL, Method
+from keyhole.eval.paper.documents import NO_DOCUMENTS
+
+USE_IT, NO_BETTER, CANNOT_TELL, LOSES = "use it", "no better", "cannot tell", "loses"
+VERDICTS = (USE_IT, NO_BETTER, CANNOT_TELL, LOSES)
+#: Most that a method may lose to the reference, as a share of 1.
+LOSS = 0.02
+
+Budget = TypeVar("Budget")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores of the same samples at one place, from 0 to 1."""
+
+    method: Sequence[float]
+    reference: Sequence[float]
+    control: Sequence[float]
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether the control leaves something to gain here."""
+        return _mean(self.reference) - _mean(self.control) > TELLING + ROUNDING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean difference of scores and its 95 % interval, as shares of 1."""
+
+    points: float
+    low: float
+    high: float
+    samples: int
+
+    @property
+    def text(self) -> str:
+        """In points of a hundred: 1.5 (-0.4 to 3.1)."""
+        # Rounded first: a minus before 0.0 would say nothing.
+        points, low, high = (round(100 * x, 1) + 0.0 for x in (self.points, self.low, self.high))
+        return f"{points:.1f} ({low:.1f} to {high:.1f})"
+
+    @property
+    def reversed(self) -> Interval:
+        """The same difference the other way round."""
+        return Interval(points=-self.points, low=-self.high, high=-self.low, samples=self.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What is known of one budget. gain: None where no place can tell; telling: how many can."""
+
+    verdict: str
+    loss: Interval
+    gain: Interval | None
+    places: int
+    telling: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Generic[Budget]):
+    """The verdict of a method. budgets: smallest first; recommended: None unless `use it`."""
+
+    verdict: str
+    why: str
+    budgets: tuple[tuple[Budget, Judgement], ...]
+    recommended: Budget | None
+
+
+def judge(places: Sequence[Scores], reference: str, control: str) -> Judgement:
+    """One budget of a method; the names are for `why`. Needs at least one place with a sample."""
+    loss = difference(places).reversed
+    telling = [place for place in places if place.can_tell]
+    gained = None
+    if telling:
+        gained = _interval(
+            [one for place in telling for one in place.method],
+            [one for place in telling for one in place.control],
+        )
+    verdict, why = _verdict(loss, gained, places, reference, control)
+    return Judgement(
+        verdict=verdict,
+        loss=loss,
+        gain=gained,
+        places=len(places),
+        telling=len(telling),
+        why=why,
+    )
+
+
+def difference(places: Sequence[Scores]) -> Interval:
+    """The method's mean score minus the reference's."""
+    return _interval(
+        [one for place in places for one in place.method],
+        [one for place in places for one in place.reference],
+    )
+
+
+def conclude(budgets: Sequence[tuple[Budget, Judgement]]) -> Verdict[Budget]:
+    """The verdict of a method from its budgets, smallest first; at least one."""
+    recommended = None
+    for budget, one in reversed(budgets):
+        if one.loss.high > LOSS:
+            break
+        if one.verdict == USE_IT:
+            recommended = (budget, one)
+    last = budgets[-1][1] if recommended is None else recommended[1]
+    return Verdict(
+        verdict=last.verdict,
+        why=last.why,
+        budgets=tuple(budgets),
+        recommended=None if recommended is None else recommended[0],
+    )
+
+
+def words(verdict: str, reference: str, control: str) -> str:
+    """A verdict for people."""
+    if verdict == NO_BETTER:
+        return f"no better than {control}"
+    if verdict == LOSES:
+        return f"loses to {reference} by more than {100 * LOSS:.0f} points"
+    return verdict
+
+
+def _verdict(
+    loss: Interval,
+    gained: Interval | None,
+    places: Sequence[Scores],
+    reference: str,
+    control: str,
+) -> tuple[str, str]:
+    if gained is None:
+        best = max(_mean(place.reference) for place in places)
+        if best <= TELLING:
+            return (
+                CANNOT_TELL,
+                f"{reference} itself is right in at most {100 * best:.0f} % anywhere",
+            )
+        return CANNOT_TELL, f"{control} is within 5 points of {reference} everywhere"
+    told = f"loses {loss.text} points to {reference}, gains {gained.text} over {control}"
+    if loss.high <= LOSS and gained.low > 0:
+        return USE_IT, told
+    if gained.low <= 0 and gained.high <= TELLING:
+        return NO_BETTER, told
+    if loss.low > LOSS:
+        return LOSES, told
+    return CANNOT_TELL, f"{told}: {loss.samples} samples are too few, or the truth is at the limit"
+
+
+def _interval(scores: Sequence[float], others: Sequence[float]) -> Interval:
+    """Of `scores` minus `others`, sample by sample.
+
+    Samples that all agree do not show that others would. What n samples have not shown may still
+    have the probability of Wilson's upper end for 0 of n: the interval is at least as wide.
+    """
+    found = gain(scores, others)
+    unseen = wilson(0, found.samples)[1]
+    return Interval(
+        points=found.points,
+        low=max(-1.0, min(found.low, found.points - unseen)),
+        high=min(1.0, max(found.high, found.points + unseen)),
+        samples=found.samples,
+    )
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)
+
+
+_RECENT = "recent"
+POLICY_REFERENCE, POLICY_CONTROL = "full attention", "recency"
+_PLACE = ("fingerprint", "task", "task_settings", "length", "setup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One budget of a method: where it was measured longest, and what it cost there.
+
+    text: the budget as it was asked for. line: of the longest length, the first of its places.
+    bytes_per_step, read_share: means over the places of that length.
+    """
+
+    text: str
+    line: Line
+    bytes_per_step: float
+    read_share: float
+
+    @property
+    def tokens(self) -> int:
+        """`token_budget` at the longest length."""
+        return int(self.line["budget"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodVerdict:
+    """A method with its verdict; found: None where it was refused everywhere, for the reasons."""
+
+    label: str
+    found: Verdict[Tried] | None
+    refused: tuple[str, ...]
+
+
+def policy_verdicts(
+    lines: Sequence[Line], refused: Sequence[Line], methods: Sequence[Method], page_size: int
+) -> list[MethodVerdict]:
+    """One for each method that was asked for under a budget, in their order."""
+    known = {_key(line): line for line in lines}
+    full = {_place(line): line for line in lines if line["policy"] == FULL.name}
+    own: dict[tuple[str, int, int], list[Line]] = {}
+    for line in lines:
+        if line.get(CONTROL) is None and line.get(CONTROLS):
+            own.setdefault((line["method"], line["length"], line["budget"]), []).append(line)
+    lengths = sorted({line["length"] for line in lines})
+    labels = dict.fromkeys(method.label for method in methods if method is not FULL)
+    found = []
+    for label in labels:
+        tried = []
+        for method in (one for one in methods if one.label == label):
+            of_budget: list[Line] = []
+            for length in lengths:
+                tokens = method.tokens(length, page_size)
+                if tokens is not None:
+                    of_budget += own.get((label, length, tokens), [])
+            judged = _judged(of_budget, known, full)
+            if judged is not None:
+                text = method.budget.text if method.budget else str(of_budget[0]["budget"])
+                tried.append((_tried(text, of_budget), judged))
+        tried.sort(key=lambda one: one[0].tokens)
+        why = dict.fromkeys(one["error"] for one in refused if one["method"] == label)
+        if tried or why:
+            concluded = conclude(tried) if tried else None
+            found.append(MethodVerdict(label=label, found=concluded, refused=tuple(why)))
+    return found
+
+
+def best_policy(found: Iterable[MethodVerdict]) -> MethodVerdict | None:
+    """Of the methods to use the one that reads the fewest bytes in a step; None without any."""
+    usable = [one for one in found if one.found is not None and one.found.recommended is not None]
+    return min(usable, key=_bytes, default=None)
+
+
+def _bytes(one: MethodVerdict) -> float:
+    assert one.found is not None
+    assert one.found.recommended is not None
+    return one.found.recommended.bytes_per_step
+
+
+def _judged(
+    lines: Sequence[Line], known: Mapping[str, Line], full: Mapping[str, Line]
+) -> Judgement | None:
+    """One budget over all its places; None where no place has both its control and full."""
+    places = []
+    for line in lines:
+        recent, reference = known.get(_key(line | line[CONTROLS][_RECENT])), full.get(_place(line))
+        if recent is None or reference is None:
+            continue
+        # The first samples are the same, where one line has more of them.
+        number = min(len(one["scores"]) for one in (line, recent, reference))
+        places.append(
+            Scores(
+                method=line["scores"][:number],
+                reference=reference["scores"][:number],
+                control=recent["scores"][:number],
+            )
+        )
+    return judge(places, POLICY_REFERENCE, POLICY_CONTROL) if places else None
+
+
+def _tried(text: str, lines: Sequence[Line]) -> Tried:
+    longest = max(line["length"] for line in lines)
+    there = [line for line in lines if line["length"] == longest]
+    return Tried(
+        text=text,
+        line=there[0],
+        bytes_per_step=statistics.fmean(line["bytes_per_step"] or 0.0 for line in there),
+        read_share=statistics.fmean(line["read_share"] or 0.0 for line in there),
+    )
+
+
+def _place(line: Line) -> str:
+    return json.dumps([line.get(name) for name in _PLACE], sort_keys=True)
+
+
+def _key(line: Line) -> str:
+    return json.dumps([_place(line), line["policy"], line["settings"]], sort_keys=True)
+
+
+RECOMPUTE, FULL_REUSE = "recompute", "reuse"
+REUSE_REFERENCE, REUSE_CONTROL = "recomputing", "no documents"
+_SCORE = "f1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseResult:
+    """A reuse method over all its questions: means, of the time to the first token the median.
+
+    over_plain: F1 gained over stored documents as they are; None for that method and the control.
+    judged: None for the reference and the control.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    questions: int
+    f1: float
+    exact: float
+    sequence_ratio: float
+    recompute_ratio: float
+    ttft_ms: float
+    judged: Judgement | None
+    over_plain: Interval | None
+
+
+def reuse_results(lines: Sequence[Line], names: Sequence[str]) -> list[ReuseResult]:
+    """One for each method that answered a question, in the order of `names`, the control last."""
+    questions = _questions(lines)
+    found = []
+    for name in (*names, NO_DOCUMENTS):
+        own = [one for one in questions if name in one[1]]
+        if own:
+            found.append(_result(name, own))
+    return found
+
+
+def best_reuse(found: Iterable[ReuseResult]) -> ReuseResult | None:
+    """Of the methods to use the one with the earliest first token; None if there is none."""
+    usable = [one for one in found if one.judged and one.judged.verdict == USE_IT]
+    return min(usable, key=lambda one: one.ttft_ms, default=None)
+
+
+#: A question: task and length, and the results of all methods.
+_Question = tuple[str, Mapping[str, Line]]
+
+
+def _questions(lines: Sequence[Line]) -> list[_Question]:
+    """Lines of the same question joined; of two results of a method the later one counts."""
+    joined: dict[str, tuple[str, dict[str, Line]]] = {}
+    for line in lines:
+        place = json.dumps([line["task"], line["task_settings"], line["length"]], sort_keys=True)
+        known = joined.setdefault(f"{place} {line['seed']}", (place, {}))
+        known[1].update(line["results"])
+    return list(joined.values())
+
+
+def _result(name: str, questions: Sequence[_Question]) -> ReuseResult:
+    rows = [results[name] for _, results in questions]
+    judged = over_plain = None
+    if name not in (RECOMPUTE, NO_DOCUMENTS):
+        places = _places(name, questions, RECOMPUTE)
+        judged = judge(places, REUSE_REFERENCE, REUSE_CONTROL) if places else None
+        beside = _places(name, questions, FULL_REUSE) if name != FULL_REUSE else []
+        over_plain = difference(beside) if beside else None
+
+    def mean(field: str) -> float:
+        return statistics.fmean(row[field] for row in rows)
+
+    times = [row["ttft_ms"] for row in rows if row["ttft_ms"] is not None]
+    return ReuseResult(
+        name=name,
+        settings=rows[-1]["settings"],
+        questions=len(rows),
+        f1=mean("f1"),
+        exact=mean("exact"),
+        sequence_ratio=mean("sequence_ratio"),
+        recompute_ratio=mean("recompute_ratio"),
+        ttft_ms=statistics.median(times) if times else 0.0,
+        judged=judged,
+        over_plain=over_plain,
+    )
+
+
+def _places(name: str, questions: Sequence[_Question], reference: str) -> list[Scores]:
+    """By task and length the scores of the questions that all three answered."""
+    by_place: dict[str, list[tuple[float, float, float]]] = {}
+    for place, results in questions:
+        if all(one in results for one in (name, reference, NO_DOCUMENTS)):
+            scores = [results[one][_SCORE] for one in (name, reference, NO_DOCUMENTS)]
+            by_place.setdefault(place, []).append((scores[0], scores[1], scores[2]))
+    return [
+        Scores(method=method, reference=right, control=without)
+        for method, right, without in (zip(*rows, strict=True) for rows in by_place.values())
+    ]

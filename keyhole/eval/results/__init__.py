@@ -1,1 +1,0 @@
-"""Stored lines of an evaluation, and comparisons between them."""

@@ -1,1 +1,0 @@
-"""What several tasks share: words, filler, articles, fitting, scores."""

@@ -1,1 +1,0 @@
-"""What a policy reads, recorded step by step."""

@@ -1,0 +1,260 @@
+"""What an evaluation runs in one cell: samples as requests, and what they cost.
+
+Sparse decoding is evaluated, so a request may bring tokens that are not part of its dense prompt:
+they go through decode steps under the policy, one by one, as generated tokens do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from keyhole.config import SamplingParams
+from keyhole.engine.engine import Engine
+from keyhole.engine.sequence import Counters
+from keyhole.engine.sequence import Sequence as Running
+from keyhole.errors import ConfigError
+from keyhole.eval.tasks import Sample, Task, token_counter
+from keyhole.models.loading import Model
+from keyhole.policies.base import Policy
+
+#: Called after each step with the requests that are not done, by their number.
+AfterStep = Callable[[dict[Running, int]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Token ids: `prompt` is read densely, `given` under the policy, before anything is chosen."""
+
+    prompt: list[int]
+    given: list[int]
+    max_tokens: int
+    keep_logits: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        """Greedy, whatever the model's generation_config says."""
+        return SamplingParams(max_tokens=self.max_tokens, temperature=0.0, repetition_penalty=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The finished requests in their order, and what they cost together.
+
+    step_ms: median of the steps in which no prompt was read, and step_batch: how many requests
+    these had, on average; None if there were none.
+    peak_bytes: the most that the cache held at once: keys, values and the policy's data.
+    """
+
+    sequences: list[Running]
+    step_ms: float | None
+    step_batch: float | None
+    peak_bytes: int
+
+    @property
+    def generated(self) -> list[list[int]]:
+        """The tokens that each request chose itself."""
+        return [s.generated[len(s.given) :] for s in self.sequences]
+
+    def costs(self) -> dict[str, Any]:
+        """The fields of a line that say what it cost; see docs/evaluation.md."""
+        total = sum((s.counters for s in self.sequences), Counters())
+        steps = total.steps or None
+        return {
+            "tokens_generated": statistics.fmean(map(len, self.generated)),
+            "answer_lengths": [len(tokens) for tokens in self.generated],
+            "decode_steps": total.steps,
+            "read_share": steps and total.attended_fraction / steps,
+            "bytes_per_step": steps and (total.kv_bytes + total.other_bytes) / steps,
+            "step_ms": self.step_ms,
+            "step_batch": self.step_batch,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def serve(
+    engine: Engine, requests: Sequence[Request], after_step: AfterStep | None = None
+) -> Served:
+    """Runs all to their end; raises the first error. An interrupt frees all of them."""
+    left = {
+        engine.add(one.prompt, one.params, given=one.given, keep_logits=one.keep_logits): number
+        for number, one in enumerate(requests)
+    }
+    sequences, times, batches = list(left), [], []
+    bar = tqdm(total=len(left), unit="sample", disable=None, leave=False)
+    try:
+        with bar:
+            while left:
+                before = {s: s.num_computed for s in left}
+                begin = time.perf_counter()
+                engine.step()
+                spent = 1e3 * (time.perf_counter() - begin)
+                advanced = [s.num_computed - before[s] for s in left]
+                if max(advanced) <= 1:
+                    times.append(spent)
+                    batches.append(sum(advanced))
+                if after_step is not None:
+                    after_step(left)
+                for sequence in [s for s in left if s.is_finished]:
+                    if sequence.error is not None:
+                        raise sequence.error
+                    del left[sequence]
+                    bar.update()
+    finally:
+        for sequence in left:
+            engine.abort(sequence)
+    return Served(
+        sequences=sequences,
+        step_ms=statistics.median(times) if times else None,
+        step_batch=statistics.fmean(batches) if batches else None,
+        peak_bytes=engine.cache.peak_pages * engine.cache.page_bytes,
+    )
+
+
+FIRST_SEED = "first_seed"
+"""Among the settings of a task in a line: the number of its first sample, where that is not 0."""
+
+#: An engine with nothing in it that runs under a policy.
+MakeEngine = Callable[[Policy], Engine]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample as a request, and where in its tokens the facts stand that the answer needs."""
+
+    request: Request
+    marks: tuple[int, ...] = ()
+
+
+class Workload(ABC):
+    """Samples with a score each. `settings`: what besides the name says which samples they are."""
+
+    name: str
+    settings: dict[str, Any]
+    has_question: bool = True
+    """Whether the setups differ; without a question they are the same."""
+
+    @abstractmethod
+    def available(self, length: int, limit: int) -> int:
+        """How many samples of so many tokens there are, `limit` at most.
+
+        ConfigError if not even one fits.
+        """
+
+    @abstractmethod
+    def measure(
+        self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
+    ) -> dict[str, Any]:
+        """Runs the first `samples` samples; the measured fields of a line."""
+
+    @abstractmethod
+    def shown(self, length: int, setup: str) -> Shown:
+        """The first sample, for pictures."""
+
+    def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+        """More fields, from what was measured under full attention, too."""
+        return {}
+
+
+class Answered(Workload):
+    """A task of the table: the model answers by itself. first_seed: of its first sample."""
+
+    def __init__(self, task: Task, model: Model, first_seed: int = 0) -> None:
+        if model.tokenizer is None:
+            raise ConfigError(f"task {task.name} is text, and {model.name} has no tokenizer")
+        self.name = task.name
+        fields = [f.name for f in dataclasses.fields(task) if "help" in f.metadata]
+        self.settings = {name: getattr(task, name) for name in fields}
+        if first_seed:  # lines without it are of the samples from 0 on
+            self.settings[FIRST_SEED] = first_seed
+        self._first_seed = first_seed
+        self._task, self._tokenizer = task, model.tokenizer
+        self._made: dict[int, list[Sample]] = {}  # of the length that was asked for last
+
+    def samples(self, length: int, number: int) -> list[Sample]:
+        """The first samples of a length; kept, as all policies are asked the same."""
+        made = self._made.get(length, [])
+        count = token_counter(self._tokenizer)
+        made += [
+            self._task.make(length, self._first_seed + number, count)
+            for number in range(len(made), number)
+        ]
+        self._made = {length: made}
+        return made[:number]
+
+    def available(self, length: int, limit: int) -> int:
+        """As many as one likes."""
+        self.samples(length, 1)
+        return limit
+
+    def measure(
+        self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
+    ) -> dict[str, Any]:
+        """Answers, scored by the task."""
+        asked = self.samples(length, samples)
+        requests = self.requests(asked, setup)
+        served = serve(make_engine(policy), requests)
+        answers = [sequence.detokenizer.text for sequence in served.sequences]
+        return self.fields(asked, requests, answers) | served.costs()
+
+    def requests(self, asked: Sequence[Sample], setup: str) -> list[Request]:
+        """The samples in tokens."""
+        return [request(self._tokenizer, sample, setup) for sample in asked]
+
+    def fields(
+        self, asked: Sequence[Sample], requests: Sequence[Request], answers: Sequence[str]
+    ) -> dict[str, Any]:
+        """What a line says of these answers, costs aside."""
+        scores = [
+            self._task.score(sample, answer) for sample, answer in zip(asked, answers, strict=True)
+        ]
+        one_each = all(len(sample.depths) == 1 for sample in asked)
+        return {
+            "score": statistics.fmean(scores),
+            "scores": scores,
+            "depths": [sample.depths[0] for sample in asked] if one_each else None,
+            "tokens_prompt": statistics.fmean(len(r.prompt) + len(r.given) for r in requests),
+            "recall_per_layer": None,
+            "selection_maps": None,
+        }
+
+    def shown(self, length: int, setup: str) -> Shown:
+        """Marked where the needed sentences begin."""
+        (sample,) = self.samples(length, 1)
+        asked = request(self._tokenizer, sample, setup)
+        tokens = [*asked.prompt, *asked.given]
+        # A depth is a share of letters; it was divided, and so must be rounded.
+        ends = [round(depth * len(sample.context)) for depth in sample.depths]
+        marks = (_common(tokens, _ids(self._tokenizer, sample.context[:end])) for end in ends)
+        return Shown(asked, tuple(marks))
+
+
+def request(tokenizer: Any, sample: Sample, setup: str) -> Request:
+    """The same tokens in both setups; what differs is where the dense prompt ends.
+
+    A token that holds letters of the context and of the question belongs to the question.
+    """
+    tokens = _ids(tokenizer, sample.prompt)
+    end = len(tokens)
+    if setup == "question":
+        end = max(1, _common(tokens, _ids(tokenizer, sample.context)))
+    return Request(prompt=tokens[:end], given=tokens[end:], max_tokens=sample.max_new_tokens)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    # Without the warning about length: the engine has its own.
+    return [int(token) for token in tokenizer(text, verbose=False).input_ids]
+
+
+def _common(tokens: list[int], others: list[int]) -> int:
+    """With how many tokens both begin; what a tokenizer puts behind a whole text is none."""
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

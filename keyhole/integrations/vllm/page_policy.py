@@ -1,0 +1,147 @@
+"""A policy as vLLM can run it: whole pages are selected, and nothing is kept per sequence.
+
+vLLM's attention reads through page tables, so a selection must be a list of pages. Policies that
+select tokens select pages here by seeing pages as their tokens: budgets and windows are counted in
+pages, lengths too, and the score of a page is the sum over its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.config import is_count, require
+from keyhole.errors import ConfigError
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policies.budgets import whole_entries
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: The settings in tokens of the policies that select tokens.
+_TOKEN_SETTINGS = {
+    "sliding_window": ("token_budget",),
+    "streaming_llm": ("token_budget", "sink_size"),
+    "omnikv": ("token_budget", "sink_size", "window_size"),
+}
+
+
+@dataclass(frozen=True)
+class ByPages(Policy):
+    """`inner`, a policy that selects tokens, at the resolution of pages.
+
+    token_budget is rounded down to whole pages, sink_size and window_size are rounded up. `coarse`
+    is the policy with these numbers, set by `resolve`.
+    """
+
+    inner: Policy
+    coarse: Policy | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.inner.name)
+
+    def __getattr__(self, name: str) -> Any:
+        # Settings that the engine looks for, such as token_budget. A copy has no `inner` yet.
+        if name == "inner" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Resolves `inner`, and the same in pages. ConfigError for a budget below a page."""
+        inner, size = self.inner.resolve(geometry), geometry.page_size
+        given = {name: getattr(inner, name) for name in _TOKEN_SETTINGS[inner.name]}
+        budget = given["token_budget"]
+        right = f"at least one page of {size} tokens: vLLM reads whole pages"
+        require(is_count(budget, size), "token_budget", budget, right)
+        pages = {
+            name: None if value is None else whole_entries(value, size)
+            for name, value in given.items()
+        }
+        pages["token_budget"] = budget // size
+        first, last = pages.get("sink_size") or 0, pages.get("window_size") or 1
+        least = (first + last) * size
+        right = f"at least {least}: {first} pages of {size} for the sinks and {last} for the newest"
+        require(budget >= least, "token_budget", budget, right)
+        coarse = dataclasses.replace(inner, **pages).resolve(geometry)
+        return dataclasses.replace(self, inner=inner, coarse=coarse)
+
+    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """As `inner`."""
+        return self.inner.dense_layers(geometry)
+
+    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
+        """The scores of `inner`, summed over pages."""
+        assert self.coarse is not None
+        requests = self.coarse.needs_scores(layer, _in_pages(step))
+        return tuple(ScoreRequest(request.reduce, step.page_size) for request in requests)
+
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+        """Shares the pages that `inner` selects by them."""
+        assert self.coarse is not None
+        coarse = _in_pages(step)
+        self.coarse.on_scores(layer, scores, coarse)
+        step.shared_selection = _as_pages(coarse.shared_selection, step.page_size)
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The pages that `inner` selects."""
+        assert self.coarse is not None
+        return _as_pages(self.coarse.select(layer, query, _in_pages(step)), step.page_size)
+
+
+def _in_pages(step: Step) -> Step:
+    """The step of a sequence whose tokens are the pages of this one."""
+    longest = -(-step.max_length // step.page_size)
+    return dataclasses.replace(step, lengths=step.pages, max_length=longest, page_size=1)
+
+
+def _as_pages(selection: Selection | None, page_size: int) -> Selection | None:
+    return None if selection is None else dataclasses.replace(selection, unit=page_size)
+
+
+def page_policy(policy: Policy, geometry: Geometry) -> Policy:
+    """The policy, resolved for a model in vLLM.
+
+    ConfigError for one that needs more than vLLM has: a retrieval head, data per sequence, the
+    queries of prompts, eviction.
+    """
+    for wrong, reason in _needs(policy):
+        if wrong:
+            raise ConfigError(f"policy {policy.name!r} cannot run in vLLM: it {reason}")
+    if policy.name in _TOKEN_SETTINGS:
+        policy = ByPages(policy)
+    return policy.resolve(geometry)
+
+
+def _needs(policy: Policy) -> list[tuple[bool, str]]:
+    cls = type(policy)
+    return [
+        (policy.wants_head, "selects by a retrieval head, which vLLM does not run"),
+        (
+            cls.sequence_state is not Policy.sequence_state
+            or cls.sequence_numbers is not Policy.sequence_numbers,
+            "keeps data of each sequence, and vLLM has a place for data of pages only",
+        ),
+        (cls.page_limit is not Policy.page_limit, "evicts pages, which vLLM's scheduler owns"),
+        (
+            policy.reads_queries or not policy.shares_pages,
+            "needs the queries of a prompt, and vLLM's cached prefixes have none",
+        ),
+        (policy.selects_by_own_scores, "scores every key of every layer"),
+        (cls.low_rank is not Policy.low_rank, "attends to low-rank keys"),
+        (
+            getattr(policy, "keep_generated", False),
+            "reads all generated tokens (keep_generated), and vLLM does not say which these are",
+        ),
+        (
+            policy.name in ("tidal_decode", "random"),
+            "selects single tokens, and vLLM reads whole pages",
+        ),
+    ]
+
+
+def page_data_shapes(policy: Policy, layout: LayerLayout, page_size: int) -> Mapping[str, Any]:
+    """Name and shape, per page, of the policy's data of a layer; {} for a layer with a window."""
+    return {} if layout.window is not None else policy.page_data(layout, page_size)

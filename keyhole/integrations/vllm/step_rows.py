@@ -1,0 +1,148 @@
+"""The decode tokens of a step as rows of a policy's `Step`, from what vLLM says of the step.
+
+A row is one token that is computed under the policy. A request that decodes has one; with
+speculative decoding it has 1 + K, which are checked as if they were decoded one after the other:
+each row ends at its own token. Prompt tokens are no rows: prefill is exact.
+
+Everything that decides a shape is known on the host, so nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.kernels.composite.rope import Rotation
+from keyhole.policies.base import CachedLayers, SequenceRows, Step
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Requests:
+    """The requests of a step, those that decode first.
+
+    starts: int [R + 1], where each one's query tokens begin, on the host. most: int [R], the
+    tokens of each one with these, on the host; may be more where drafts were rejected. lengths:
+    int32 [R], the same, exact. block_table: int32 [R, M]. prefilling: bool [R], on the host.
+    """
+
+    starts: np.ndarray
+    most: np.ndarray
+    lengths: Tensor
+    block_table: Tensor
+    prefilling: np.ndarray
+
+
+@dataclass(eq=False, kw_only=True)
+class StepRows:
+    """The rows of a step, and the pages that it writes.
+
+    num_requests: requests that decode, R' of R. num_rows: their tokens, B. requests: int64 [B], the
+    request of each row, or None where each has one row. lengths: int32 [B]. page_table: int32
+    [B, M]. max_length: at least the largest of `lengths`. written: int64 [n] pages and tokens that
+    each holds now, of all requests.
+    """
+
+    num_requests: int
+    num_rows: int
+    requests: Tensor | None
+    lengths: Tensor
+    page_table: Tensor
+    max_length: int
+    host_lengths: np.ndarray
+    written: tuple[Tensor, Tensor]
+    page_size: int
+    step: Step | None = field(default=None)
+
+    def begin(self, keys: Sequence[Tensor], page_data: Sequence[Mapping[str, Tensor]]) -> Step:
+        """The step that a policy sees; the same one for all layers of a KV cache group."""
+        if self.step is None:
+            size, B = self.page_size, self.num_rows
+            none = torch.empty(0, dtype=torch.int32)
+            rows = SequenceRows(
+                host_lengths=self.host_lengths,
+                fresh=np.zeros(B, bool),
+                prompts=none,
+                host_prompts=np.zeros(0, np.int64),
+                slots=none,
+                state={},
+            )
+            self.step = Step(
+                lengths=self.lengths,
+                pages=torch.div(self.lengths + (size - 1), size, rounding_mode="floor"),
+                max_length=self.max_length,
+                page_table=self.page_table,
+                page_size=size,
+                sequences=rows,
+                cache=CachedLayers(keys, page_data, _no_rotation),
+            )
+        return self.step
+
+
+def _no_rotation(layer: int) -> Rotation:
+    raise AssertionError(f"layer {layer}: policies that rotate keys are refused at start")
+
+
+def step_rows(requests: Requests, page_size: int, threshold: int) -> StepRows:
+    """The rows of the leading requests that decode.
+
+    threshold: the most query tokens of a request that decodes: 1 + K with K draft tokens.
+    """
+    device = requests.lengths.device
+    counts = np.diff(requests.starts)
+    prompt = requests.prefilling | (counts > threshold) | (counts == 0)
+    decoding = int(prompt.argmax()) if prompt.any() else len(counts)
+    counts_of, most_of = counts[:decoding], requests.most[:decoding]
+    num_rows = int(counts_of.sum())
+    lengths, table = requests.lengths[:decoding], requests.block_table[:decoding]
+    of_row, host_lengths = None, most_of
+    if num_rows > decoding:
+        of_host = np.repeat(np.arange(decoding), counts_of)
+        # A row's distance to the last row of its request: drafts follow the newest token.
+        behind = np.cumsum(counts_of)[of_host] - 1 - np.arange(num_rows)
+        of_row, back = _to(of_host, device), _to(behind.astype(np.int32), device)
+        lengths = lengths.index_select(0, of_row) - back
+        table = table.index_select(0, of_row)
+        host_lengths = most_of[of_host] - behind
+    max_length = int(host_lengths.max()) if num_rows else 0
+    return StepRows(
+        num_requests=decoding,
+        num_rows=num_rows,
+        requests=of_row,
+        lengths=lengths,
+        page_table=table[:, : max(1, -(-max_length // page_size))],
+        max_length=max_length,
+        host_lengths=host_lengths,
+        written=_written(requests, counts, page_size),
+        page_size=page_size,
+    )
+
+
+def _written(requests: Requests, counts: np.ndarray, page_size: int) -> tuple[Tensor, Tensor]:
+    """The pages that hold this step's tokens, int64 [n], and the tokens that each holds now.
+
+    A page may be listed twice, with the same number: how many pages a request touches depends on
+    its exact length, which may be known on the device alone, so the most that it may be is taken.
+    """
+    device = requests.lengths.device
+    most = np.where(counts > 0, (counts + page_size - 2) // page_size + 1, 0)
+    of_host = np.repeat(np.arange(len(counts)), most)
+    nth_host = np.arange(len(of_host)) - (np.cumsum(most) - most)[of_host]
+    of, nth, count = (_to(x, device) for x in (of_host, nth_host, counts[of_host]))
+    lengths = requests.lengths.long().index_select(0, of)
+    last = torch.div(lengths - 1, page_size, rounding_mode="floor")
+    first = torch.div(lengths - count, page_size, rounding_mode="floor")
+    number = torch.minimum(first + nth, last)
+    pages = requests.block_table[of, number].long()
+    return pages, (lengths - number * page_size).clamp(max=page_size)
+
+
+def _to(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """The numbers on a device, without waiting for it."""
+    host = torch.from_numpy(numbers)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,65 @@
+"""Metrics that are not counted one event at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+
+class BatchedHistogram(Collector):
+    """A histogram that takes many values in one call, for values that come with every token.
+
+    bounds: upper bounds of its buckets, the least first.
+    """
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Counts each value."""
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Its state now."""
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+#: Bytes of each stored document, and the status of each that waits or has failed.
+DocumentState = tuple[Mapping[str, int], Iterable[str]]
+
+
+class DocumentGauges(Collector):
+    """Documents by status, and the bytes that the stored ones take.
+
+    state: what to count now; None: this server has no documents.
+    """
+
+    def __init__(self, state: Callable[[], DocumentState | None]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Their state now."""
+        state = self._state()
+        if state is None:
+            return
+        sizes, waiting = state
+        statuses = Counter(waiting)
+        statuses["ready"] = len(sizes)
+        documents = GaugeMetricFamily("keyhole_documents", "documents by status", labels=["status"])
+        for status in ("queued", "encoding", "ready", "failed"):
+            documents.add_metric([status], statuses[status])
+        yield documents
+        size, text = sum(sizes.values()), "bytes of stored documents"
+        yield GaugeMetricFamily("keyhole_document_bytes", text, value=size)

@@ -1,0 +1,223 @@
+"""What the model sees when: short rows and the plainest look-up first, long texts later.
+
+Everything follows from the step's number and the seed alone, so an interrupted run continues with
+exactly the rows it would have seen; other processes can write them ahead of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from keyhole.eval.tiny_language.rows import LONGEST_WALK, ROWS, Row, append_words
+from keyhole.eval.tiny_language.world import BOS, NAMES, NUMBERS, OBJECTS, PAD, PLACES, WORD_IDS
+
+MAX_POSITION = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stretch of the training; `until` counts tokens from the beginning."""
+
+    until: float
+    batch: int
+    """Tokens per process and step, divided into rows of one length; more if one row is longer."""
+    lengths: dict[int, float]
+    """Row length -> weight."""
+    mix: dict[str, float]
+    """Kind of row -> weight."""
+    reach: int
+    """Positions jump ahead now and then, so that distances up to this are seen in short rows."""
+
+
+STAGES = (
+    Stage(
+        until=0.6e6,
+        batch=2048,
+        lengths={64: 1, 128: 1},
+        mix={"stream": 2, "questions": 1, "walk": 1, "derive": 1},
+        reach=512,
+    ),
+    Stage(
+        until=3e6,
+        batch=4096,
+        lengths={128: 2, 256: 2, 512: 0.5},
+        mix={"stream": 0.4, "questions": 3, "walk": 1, "derive": 1.5},
+        reach=4096,
+    ),
+    Stage(
+        until=6e6,
+        batch=6144,
+        lengths={128: 1, 256: 2, 512: 2, 1024: 1},
+        mix={"stream": 0.2, "questions": 3, "walk": 1.2, "derive": 2},
+        reach=12000,
+    ),
+    Stage(
+        until=float("inf"),
+        batch=6144,
+        lengths={256: 0.8, 512: 2, 1024: 2.5, 2048: 2, 4096: 0.7, 8192: 0.2},
+        mix={"stream": 0.1, "questions": 2.4, "walk": 1.6, "derive": 2},
+        reach=15000,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch:
+    """Rows of one length, ready for the network."""
+
+    tokens: Tensor
+    """`[B, T]`"""
+    positions: Tensor
+    """`[B, T]`, increasing, with gaps."""
+    supervised: Tensor
+    """Flat indices into `[B * T]` of the places after which a supervised token follows."""
+    targets: Tensor
+    """The token that follows each of them."""
+
+    def to(self, device: torch.device) -> TrainingBatch:
+        """Give the batch on another device."""
+        return TrainingBatch(
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            supervised=self.supervised.to(device),
+            targets=self.targets.to(device),
+        )
+
+
+def stage_at(tokens: int) -> Stage:
+    """Give the stage in which the token number `tokens` is seen."""
+    return next(stage for stage in STAGES if tokens < stage.until)
+
+
+def _choose(rng: Random, weights: dict[int, float]) -> int:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def _positions(rng: Random, tokens: list[int], length: int, reach: int) -> list[int]:
+    """Count from 0, in most rows with jumps at some sentence starts, up to `reach` in all."""
+    gaps = [0] * length
+    spare = min(max(reach, length), MAX_POSITION) - length
+    if rng.random() < 0.7 and spare > 0:
+        period = WORD_IDS["."]
+        starts = [place + 1 for place, token in enumerate(tokens[:-1]) if token == period]
+        chosen = rng.sample(starts, min(len(starts), rng.randint(1, 16)))
+        total = rng.randint(0, spare)
+        cuts = sorted(rng.randint(0, total) for _ in chosen)
+        for place, low, high in zip(chosen, [0, *cuts], cuts, strict=False):
+            gaps[place] = high - low
+    positions, at = [], -1
+    for gap in gaps:
+        at += 1 + gap
+        positions.append(at)
+    return positions
+
+
+def batch_of(rows: list[Row], length: int, rng: Random, reach: int) -> TrainingBatch:
+    """Pad rows to `length` and turn them into tensors."""
+    pad = WORD_IDS[PAD]
+    tokens, positions, supervised = [], [], []
+    for number, (words, marks) in enumerate(rows):
+        ids = [WORD_IDS[word] for word in words]
+        positions.append(_positions(rng, ids, length, reach))
+        tokens.append(ids + [pad] * (length - len(ids)))
+        supervised += [number * length + place - 1 for place, mark in enumerate(marks) if mark]
+    table = torch.tensor(tokens)
+    places = torch.tensor(supervised)
+    return TrainingBatch(
+        tokens=table,
+        positions=torch.tensor(positions),
+        supervised=places,
+        targets=table.flatten()[places + 1],
+    )
+
+
+def row_length(seed: int, step: int, stage: Stage) -> int:
+    """Give the length of all rows in a step, the same for all processes."""
+    return _choose(Random(f"{seed}/{step}"), stage.lengths)
+
+
+def num_rows(stage: Stage, length: int) -> int:
+    """Give the number of rows of one process in one step."""
+    return max(1, stage.batch // length)
+
+
+def stream_row(rng: Random, length: int) -> Row:
+    """Write facts of which about half restate an earlier one; its value is to be predicted.
+
+    The plainest form of the look-up, from which the model takes off within a million words.
+    """
+    row: Row = ([BOS], [False])
+    known: list[tuple[str, str, str]] = []
+    names = rng.sample(NAMES, min(len(NAMES), max(4, length // 8)))
+    values = {"keeps": NUMBERS, "owns": OBJECTS, "inhabits": PLACES, "serves": NAMES}
+    repeat = rng.uniform(0.4, 0.7)
+    while len(row[0]) + 4 <= length:
+        if known and rng.random() < repeat:
+            entity, verb, value = rng.choice(known)
+            again = True
+        else:
+            entity, verb = rng.choice(names), rng.choice(list(values))
+            old = [fact for fact in known if fact[:2] == (entity, verb)]
+            value = old[0][2] if old else rng.choice(values[verb])
+            again = bool(old)
+        known.append((entity, verb, value))
+        append_words(row, [entity, verb], False)
+        append_words(row, [value], again)
+        append_words(row, ["."], False)
+    return row
+
+
+KINDS: dict[str, Callable[[Random, int], Row]] = {"stream": stream_row, **ROWS}
+"""Every kind of training row."""
+
+
+def training_batch(seed: int, step: int, rank: int, stage: Stage) -> TrainingBatch:
+    """Give the rows of one process in one step."""
+    length = row_length(seed, step, stage)
+    rng = Random(f"{seed}/{step}/{rank}")
+    mix = {kind: w for kind, w in stage.mix.items() if kind != "walk" or length <= LONGEST_WALK}
+    kinds = rng.choices(list(mix), list(mix.values()), k=num_rows(stage, length))
+    rows = [KINDS[kind](rng, length) for kind in kinds]
+    return batch_of(rows, length, rng, stage.reach)
+
+
+_Place = tuple[int, int]
+"""A step, and the number of tokens seen before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedRows(Dataset[TrainingBatch]):
+    """What one process sees in every step."""
+
+    seed: int
+    rank: int
+    num_ranks: int
+    batch_scale: int
+
+    def __getitem__(self, place: _Place) -> TrainingBatch:
+        """Give the batch of a step."""
+        step, tokens = place
+        return training_batch(self.seed, step, self.rank, self._stage(tokens))
+
+    def from_step(self, step: int, tokens: int, num_workers: int = 0) -> Iterator[TrainingBatch]:
+        """Give the batches from a step on, for ever; the workers, if any, work ahead."""
+        places = self._places(step, tokens)
+        return iter(DataLoader(self, sampler=places, batch_size=None, num_workers=num_workers))
+
+    def _places(self, step: int, tokens: int) -> Iterator[_Place]:
+        while True:
+            yield step, tokens
+            stage = self._stage(tokens)
+            length = row_length(self.seed, step, stage)
+            tokens += num_rows(stage, length) * length * self.num_ranks
+            step += 1
+
+    def _stage(self, tokens: int) -> Stage:
+        stage = stage_at(tokens)
+        return replace(stage, batch=stage.batch * self.batch_scale)
