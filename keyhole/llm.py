@@ -20,10 +20,10 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
-from keyhole.method_settings import require_depth
 from keyhole.models.loading import Model, adopt, load
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
+from keyhole.registry import require_depth
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 from keyhole.tokenization import (
@@ -44,26 +44,39 @@ Params = SamplingParams | Several[SamplingParams] | None
 class LLM:
     """A language model that reads, at each step, only what its policy selects.
 
-    model: a folder, a hub id, "tiny" (the bundled demonstration model), a loaded model of
-    transformers, which stays as it is, or a model from `keyhole.models.loading.load`; loaded ones
-    share their weights. tokenizer: instead of the model's own, an object or where there is one; a
-    model of transformers has none of its own.
-    policy: an object such as `Delta(token_budget=1024)`, a name such as "delta", the path of a
-    settings file such as `keyhole eval --suite paper` writes, or None (dense).
-    device: "auto", "cpu", "cuda", "cuda:0". dtype: "auto" (as the checkpoint), "float32",
-    "bfloat16", "float16"; torch's own objects do for both. memory: the most that the KV cache may
-    take, bytes or "2GiB"; None: most of what is free. total_memory: instead of it, the most that
-    all may take: weights, KV cache and what a step computes with, as `keyhole plan` counts them.
-    offload: a folder that layers move to, one by one, when texts grow beyond the memory, and come
-    back from when there is room again; results do not change. documents: where documents are
-    stored, a folder or any URL that fsspec knows; None: in the user's cache folder.
-    documents_limit: the most that they may take there, bytes or "20GiB". The others as in
-    `EngineConfig`.
+    It can be called from several threads: calls take turns step by step, and the requests of all
+    threads run in one batch. `AsyncLLM` is the same for asyncio.
 
-    Safe from threads: calls take turns step by step, and requests of all threads run in one batch.
-    `AsyncLLM` is for asyncio.
+    Args:
+        model: A folder, a name on the Hugging Face hub, "tiny" (the bundled demonstration model), a
+            model loaded by transformers, which is not changed, or a model from
+            `keyhole.models.loading.load`. Loaded models share their weights.
+        policy: An object such as `Delta(token_budget=1024)`, text such as
+            "delta:token_budget=1024", the path of a settings file written by
+            `keyhole eval --suite paper`, or None for dense attention.
+        tokenizer: An object, or its folder or name; by default the model's own. A model loaded by
+            transformers has none.
+        device: "auto", "cpu", "cuda", "cuda:0", or a torch device.
+        dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16", or a torch dtype.
+        memory: Most bytes of the KV cache, as a number or text such as "2GiB"; by default most of
+            the free memory.
+        total_memory: In place of `memory`, most bytes of weights, KV cache and the tensors of a
+            step together, as `keyhole plan` counts them.
+        offload: A folder for layers that do not fit; on a GPU any value offloads them to RAM. They
+            return when there is room. Results do not change.
+        max_batch: Most requests in a step.
+        page_size: Tokens in a page of the KV cache.
+        prefill_chunk: Most prompt tokens in a step.
+        prefix_cache: Whether the start that prompts share is computed only once.
+        graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
+        max_length: Most tokens of a sequence; by default the model's limit.
+        documents: Where stored documents are: a folder, or a URL that fsspec supports; by default
+            in the user's cache folder.
+        documents_limit: Most bytes that they may take there, as a number or text.
 
-    Raises ModelError for the model, ConfigError for settings.
+    Raises:
+        ModelError: The model is missing, damaged or not supported.
+        ConfigError: A setting is invalid, or does not go with the model or the policy.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ import pytest
 
 from keyhole import CacheBlend, Delta, Epic, PlainReuse, Quest, SamKV, StreamingLLM
 from keyhole.errors import ConfigError
-from keyhole.method_settings import SettingsFile, parse, written
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
+from keyhole.registry import SettingsFile, parse, written
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
 

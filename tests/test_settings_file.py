@@ -13,8 +13,8 @@ import keyhole
 from keyhole import LLM, ConfigError, UnknownNameError
 from keyhole.cache.layout import Geometry
 from keyhole.cli.common.parser import Parser
-from keyhole.method_settings import SettingsFile
 from keyhole.policies import available_controls, available_policies, make_policy
+from keyhole.registry import SettingsFile
 from keyhole.reuse import available_reuse_methods, make_reuse
 from tests.checkpoints import make_config, make_model, make_network
 from tests.policies.shapes import shape

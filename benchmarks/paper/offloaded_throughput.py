@@ -24,7 +24,7 @@ from keyhole.bench import decode
 from keyhole.bench.model import RandomKV, give_back, prompts
 from keyhole.bench.offload_loading import WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.settings import PAGE_SIZE
-from keyhole.cache.offload.prefetch import Prefetcher
+from keyhole.cache.prefetch import Prefetcher
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import Model
 from keyhole.policies import make_policy

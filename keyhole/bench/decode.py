@@ -37,8 +37,8 @@ from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings, 
 from keyhole.bench.systems import Baseline, KeyholeSystem, Outside, OutsidePeer, Pages, Past
 from keyhole.errors import KeyholeError
 from keyhole.kernels import operations
-from keyhole.method_settings import parse_one
 from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.registry import parse_one
 
 _TINY = 1e-30  # two rows of zeros agree
 

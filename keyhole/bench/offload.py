@@ -45,13 +45,13 @@ from keyhole.bench.offload_loading import (
 )
 from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, OffloadSettings
 from keyhole.bench.systems import Baseline, Past
-from keyhole.cache.offload.prefetch import Traffic
+from keyhole.cache.prefetch import Traffic
 from keyhole.config import require
 from keyhole.engine.head_runner import load_head
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.retrieval.head import RetrievalHead
 
 # Tokens after the prompt whose logits are compared.

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from keyhole.bench.measure import Launches, Turn, checked, take_turns
 from keyhole.bench.model import RandomKV
 from keyhole.bench.settings import PAGE_SIZE, brings_budget
-from keyhole.cache.offload.prefetch import Prefetcher, Traffic
-from keyhole.cache.offload.resident_buffer import Resident
+from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.resident_buffer import Resident
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from keyhole.config import is_count, require, setting
+from keyhole.config import is_count, is_number, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.method_settings import is_settings_file, parse, parse_one, written
 from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.registry import is_settings_file, parse, parse_one, written
 
 # Shapes of models, as fields of transformers' configurations; the weights are always random.
 #
@@ -241,6 +241,65 @@ class AdmissionSettings:
         named = parse(",".join(self.methods))
         object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
         require(bool(self.methods), "methods", self.methods, "at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Load against a running server."""
+
+    device: ClassVar[str] = "cpu"  # of the client, which computes nothing
+
+    url: str = setting("http://127.0.0.1:8000", "address of the server, without /v1")
+    requests: int = setting(100, "requests to send")
+    concurrency: int | None = setting(
+        None, "requests under way at once; None: 8, or no limit with a rate"
+    )
+    rate: float | None = setting(
+        None, "requests per second, at random moments; None: as soon as one is answered"
+    )
+    prompt_length: str = setting("256", "tokens of prompts: a number, or a range such as 64-1024")
+    answer_length: str = setting("128", "tokens of answers, in the same way")
+    lengths: str | None = setting(
+        None, "JSON lines with prompt_tokens and completion_tokens, in place of these two"
+    )
+    time_limit: float = setting(600.0, "seconds, after which what runs is left unfinished")
+    goodput_first_ms: float = setting(500.0, "first token of a request that counts as good")
+    goodput_between_ms: float = setting(50.0, "mean time between its tokens")
+    seed: int = setting(0, "of lengths, prompts and arrivals")
+
+    def __post_init__(self) -> None:
+        require(is_count(self.requests), "requests", self.requests, "a whole number >= 1")
+        good = self.rate is None or (is_number(self.rate) and self.rate > 0)
+        require(good, "rate", self.rate, "a number above 0")
+        if self.concurrency is None and self.rate is None:
+            object.__setattr__(self, "concurrency", 8)
+        good = self.concurrency is None or is_count(self.concurrency)
+        require(good, "concurrency", self.concurrency, "a whole number >= 1")
+        for name in ("time_limit", "goodput_first_ms", "goodput_between_ms"):
+            value = getattr(self, name)
+            require(is_number(value) and value > 0, name, value, "a number above 0")
+        for name in ("prompt_length", "answer_length"):
+            low, high = _range(getattr(self, name))
+            right = "a number >= 1, or a range such as 64-1024"
+            require(1 <= low <= high, name, getattr(self, name), right)
+
+    @property
+    def prompt_range(self) -> tuple[int, int]:
+        """Least and most tokens of a prompt."""
+        return _range(self.prompt_length)
+
+    @property
+    def answer_range(self) -> tuple[int, int]:
+        """Least and most tokens of an answer."""
+        return _range(self.answer_length)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Both ends; 0 and 0 for what is no range."""
+    low, dash, high = text.partition("-")
+    if not low.isdecimal() or (dash and not high.isdecimal()):
+        return 0, 0
+    return int(low), int(high if dash else low)
 
 
 def specs(names: Iterable[str]) -> Names:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keyhole.cache import huge_pages
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.offload.tiers import BLOCK_BYTES, Store, Tier, discard, move
+from keyhole.cache.tiers import BLOCK_BYTES, Store, Tier, discard, move
 from keyhole.errors import CapacityError, is_out_of_memory
 
 # Pages of the first allocation; each growth doubles, so a page is moved O(1) times on average.

@@ -22,7 +22,7 @@ from keyhole.cli.evaluate import SUITES
 from keyhole.config import help_of
 from keyhole.documents.source import default_place
 from keyhole.errors import UnknownNameError
-from keyhole.models.files.checkpoint import ITEMSIZES
+from keyhole.models.checkpoint import ITEMSIZES
 from keyhole.policies import available_policies, policy_name
 from keyhole.reuse import available_reuse_methods, reuse_name, reuse_names
 
@@ -88,10 +88,15 @@ def summary(cls: type[Any]) -> str:
     return " ".join(inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0].split())
 
 
+def description(cls: type[Any]) -> str:
+    """The description of a method: in its class if the module has several, else of the module."""
+    own = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[2]
+    return own or inspect.getdoc(sys.modules[cls.__module__]) or ""
+
+
 def paragraphs(cls: type[Any]) -> list[str]:
-    """What the module of a method says of it, without what differs from the paper."""
-    text = inspect.getdoc(sys.modules[cls.__module__]) or ""
-    return [part for part in text.split("\n\n") if not part.startswith(_LEFT_OUT)]
+    """The description of a method without the differences from the paper."""
+    return [part for part in description(cls).split("\n\n") if not part.startswith(_LEFT_OUT)]
 
 
 def settings_of(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], str]]:

@@ -1,7 +1,7 @@
 """Measures this machine: decode steps beside transformers (decode), offloading (offload).
 
 Or what others feel while a question over stored documents comes in (admission); this and offloading
-on the bundled model.
+on the bundled model. Or load against a running server (serve).
 
 All systems of a run take turns and must agree before they are timed. Every run adds a line with its
 machine, versions and settings to --output.
@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import keyhole
-from keyhole.bench.settings import AdmissionSettings, BenchSettings, DecodeSettings, OffloadSettings
+from keyhole.bench.settings import (
+    AdmissionSettings,
+    BenchSettings,
+    DecodeSettings,
+    OffloadSettings,
+    ServeSettings,
+)
 from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError, UnknownNameError
@@ -35,11 +42,13 @@ SETTINGS: dict[str, type[Any]] = {
     "decode": DecodeSettings,
     "offload": OffloadSettings,
     "admission": AdmissionSettings,
+    "serve": ServeSettings,
 }
 _OWN = {
     "decode": ("systems", "token_budget", "layers"),
     "offload": ("budgets", "policies", "words", "items", "folder", "context", "memory", "trace"),
     "admission": ("methods", "documents", "tokens", "question", "others", "prompt"),
+    "serve": tuple(field.name for field in dataclasses.fields(ServeSettings)),
 }
 
 
@@ -93,10 +102,29 @@ def _admission(settings: AdmissionSettings, report: Report) -> dict[str, Any]:
     return admission.run(model, settings, report)
 
 
+def _serve(settings: ServeSettings, report: Report) -> dict[str, Any]:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("keyhole bench serve needs more packages: pip install 'keyhole[bench]'")
+    from keyhole.bench import serve
+
+    line = serve.run(settings)
+    report([_flat(result) for result in line["results"]], [])
+    return line
+
+
+def _flat(result: dict[str, Any]) -> dict[str, Any]:
+    """With the percentiles of a time as one cell."""
+    return {
+        name: " / ".join(f"{x:.1f}" for x in value.values()) if isinstance(value, dict) else value
+        for name, value in result.items()
+    }
+
+
 _RUNS: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
     "decode": _decode,
     "offload": _offload,
     "admission": _admission,
+    "serve": _serve,
 }
 
 
@@ -140,8 +168,9 @@ def measured(
         met = "met" if bar["met"] else "MISSED"
         met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
-    bandwidth = line["read_bytes_per_s"] / 1e9
-    print(f"memory is read at {bandwidth:.1f} GB/s; written: {arguments.output}")
+    bandwidth = line.get("read_bytes_per_s")
+    said = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "
+    print(f"{said}written: {arguments.output}")
     return 0
 
 
@@ -202,10 +231,21 @@ _ADMISSION: Columns = (
     ("first token", "ttft_ms", milliseconds),
     ("alone", "alone_ms", milliseconds),
 )
+_SERVE: Columns = (
+    ("answered", "answered", "{:,}".format),
+    ("unfinished", "unfinished", "{:,}".format),
+    ("requests/s", "requests_per_s", "{:.2f}".format),
+    ("good/s", "goodput_per_s", "{:.2f}".format),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("first token, ms: p50 / p90 / p99", "first_token_ms", str),
+    ("between tokens", "between_tokens_ms", str),
+    ("answer", "answer_ms", str),
+)
 _TABLES: dict[str, Table] = {
     "decode": (_DECODE, 2),
     "offload": (_OFFLOAD, 3),
     "admission": (_ADMISSION, 1),
+    "serve": (_SERVE, 0),
 }
 
 

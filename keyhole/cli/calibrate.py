@@ -32,7 +32,7 @@ from keyhole.policies.selection_layers import rank_by_shift
 if TYPE_CHECKING:
     from keyhole.eval.calibrate import Measurement
     from keyhole.policies.selection_layers import Calibration
-    from keyhole.reuse.stability import Stability
+    from keyhole.reuse.sam_kv import Stability
 
 
 _METHODS = ("optimal", "paper")
@@ -326,7 +326,7 @@ def _stable_text(found: Stability) -> str:
 
 
 def _output(arguments: argparse.Namespace) -> str:
-    from keyhole.reuse.stability import STABILITY_FILE
+    from keyhole.reuse.sam_kv import STABILITY_FILE
 
     if arguments.output is not None:
         return str(arguments.output)

@@ -15,7 +15,7 @@ from keyhole import drawing
 from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import ConfigError
-from keyhole.models.files.locate import TINY
+from keyhole.models.locate import TINY
 
 if TYPE_CHECKING:
     from keyhole.eval.demo import Demo, DemoOutcome

@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from keyhole.bench import measure
-    from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+    from keyhole.engine.allocation import free_memory
+    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.attention.suite import AttentionGrid, AttentionSuite
     from keyhole.eval.methods import Budget
     from keyhole.eval.suite import terms_of

@@ -129,8 +129,8 @@ def _suite(
 ) -> PaperSuite:
     import torch
 
-    from keyhole.engine.memory.allocation import free_memory
-    from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+    from keyhole.engine.allocation import free_memory
+    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.paper.documents import DocumentGrid
     from keyhole.eval.paper.suite import (
         PaperGrid,

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keyhole
-from keyhole import drawing, method_settings
+from keyhole import drawing, registry
 from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.errors import UnknownNameError
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.settings import EvalSettings
-from keyhole.method_settings import is_settings_file
 from keyhole.policies import available_policies, make_policy, policy_name
+from keyhole.registry import is_settings_file
 
 if TYPE_CHECKING:
     from keyhole.eval.methods import Method
@@ -129,16 +129,16 @@ def methods_of(settings: EvalSettings) -> list[Method]:
     from keyhole.eval.methods import Budget, Method, under_budgets
 
     known, given = available_policies(), []
-    for spec in method_settings.parse(settings.policies):
+    for spec in registry.parse(settings.policies):
         name, stored = policy_name(spec.name), {}
-        label = method_settings.written(name, spec.settings)
+        label = registry.written(name, spec.settings)
         if is_settings_file(name):
             policy = make_policy(name)
             name, stored = policy.name, dataclasses.asdict(policy)
         if name not in known:
             raise UnknownNameError("policy", name, known)
-        own = method_settings.Spec(name, spec.settings)
-        typed = method_settings.typed(own, "policy", dataclasses.fields(known[name]))
+        own = registry.Spec(name, spec.settings)
+        typed = registry.typed(own, "policy", dataclasses.fields(known[name]))
         given.append(Method(label=label, name=name, settings={**stored, **typed}))
     return under_budgets(given, [Budget.parse(text) for text in settings.budgets])
 

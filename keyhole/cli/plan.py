@@ -20,12 +20,12 @@ from keyhole.cli.common import flags, outputs, terminal
 from keyhole.cli.common.outputs import Output
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.models.files.locate import TINY
+from keyhole.models.locate import TINY
 from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
     from keyhole.cache.layout import Geometry, ModelSize
-    from keyhole.models.files.checkpoint import Checkpoint
+    from keyhole.models.checkpoint import Checkpoint
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
 
 _PRESETS = ("measured", "paper")
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         outputs.check(Output("--plot", arguments.plot, outputs.PICTURE))
         drawing.matplotlib()
-    from keyhole.models.files import checkpoint
+    from keyhole.models import checkpoint
     from keyhole.planner import MemoryPlan
 
     name = TINY if arguments.model is None else arguments.model
@@ -149,7 +149,7 @@ def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
     """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
-    from keyhole.engine.memory import plan as memory
+    from keyhole.engine import memory as memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
     from keyhole.retrieval import head_files
     from keyhole.retrieval.head_files import HeadCheckpoint as Folder
@@ -179,7 +179,7 @@ def _under_policy(
 
 def _paper(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     """Eq. 6 and 7: fp16 throughout, and a draft model of one layer like the model's."""
-    from keyhole.models.files.checkpoint import ITEMSIZES
+    from keyhole.models.checkpoint import ITEMSIZES
     from keyhole.planner import MemoryModel
 
     layer = shape.layers[0]

@@ -90,7 +90,7 @@ def _keys(path: str | None) -> tuple[str, ...]:
 
 def _memory(llm: LLM) -> str:
     """What the weights take, what the KV cache holds, and from where on layers are offloaded."""
-    from keyhole.engine.memory.plan import model_size
+    from keyhole.engine.memory import model_size
 
     engine = llm.engine
     weights = terminal.bytes_text(model_size(engine.model, None).weight_bytes)

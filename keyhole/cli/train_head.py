@@ -24,8 +24,8 @@ from keyhole.retrieval.training.training_config import TrainingConfig
 
 if TYPE_CHECKING:
     from keyhole.models.loading import Model
-    from keyhole.retrieval.training.corpus import Corpus
     from keyhole.retrieval.training.train import TrainingOutcome
+    from keyhole.retrieval.training.training_config import Corpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +109,6 @@ def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:
         from keyhole.eval.tiny_language.rows import HeadTexts
 
         return HeadTexts()
-    from keyhole.retrieval.training.corpus import read
+    from keyhole.retrieval.training.training_config import read
 
     return read(arguments.data, model.tokenizer, model.vocab_size)

@@ -96,13 +96,13 @@ def _head(
     """The head and its recall; None without a head, or without texts for it."""
     from keyhole.eval.head_recall import check_head
     from keyhole.eval.tiny_language.rows import HeadTexts
-    from keyhole.retrieval.training import corpus
+    from keyhole.retrieval.training.training_config import read
 
     if model.head is None or (arguments.data is None and not flags.is_bundled(arguments.model)):
         return None
     if arguments.data is None:
         return check_head(model, HeadTexts())
-    return check_head(model, corpus.read(arguments.data, model.tokenizer, model.vocab_size))
+    return check_head(model, read(arguments.data, model.tokenizer, model.vocab_size))
 
 
 def _print_head(model: Model, head: tuple[RetrievalHead, list[RecallCell]] | None) -> None:

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from keyhole.documents import file as document_file
 from keyhole.documents.index import Index
-from keyhole.documents.integrity_error import RecordError
+from keyhole.documents.integrity import RecordError
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
-from keyhole.documents.storage import Entry, StorageBackend
-from keyhole.documents.storage.lock import Lease, is_free, locked
+from keyhole.documents.storage import Entry, Lease, StorageBackend, is_free, locked
 from keyhole.errors import StorageFullError, UnknownNameError
 
 __all__ = ["Catalogue"]

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from keyhole.documents.digest import Fingerprint, canonical, is_sealed, seal, sha256
-from keyhole.documents.integrity_error import RecordError
+from keyhole.documents.integrity import Fingerprint, RecordError, canonical, is_sealed, seal, sha256
 from keyhole.documents.record import STATISTICS, DocumentRecord
 from keyhole.documents.storage import StorageReader
 

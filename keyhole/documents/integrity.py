@@ -1,102 +1,114 @@
-"""Integrity checks: whether a stored document is unchanged and belongs to this model."""
+"""Integrity of stored documents: digests, and problems as errors and as lines of a report.
+
+Problems of stored documents, as errors and as lines of a report.
+
+Digests of texts, of a model's fingerprint, and of sealed headers.
+
+A header is sealed: one of its fields is the SHA-256 of all the others, so that any changed byte of
+the header is detected without reading anything else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from keyhole.documents import file
-from keyhole.documents.catalogue import Catalogue
-from keyhole.documents.digest import Fingerprint, differences, model_of
-from keyhole.documents.file import RecordHeader
-from keyhole.documents.index import record_file
-from keyhole.documents.integrity_error import Problem, RecordError, foreign
-from keyhole.documents.source import SourceFile
-from keyhole.documents.storage import StorageReader
+from keyhole.config import is_number, require
+from keyhole.errors import RequestError
 
-__all__ = ["absent", "header_of", "nameless", "problems"]
+#: damaged: changed since it was written. foreign: another model's. missing: the record was evicted
+#: or removed, or an older version lacks newer tensors. source: the text itself is damaged, so that
+#: it cannot be encoded again.
+Kind = Literal["damaged", "foreign", "missing", "source"]
 
 
-def problems(catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint) -> list[Problem]:
-    """The problems of a document; reads everything stored of it for this model.
+class RecordError(RequestError):
+    """A record, or a text, that cannot be used. Nothing else that is stored is affected."""
 
-    An evicted record is no problem, nor is a document that another process replaces or removes
-    meanwhile.
+    def __init__(self, kind: Kind, what: str, right: str, name: str | None = None) -> None:
+        self.kind: Kind = kind
+        self.what, self.right, self.name = what, right, name
+        document = "a document" if name is None else f"document {name!r}"
+        if kind == "source":
+            helps = "adding the right text again repairs it"
+        else:
+            helps = "documents.verify(repair=True), or adding the same text, encodes it again"
+        super().__init__(f"{document}: {what}; right would be {right}; {helps}")
+
+    def of(self, name: str) -> RecordError:
+        """The same error, with the document's name in it."""
+        return RecordError(self.kind, self.what, self.right, name)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of the document of this name, and what would be right.
+
+    All but those of the kind "source" are repaired by encoding the document's source again.
     """
-    found = list(_faults(catalogue, source, fingerprint))
-    if found:
-        with catalogue.locked():
-            now = catalogue.refresh(source.name) or catalogue.index.source(source.name)
-            found = list(_faults(catalogue, now, fingerprint)) if now is not None else []
-    return [Problem(source.name, fault.what, fault.right, fault.kind) for fault in found]
+
+    name: str
+    what: str
+    right: str
+    kind: Kind
 
 
-def _faults(
-    catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint
-) -> Iterator[RecordError]:
-    place = catalogue.place
-    try:
-        data = place.read(f"documents/{source.file}")
-        source.source(data)
-        SourceFile.parse(data)
-    except RecordError as error:
-        # If the text is intact, encoding it again repairs the first line.
-        whole = error.name is None
-        yield RecordError("damaged" if whole else "source", error.what, error.right)
-    except OSError as error:
-        yield RecordError("source", f"its text cannot be read: {error}", "there")
-    record = record_file(source.digest, model_of(fingerprint))
-    try:
-        with closing(place.reader(f"records/{record}")) as reader:
-            header = header_of(reader, source.digest, fingerprint)
-            file.check_all(reader, header)
-            if not header.extremes:
-                yield RecordError("missing", "its record has no extreme keys", "a record with them")
-    except FileNotFoundError:
-        fault = absent(catalogue, source.digest, fingerprint)
-        if fault.kind != "missing":
-            yield fault
-    except RecordError as error:
-        yield error
-    except OSError as error:
-        yield RecordError("damaged", f"its record cannot be read: {error}", "there")
-
-
-def nameless(catalogue: Catalogue) -> list[Problem]:
-    """Files of texts whose first line is damaged and that no record identifies."""
-    files = catalogue.unreadable()
-    what = "the first line of this file has changed, so nobody knows which document it is"
-    return [Problem(f"documents/{f}", what, "as it was written", "source") for f in sorted(files)]
-
-
-def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> RecordHeader:
-    """The header of a record; RecordError if it is damaged, or of another model or text."""
-    header = file.parse(reader)
-    error = foreign(header.fingerprint, fingerprint)
-    if error is not None:
-        raise error
-    if header.digest != digest:
-        raise RecordError(
-            "damaged", f"its record is of another text, {header.digest[:12]}", digest[:12]
+def foreign(theirs: Fingerprint, ours: Fingerprint) -> RecordError | None:
+    """The error for a record of another model, naming the differences; None if there are none."""
+    fields = differences(theirs, ours)
+    if not fields:
+        return None
+    there, here = (
+        ", ".join(
+            f"{field} {side[field]!r}" if field in side else f"no {field}" for field in fields
         )
-    return header
-
-
-def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> RecordError:
-    """Why a document has no record of this model: "foreign" if another model has one.
-
-    Of several, the one that differs in the fewest fields is named.
-    """
-    errors = []
-    for record in catalogue.index.records(digest):
-        header = catalogue.header(record)
-        if header is None:
-            continue
-        error = foreign(header.fingerprint, fingerprint)
-        if error is not None:
-            errors.append((len(differences(header.fingerprint, fingerprint)), error.what, error))
-    if errors:
-        return min(errors, key=lambda found: found[:2])[2]
-    return RecordError(
-        "missing", "it has no record, which made room for others or was taken away", "a record"
+        for side in (theirs, ours)
     )
+    return RecordError("foreign", f"its record is another model's: {there}", here)
+
+
+#: Names and values of all properties of a model that determine its keys and values.
+Fingerprint = Mapping[str, str | int | float]
+_SEAL = "sha256"
+# Hex digits of a fingerprint's digest in a file name; a header holds the fingerprint itself.
+_MODEL_DIGITS = 16
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with one spelling."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256(data: Any) -> str:
+    """Of bytes or any contiguous buffer, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def seal(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` and the digest of them."""
+    return {**fields, _SEAL: sha256(canonical(fields))}
+
+
+def is_sealed(fields: Mapping[str, Any]) -> bool:
+    """Whether no field has changed since `seal`."""
+    rest = {name: value for name, value in fields.items() if name != _SEAL}
+    return fields.get(_SEAL) == sha256(canonical(rest))
+
+
+def model_of(fingerprint: Fingerprint) -> str:
+    """A model's name in file names; ConfigError unless all values are text or numbers."""
+    require(bool(fingerprint), "fingerprint", fingerprint, "a mapping with at least one field")
+    for name, value in fingerprint.items():
+        good = isinstance(name, str) and (isinstance(value, str | bool) or is_number(value))
+        require(good, f"fingerprint field {name!r}:", value, "a text or a finite number")
+    return sha256(canonical(dict(fingerprint)))[:_MODEL_DIGITS]
+
+
+def differences(one: Fingerprint, other: Fingerprint) -> list[str]:
+    """Names of the fields that are not the same in both, sorted."""
+    absent = object()
+    names = {*one, *other}
+    return sorted(n for n in names if one.get(n, absent) != other.get(n, absent))

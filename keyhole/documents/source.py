@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from keyhole.config import is_count
-from keyhole.documents.digest import canonical, is_sealed, seal, sha256
-from keyhole.documents.integrity_error import RecordError
+from keyhole.documents.integrity import RecordError, canonical, is_sealed, seal, sha256
 from keyhole.errors import ConfigError
 
 __all__ = ["HEAD_BYTES", "Source", "SourceFile", "check_name", "file_of", "metadata_text"]

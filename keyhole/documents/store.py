@@ -21,14 +21,12 @@ from typing import Any
 from keyhole.config import is_count, require
 from keyhole.documents import file as document_file
 from keyhole.documents.catalogue import Catalogue
-from keyhole.documents.digest import Fingerprint, model_of
 from keyhole.documents.index import DocumentInfo, record_file
-from keyhole.documents.integrity import absent, header_of, nameless, problems
-from keyhole.documents.integrity_error import Problem, RecordError
-from keyhole.documents.reader import StoredDocument
+from keyhole.documents.integrity import Fingerprint, Problem, RecordError, model_of
+from keyhole.documents.reader import StoredDocument, absent, header_of, nameless, problems
 from keyhole.documents.record import DocumentRecord, validate
+from keyhole.documents.remote import open_place
 from keyhole.documents.source import Source, SourceFile, check_name, metadata_text
-from keyhole.documents.storage.remote import open_place
 from keyhole.documents.writer import Writer
 from keyhole.errors import ConfigError, StorageFullError
 

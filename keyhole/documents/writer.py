@@ -12,10 +12,9 @@ import time
 
 from keyhole.documents import file as document_file
 from keyhole.documents.catalogue import Catalogue
-from keyhole.documents.digest import Fingerprint, model_of
 from keyhole.documents.index import DocumentInfo, record_file
-from keyhole.documents.integrity import header_of
-from keyhole.documents.integrity_error import RecordError
+from keyhole.documents.integrity import Fingerprint, RecordError, model_of
+from keyhole.documents.reader import header_of
 from keyhole.documents.record import DocumentRecord
 from keyhole.documents.source import Source, SourceFile
 from keyhole.documents.storage import Staged

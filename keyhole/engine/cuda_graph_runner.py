@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
-from keyhole.engine.decode_inputs import DecodeInputs, GraphBuffers
+from keyhole.engine.decode_inputs import DecodeInputs
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.policies.base import Policy, Step
 
@@ -33,6 +33,67 @@ from keyhole.policies.base import Policy, Step
 
 # Shapes that are kept; what was not used for longest goes first.
 _MOST = 32
+
+
+# The alignment of each array in bytes: GPUs load 16 bytes at a time.
+_ALIGNED = 16
+
+
+class GraphBuffers:
+    """The inputs of a graph, at fixed addresses.
+
+    A graph reads its inputs from the addresses at which it was captured. The inputs of one shape
+    share one buffer on the host and one on the device, so that a single copy transfers them.
+
+    like: arrays by name, [n, ...] each, n up to `num_rows`; a second dimension is up to `widths`
+    by name. padding: by name, the value of padding rows and columns.
+    tensors: the arrays on the device, [num_rows, ...].
+    """
+
+    def __init__(
+        self,
+        like: Mapping[str, np.ndarray],
+        num_rows: int,
+        widths: Mapping[str, int],
+        padding: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        shapes = {
+            name: (num_rows, widths[name]) if array.ndim > 1 else (num_rows,)
+            for name, array in like.items()
+        }
+        sizes = {name: like[name].itemsize * int(np.prod(shapes[name])) for name in like}
+        total = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes.values())
+        pinned = device.type == "cuda"
+        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+        self._device = torch.empty(total, dtype=torch.uint8, device=device)
+        self._arrays: dict[str, np.ndarray] = {}
+        self.tensors: dict[str, Tensor] = {}
+        start = 0
+        for name, size in sizes.items():
+            place, dtype = slice(start, start + size), torch.from_numpy(like[name]).dtype
+            self.tensors[name] = self._device[place].view(dtype).view(shapes[name])
+            self._arrays[name] = self._host[place].view(dtype).view(shapes[name]).numpy()
+            start += -(-size // _ALIGNED) * _ALIGNED
+        self._padding = padding
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copies the arrays to the device; the remaining rows and columns are padding."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still read here
+        for name, place in self._arrays.items():
+            if name in arrays:
+                array, padding = arrays[name], self._padding[name]
+                place[tuple(slice(n) for n in array.shape)] = array
+                place[len(array) :] = padding
+                if array.ndim > 1:
+                    place[:, array.shape[1] :] = padding
+            else:
+                place.fill(self._padding[name])
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device.device))
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,214 @@
-"""The inputs of a decode step: on the host, in the fixed buffers of a graph, and per sequence."""
+"""The inputs of a decode step: page tables, evictions, and the state per sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.cache.layout import Geometry
-from keyhole.engine.memory.page_table import Eviction, PageTable
+from keyhole.cache.pages import PageCache
 from keyhole.engine.sequence import Sequence
 from keyhole.policies.base import Policy
+
+
+class PageTable:
+    """Rows of page numbers; a step copies rows, and never turns whole lists into arrays again."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._rows = np.zeros((num_slots, 64), np.int32)
+        # Whose pages stand in a row. A sequence that leaves and comes back has a new list.
+        self._lists: list[list[int] | None] = [None] * num_slots
+        self._filled = [0] * num_slots
+
+    def rows(self, sequences: list[Sequence], width: int) -> np.ndarray:
+        """A row per sequence, int32 [B, width]; what a sequence does not have is 0."""
+        for sequence in sequences:
+            self._update(sequence)
+        return self._rows[[sequence.slot for sequence in sequences], :width]
+
+    def forget(self, sequence: Sequence, entry: int) -> None:
+        """Takes a page out that the sequence no longer has."""
+        self._rows[sequence.slot, entry] = 0
+
+    def renumber(self) -> None:
+        """Pages have other numbers in the sequences' lists (`PageCache.pack`)."""
+        self._filled = [0] * len(self._filled)
+
+    def _update(self, sequence: Sequence) -> None:
+        slot, pages = sequence.slot, sequence.pages
+        if self._lists[slot] is not pages:
+            self._lists[slot], self._filled[slot] = pages, 0
+            self._rows[slot] = 0
+        start = self._filled[slot]
+        if start < len(pages):
+            while len(pages) > self._rows.shape[1]:
+                self._rows = np.pad(self._rows, ((0, 0), (0, self._rows.shape[1])))
+            # A hole (see prompt_pages) is page 0, which nobody looks at.
+            self._rows[slot, start : len(pages)] = np.maximum(pages[start:], 0)
+            self._filled[slot] = len(pages)
+
+
+# Which pages of running sequences are left under a policy that evicts; frees the others.
+#
+# All on the host, a row per slot. When a page has been filled and the next token would make one
+# more than the policy allows, its oldest page goes: full-attention layers never read it again, and
+# it leaves the cache as soon as no layer with a sliding window of its own can see it either.
+
+
+class Eviction:
+    """The generated pages that each sequence still has, bounded by what the policy allows."""
+
+    def __init__(self, policy: Policy, cache: PageCache, num_slots: int) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._window = widest_window(cache.geometry)
+        width = int(self._allowed(np.ones(1, np.int64))[0])
+        self._entries = np.zeros((num_slots, width), np.int64)
+        self._counts = np.zeros(num_slots, np.int64)
+        self._pinned = np.zeros(num_slots, np.int64)
+        # Of the prompt's pages those that are there, and how many there may be with generated ones.
+        self._present = np.zeros(num_slots, np.int64)
+        self._most = np.zeros(num_slots, np.int64)
+
+    def view(
+        self, decodes: list[Sequence], position: np.ndarray, fresh: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What is left for the tokens at `position`: entries, pages, pinned, due of `Remaining`.
+
+        position int64 [B]; fresh bool [B], sequences in their first decode step: all they have is
+        prompt, but for the new token.
+        """
+        size = self._cache.page_size
+        for i in np.flatnonzero(fresh):
+            self._enter(decodes[i], int(position[i]))
+        slots = np.asarray([sequence.slot for sequence in decodes])
+        newest, pinned = position // size, self._pinned[slots]
+        begins = newest >= pinned
+        last = self._entries[slots, np.maximum(self._counts[slots] - 1, 0)]
+        begins &= (self._counts[slots] == 0) | (last != newest)
+        rows = slots[begins]
+        self._entries[rows, self._counts[rows]] = newest[begins]
+        self._counts[rows] += 1
+        counts = self._counts[slots]
+        pages = pinned + counts
+        place = np.arange(pages.max())
+        generated = np.clip(place - pinned[:, None], 0, self._entries.shape[1] - 1)
+        entries = np.take_along_axis(self._entries[slots], generated, 1)
+        entries = np.where(place < pinned[:, None], place, entries)
+        entries = np.where(place < pages[:, None], entries, -1)
+        due = (position + 1) % size == 0
+        due &= self._present[slots] + counts >= self._most[slots]
+        return entries, pages, pinned, due & (counts > 0)
+
+    def evict(self, sequences: list[Sequence], victims: np.ndarray) -> list[tuple[Sequence, int]]:
+        """Takes a page of each sequence out; returns the pages of sequences that were freed.
+
+        victims int64 [n]: which of its generated pages each one gives up.
+        """
+        slots = np.asarray([sequence.slot for sequence in sequences])
+        rows, place = self._entries[slots], np.arange(self._entries.shape[1])
+        gone = np.take_along_axis(rows, victims[:, None], 1)[:, 0]
+        moved = np.minimum(place + (place >= victims[:, None]), len(place) - 1)
+        self._entries[slots] = np.take_along_axis(rows, moved, 1)
+        self._counts[slots] -= 1
+        freed = []
+        for sequence, entry in zip(sequences, gone.tolist(), strict=True):
+            leaving = [*sequence.leaving, entry]
+            free = [e for e in leaving if self._is_unseen(e, sequence.num_computed)]
+            sequence.leaving = [e for e in leaving if e not in free]
+            self._cache.release(sequence.pages[e] for e in free)
+            for e in free:
+                sequence.pages[e] = NO_PAGE
+            sequence.evicted_pages += len(free)
+            freed += [(sequence, e) for e in free]
+        return freed
+
+    def kept(self, sequence: Sequence) -> Tensor | None:
+        """What each layer has of a sequence's tokens so far, bool [L, N]; None: everything.
+
+        For one that is to go on with all of them as its prompt.
+        """
+        pages = np.asarray(sequence.pages, np.int64)
+        there = np.tile(pages != NO_PAGE, (self._cache.geometry.num_layers, 1))
+        full = list(self._cache.geometry.full_attention)
+        there[np.ix_(full, sequence.leaving)] = False
+        kept = torch.from_numpy(there.repeat(self._cache.page_size, 1))
+        kept = kept[:, : sequence.num_computed]
+        if sequence.kept is not None:
+            kept[:, : sequence.kept.shape[1]] &= sequence.kept
+        return None if kept.all() else kept
+
+    def _enter(self, sequence: Sequence, position: int) -> None:
+        slot, size = sequence.slot, self._cache.page_size
+        pinned = -(-position // size)
+        self._pinned[slot], self._counts[slot], self._present[slot] = pinned, 0, pinned
+        if sequence.kept is not None:
+            read = np.ones(pinned * size, bool)
+            layers = list(self._cache.geometry.full_attention)
+            read[: sequence.kept.shape[1]] = sequence.kept[layers].any(0).numpy()
+            self._present[slot] = max(1, read.reshape(-1, size).any(1).sum())
+        self._most[slot] = self._allowed(self._present[slot : slot + 1])[0]
+
+    def _allowed(self, prompt_pages: np.ndarray) -> np.ndarray:
+        allowed = self._policy.page_limit(prompt_pages, self._cache.page_size)
+        assert allowed is not None
+        return allowed
+
+    def _is_unseen(self, entry: int, position: int) -> bool:
+        """Whether a token at `position`, or a later one, has a page outside of every window."""
+        return (entry + 1) * self._cache.page_size - 1 <= position - self._window
+
+
+def widest_window(geometry: Geometry) -> int:
+    """The largest sliding window of any layer, 0 without one."""
+    return max((layer.window or 0 for layer in geometry.layers), default=0)
+
+
+def page_limit(policy: Policy, geometry: Geometry, prompt: int, length: int) -> int:
+    """The most pages that a sequence of `length` tokens, `prompt` of them its prompt, ever has."""
+    size = geometry.page_size
+    pages, prompt_pages = -(-length // size), -(-prompt // size)
+    allowed = policy.page_limit(np.asarray([prompt_pages]), size)
+    if allowed is None:
+        return pages
+    window = widest_window(geometry)
+    # An evicted page stays until it has left every window, to be seen when the next one is full.
+    seen = -(-window // size) + 1 if window else 0
+    return min(pages, int(allowed[0]) + seen)
+
+
+class SequenceState:
+    """Tensors by name, [slots, ...], as the policy declared them, and lengths of prompts."""
+
+    def __init__(self, policy: Policy, geometry: Geometry, num_slots: int, like: Tensor) -> None:
+        """like: any tensor of the keys' dtype and device."""
+        whole, numbers = policy.sequence_state(geometry), policy.sequence_numbers(geometry)
+        assert not whole.keys() & numbers.keys(), "names of state must differ"
+        self.tensors = {
+            name: like.new_zeros(num_slots, *shape, dtype=torch.int32)
+            for name, shape in whole.items()
+        }
+        self.tensors |= {n: like.new_zeros(num_slots, *shape) for n, shape in numbers.items()}
+        # Whose pages stood in a row last. A sequence that leaves and comes back has a new list.
+        self._lists: list[list[int] | None] = [None] * num_slots
+        self._prompts = [0] * num_slots
+
+    def enter(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these sequences are here for the first time, bool [B].
+
+        And how many tokens each had computed then, int64 [B].
+        """
+        fresh = [self._lists[s.slot] is not s.pages for s in sequences]
+        for sequence, new in zip(sequences, fresh, strict=True):
+            self._lists[sequence.slot] = sequence.pages
+            if new:
+                self._prompts[sequence.slot] = sequence.num_computed
+        prompts = [self._prompts[s.slot] for s in sequences]
+        return np.asarray(fresh, bool), np.asarray(prompts, np.int64)
 
 
 @dataclass(frozen=True)
@@ -69,97 +265,3 @@ def numbers_of(
         "goes": due,
     }
     return DecodeInputs(position, prompts, fresh, sent, written, entries, due)
-
-
-# Fixed places for the numbers of a decode step, and rows that stand for no sequence.
-#
-# A recorded step reads its numbers where they were when it was recorded. All of one shape lie in
-# one piece of memory, on the host and on the device, so that one copy brings them over.
-
-
-# Where each array begins; GPUs load 16 bytes at a time.
-_ALIGNED = 16
-
-
-class GraphBuffers:
-    """Arrays of one shape each, at fixed places on a device.
-
-    like: arrays by name, [n, ...] each, n up to `num_rows`; a second dimension is up to `widths`
-    by name. nobody: by name, what a row holds that stands for no sequence.
-    tensors: the arrays on the device, [num_rows, ...].
-    """
-
-    def __init__(
-        self,
-        like: Mapping[str, np.ndarray],
-        num_rows: int,
-        widths: Mapping[str, int],
-        nobody: Mapping[str, int],
-        device: torch.device,
-    ) -> None:
-        shapes = {
-            name: (num_rows, widths[name]) if array.ndim > 1 else (num_rows,)
-            for name, array in like.items()
-        }
-        sizes = {name: like[name].itemsize * int(np.prod(shapes[name])) for name in like}
-        total = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes.values())
-        pinned = device.type == "cuda"
-        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
-        self._device = torch.empty(total, dtype=torch.uint8, device=device)
-        self._arrays: dict[str, np.ndarray] = {}
-        self.tensors: dict[str, Tensor] = {}
-        start = 0
-        for name, size in sizes.items():
-            place, dtype = slice(start, start + size), torch.from_numpy(like[name]).dtype
-            self.tensors[name] = self._device[place].view(dtype).view(shapes[name])
-            self._arrays[name] = self._host[place].view(dtype).view(shapes[name]).numpy()
-            start += -(-size // _ALIGNED) * _ALIGNED
-        self._nobody = nobody
-        self._copied = torch.cuda.Event() if pinned else None
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Puts the arrays in their places; all rows and columns after them are nobody's."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still read here
-        for name, place in self._arrays.items():
-            if name in arrays:
-                array, nobody = arrays[name], self._nobody[name]
-                place[tuple(slice(n) for n in array.shape)] = array
-                place[len(array) :] = nobody
-                if array.ndim > 1:
-                    place[:, array.shape[1] :] = nobody
-            else:
-                place.fill(self._nobody[name])
-        self._device.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._device.device))
-
-
-class SequenceState:
-    """Tensors by name, [slots, ...], as the policy declared them, and lengths of prompts."""
-
-    def __init__(self, policy: Policy, geometry: Geometry, num_slots: int, like: Tensor) -> None:
-        """like: any tensor of the keys' dtype and device."""
-        whole, numbers = policy.sequence_state(geometry), policy.sequence_numbers(geometry)
-        assert not whole.keys() & numbers.keys(), "names of state must differ"
-        self.tensors = {
-            name: like.new_zeros(num_slots, *shape, dtype=torch.int32)
-            for name, shape in whole.items()
-        }
-        self.tensors |= {n: like.new_zeros(num_slots, *shape) for n, shape in numbers.items()}
-        # Whose pages stood in a row last. A sequence that leaves and comes back has a new list.
-        self._lists: list[list[int] | None] = [None] * num_slots
-        self._prompts = [0] * num_slots
-
-    def enter(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these sequences are here for the first time, bool [B].
-
-        And how many tokens each had computed then, int64 [B].
-        """
-        fresh = [self._lists[s.slot] is not s.pages for s in sequences]
-        for sequence, new in zip(sequences, fresh, strict=True):
-            self._lists[sequence.slot] = sequence.pages
-            if new:
-                self._prompts[sequence.slot] = sequence.num_computed
-        prompts = [self._prompts[s.slot] for s in sequences]
-        return np.asarray(fresh, bool), np.asarray(prompts, np.int64)

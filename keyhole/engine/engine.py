@@ -11,22 +11,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.cache.page_list import NO_PAGE
+from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.allocation import LayerOffloader, allocate, too_long
 from keyhole.engine.cuda_graph_runner import Recorder, make_recorder
-from keyhole.engine.documents.filler import DocumentFiller
+from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
-from keyhole.engine.documents.prefill import Preparation
+from keyhole.engine.documents.prefill import DocumentFiller, Preparation
 from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.grammar import Grammars
 from keyhole.engine.head_runner import HeadRunner, load_head
-from keyhole.engine.memory.allocation import allocate, too_long
-from keyhole.engine.memory.layer_offloader import LayerOffloader
-from keyhole.engine.memory.page_table import page_limit
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
     PolicySpec,
@@ -39,6 +36,7 @@ from keyhole.engine.request import (
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import (
     CapacityError,
     ConfigError,

@@ -10,14 +10,14 @@ from typing import Any
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.memory.plan import page_data
+from keyhole.engine.memory import page_data
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
-from keyhole.method_settings import require_depth
 from keyhole.models.loading import Model
 from keyhole.planner import MemoryModel
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
+from keyhole.registry import require_depth
 
 
 def longest(model: Model, config: EngineConfig) -> int:

@@ -16,12 +16,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from keyhole.cache.page_list import NO_PAGE
+from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig
+from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filling import Filling, Pace
-from keyhole.engine.memory.page_table import page_limit
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError

@@ -42,7 +42,7 @@ from keyhole.llm import LLM
 from keyhole.models.batch import Batch
 from keyhole.models.loading import Model
 from keyhole.policies.base import ScoreRequest, Selection, Step
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.policies.delta import Delta
 from keyhole.policies.selection_layers import (
     Calibration,
@@ -50,7 +50,7 @@ from keyhole.policies.selection_layers import (
     place_by_recall,
     place_by_shift,
 )
-from keyhole.reuse.stability import NUM_STABLE, Stability, stable_layers
+from keyhole.reuse.sam_kv import NUM_STABLE, Stability, stable_layers
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
 Method = Literal["optimal", "paper"]

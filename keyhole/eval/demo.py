@@ -24,7 +24,7 @@ from keyhole.eval.tiny_language.tasks import Item, is_correct, make
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.policies.delta import Delta
 from keyhole.policies.quest import Quest
 from keyhole.policies.streaming_llm import StreamingLLM

@@ -37,7 +37,7 @@ from keyhole.eval.workload import MakeEngine, Request, Served, Shown, Workload, 
 from keyhole.kernels import ScoreRequest, Selection
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy, Step
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 
 CONTINUATION = 128
 """Decode steps of a window; in short ones a quarter of its tokens."""

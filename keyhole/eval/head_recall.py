@@ -27,8 +27,8 @@ from keyhole.models.loading import Model
 from keyhole.policies.spe_context import SpeContext
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import objectives
-from keyhole.retrieval.training.corpus import Corpus
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
+from keyhole.retrieval.training.training_config import Corpus
 
 WINDOW, BEST = "window", "best"
 

@@ -44,8 +44,7 @@ from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
 from keyhole.eval.line_file import Line
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.oracle import Oracle
-from keyhole.policies.controls.random_tokens import RandomTokens
+from keyhole.policies.controls import Oracle, RandomTokens
 from keyhole.policies.streaming_llm import StreamingLLM
 
 TOKEN_BUDGET = "token_budget"

@@ -18,8 +18,8 @@ import torch
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
-from keyhole.engine.memory.allocation import free_memory
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.allocation import free_memory
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval import tuning
 from keyhole.eval.forced_text import AttentionRecall, Perplexity, TinyText, WindowedText

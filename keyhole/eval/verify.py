@@ -28,7 +28,7 @@ from keyhole.models.attention import NAME
 from keyhole.models.loading import Model, load
 from keyhole.policies import available_policies
 from keyhole.policies.base import Policy
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.retrieval.head import RetrievalHead
 
 #: Largest error allowed, see `Check.error`. Sums in another order cost float32 up to 2e-5 on the

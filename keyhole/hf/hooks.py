@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig
+from keyhole.engine.allocation import allocate
 from keyhole.engine.head_runner import HeadRunner, load_head
-from keyhole.engine.memory.allocation import allocate
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence

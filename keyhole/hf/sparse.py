@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from keyhole.config import EngineConfig, parse_bytes
 from keyhole.errors import ConfigError
 from keyhole.hf.hooks import Hooks, SparseRun
-from keyhole.method_settings import require_depth
 from keyhole.models import families
 from keyhole.models.attention import NAME
 from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER, Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
+from keyhole.registry import require_depth
 
 #: Models inside a `sparse` block.
 _ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import cpu
-from keyhole.kernels.composite.rope import angles_below
+from keyhole.kernels.reference.rope import angles_below
 
 # Sizes (rank, chunks taken, tokens of a chunk), addresses, angles: as in `attend_low_rank`.
 _NO_LOW_RANK = ((0, 0, 1), (0, 0, 0, 0), (0, 0, 0))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from keyhole.kernels import cpu, cpu_attention, reference, triton
-from keyhole.kernels.composite import (
+from keyhole.kernels.reference import (
     gathered_attention,
     low_rank,
     resident_buffer,

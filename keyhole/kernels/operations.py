@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import dispatch, reference
-from keyhole.kernels.composite import (
-    blocks,
-    clusters,
-    gathered_attention,
-    low_rank,
-    per_query_head,
-    selections,
-)
+from keyhole.kernels.reference import blocks, clusters, gathered_attention, low_rank, selections
 from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
 
 
@@ -235,9 +228,9 @@ between_ends = blocks.between_ends
 keep, kept, with_newer = selections.keep, selections.kept, selections.with_newer
 chunk_landmarks, chunk_scores = low_rank.chunk_landmarks, low_rank.chunk_scores
 outlier_chunks = low_rank.outlier_chunks
-attend_per_query_head = per_query_head.attend_per_query_head
-bound_scores_per_query_head = per_query_head.bound_scores_per_query_head
-cluster_scores_per_query_head = per_query_head.cluster_scores_per_query_head
+attend_per_query_head = clusters.attend_per_query_head
+bound_scores_per_query_head = clusters.bound_scores_per_query_head
+cluster_scores_per_query_head = clusters.cluster_scores_per_query_head
 prompt_scores = selections.prompt_scores
 decompose = low_rank.decompose
 summary_scores, spread_scores = selections.summary_scores, selections.spread_scores

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from keyhole.cache.offload.prefetch import Prefetcher
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher
 from keyhole.policies.base import Policy, Selection, Step
 
 

@@ -1,4 +1,7 @@
-"""Finds, checks and loads a transformers model, in the form the engine needs."""
+"""Finds, checks and loads a transformers model, in the form the engine needs.
+
+Checks of bitsandbytes' packed weights that no library performs while loading.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import families, quantised
+from keyhole.models import families
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.fast_layers import speed_up
-from keyhole.models.files.locate import (
+from keyhole.models.locate import (
     TINY,
     ModelFiles,
     ignored_adapter,
@@ -41,7 +44,7 @@ from keyhole.models.files.locate import (
     named,
     other_format,
 )
-from keyhole.reuse.stability import STABILITY_FILE
+from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
 CALIBRATION_FILE = "keyhole-delta.json"
@@ -195,8 +198,8 @@ def load_files(
             f"shape, the first is {missing[0]}"
         )
     if getattr(config, "quantization_config", None) is not None:
-        quantised.check(network, name)
-        quantised.say_once()
+        _check_quantised(network, name)
+        _announce_quantised()
     try:
         network = network.to(place).eval()
     except (RuntimeError, MemoryError) as error:
@@ -341,3 +344,57 @@ def _dtype(dtype: str | torch.dtype) -> Any:
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+#: bitsandbytes' logger, which reports each cast to float16 at every 8-bit product.
+_TALKATIVE = "bitsandbytes.autograd._functions"
+
+
+def _check_quantised(network: Any, name: str) -> None:
+    """ModelError for packed weights and scales whose sizes do not match their layers.
+
+    transformers does not check shapes of packed weights, and kernels would read out of bounds.
+    """
+    for key, layer in network.named_modules():
+        weight = getattr(layer, "weight", None)
+        if weight is not None and not _fits(layer, weight):
+            raise ModelError(
+                f"the checkpoint {name!r} is damaged: the packed weights of {key} are not those "
+                f"of a layer of {layer.out_features} x {layer.in_features}"
+            )
+
+
+def _announce_quantised() -> None:
+    """Makes bitsandbytes log each message once."""
+    logger = logging.getLogger(_TALKATIVE)
+    if not any(isinstance(one, _Once) for one in logger.filters):
+        logger.addFilter(_Once())
+
+
+def _fits(layer: Any, weight: Any) -> bool:
+    """Whether weights and scales match the layer's size; True for unpacked ones."""
+    state, scales = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
+    if state is not None:  # 4 bits, two in a byte, and a scale for each block
+        size = layer.out_features * layer.in_features
+        shape = (layer.out_features, layer.in_features)
+        blocks = -(-size // state.blocksize)
+        packed = weight.nbytes == -(-size // 2) and state.absmax.numel() == blocks
+        return bool(packed and tuple(state.shape) == shape)
+    if scales is not None:  # 8 bits, and a scale for each row
+        shape = (layer.out_features, layer.in_features)
+        return bool(tuple(weight.shape) == shape and scales.numel() == layer.out_features)
+    return True
+
+
+class _Once(logging.Filter):
+    """Passes a message the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the message is new."""
+        new = record.getMessage() not in self._seen
+        self._seen.add(record.getMessage())
+        return new

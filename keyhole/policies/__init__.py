@@ -18,8 +18,8 @@ from keyhole.policies.base import Policy
 from keyhole.registry import Registry
 
 _METHODS = {
-    "full": "keyhole.policies.controls.full:Full",
-    "sliding_window": "keyhole.policies.controls.sliding_window:SlidingWindow",
+    "full": "keyhole.policies.controls:Full",
+    "sliding_window": "keyhole.policies.controls:SlidingWindow",
     "streaming_llm": "keyhole.policies.streaming_llm:StreamingLLM",
     "quest": "keyhole.policies.quest:Quest",
     "delta": "keyhole.policies.delta:Delta",
@@ -32,8 +32,8 @@ _METHODS = {
     "spe_context": "keyhole.policies.spe_context:SpeContext",
 }
 _CONTROLS = {
-    "random": "keyhole.policies.controls.random_tokens:RandomTokens",
-    "oracle": "keyhole.policies.controls.oracle:Oracle",
+    "random": "keyhole.policies.controls:RandomTokens",
+    "oracle": "keyhole.policies.controls:Oracle",
 }
 _POLICIES = Registry(
     "policy", Policy, "keyhole.policies", _METHODS | _CONTROLS, default="full", field="policy"

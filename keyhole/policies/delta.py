@@ -42,7 +42,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
-from keyhole.policies import budgets, selection_layers
+from keyhole.policies import base, selection_layers
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policies.selection_layers import Calibration
 
@@ -91,10 +91,10 @@ class Delta(Policy):
         right = f"from 1 to {pages}, the pages in token_budget {self.token_budget}"
         require(is_count(recent) and recent <= pages, "recent_pages", recent, right)
         require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
-        always = (budgets.whole_entries(self.sink_size, size) + recent) * size
+        always = (base.whole_entries(self.sink_size, size) + recent) * size
         right = f"at least {always}: sink_size {self.sink_size} and {recent} recent_pages of {size}"
         require(pages * size >= always, "token_budget", self.token_budget, right)
-        least = budgets.resolve_min_budget(
+        least = base.resolve_min_budget(
             self.recall, self.min_budget, self.token_budget, always, size
         )
         full, delta = self._layers(geometry)
@@ -145,7 +145,7 @@ class Delta(Policy):
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
         """Selects the pages for the layers that follow."""
         size, last = step.page_size, self.recent_pages or 1
-        first = budgets.whole_entries(self.sink_size, size)
+        first = base.whole_entries(self.sink_size, size)
         chosen = kernels.top_k(
             scores[0], step.pages, self.token_budget // size, size, first=first, last=last
         )

@@ -43,7 +43,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
-from keyhole.policies import budgets
+from keyhole.policies import base
 from keyhole.policies.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Quest(Policy):
         require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         budget = self.token_budget // size * size
-        budgets.always_read(self.sink_size, self.window_size, budget, size)
+        base.always_read(self.sink_size, self.window_size, budget, size)
         return self
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
@@ -121,8 +121,8 @@ class Quest(Policy):
             there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
             scores = scores.masked_fill(~there[:, None], float("-inf"))
         size = step.page_size
-        first = budgets.whole_entries(self.sink_size, size)
-        last = max(1, budgets.whole_entries(self.window_size, size))
+        first = base.whole_entries(self.sink_size, size)
+        last = max(1, base.whole_entries(self.window_size, size))
         return kernels.top_k(
             scores, step.pages, self.token_budget // size, size, first=first, last=last
         )

@@ -57,10 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Policy):
-    """Outlier chunks, newest chunks and those of best landmarks, with low-rank keys.
-
-    For comparing accuracy: full keys stay stored too, so no memory is saved.
-    """
+    """Outlier chunks, newest chunks and those of best landmarks, with low-rank keys."""
 
     name: ClassVar[str] = "shadowkv"
     shares_pages: ClassVar[bool] = False

@@ -33,7 +33,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
-from keyhole.policies import budgets
+from keyhole.policies import base
 from keyhole.policies.base import HeadWeights, Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SpeContext(Policy):
         )
         require(self.token_budget >= least, "token_budget", self.token_budget, right)
         choice_lists(geometry)
-        minimum = budgets.resolve_min_budget(self.recall, self.min_budget, self.token_budget, least)
+        minimum = base.resolve_min_budget(self.recall, self.min_budget, self.token_budget, least)
         return dataclasses.replace(self, window_size=window, min_budget=minimum)
 
     def selection_heads(self, geometry: Geometry) -> int | None:

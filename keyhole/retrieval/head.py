@@ -37,7 +37,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from keyhole import kernels
 from keyhole.config import is_count, require
 from keyhole.kernels import Selection
-from keyhole.retrieval import eagle3, head_files
+from keyhole.retrieval import head_files
 from keyhole.retrieval.config import INPUTS, HeadConfig
 from keyhole.retrieval.head_files import HeadCheckpoint
 from keyhole.retrieval.target import Target, distinct_feature_layers
@@ -272,14 +272,14 @@ class RetrievalHead(nn.Module):
         require(max_length is None or is_count(max_length), "max_length", max_length, "at least 1")
         require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
         draft, shape = HeadCheckpoint.open(path), Target.of(target)
-        config = eagle3.head_config(draft, shape, inputs, max_length)
+        config = head_files.head_config(draft, shape, inputs, max_length)
         shape.check_fits(config, draft.name)
-        kept = eagle3.weights(draft, config)
+        kept = head_files.weights(draft, config)
         if config.own_embedding and shape.embeds_as(kept["embedding"]):
             config = replace(config, own_embedding=False)  # a copy of the target's is not needed
             del kept["embedding"]
         head = _build(config, shape, kept)
-        head.dropped_share = eagle3.dropped_share(draft.shapes, head)
+        head.dropped_share = head_files.dropped_share(draft.shapes, head)
         if max_length is not None:
             head.check_length(max_length)
         return head

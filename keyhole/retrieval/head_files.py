@@ -1,8 +1,23 @@
-"""Reads and writes the folder of a head or a draft model; errors name the file or tensor."""
+"""Reads and writes the files of a head or of an EAGLE-3 draft model.
+
+Reads and writes the folder of a head or a draft model; errors name the file or tensor.
+
+Reads an EAGLE-3 draft model: the tensors that a retrieval head keeps, and their names.
+
+EAGLE-3 (Li et al., 2025, section 3.1) drafts with one Transformer layer over the pairs (embedding
+of a token, fused hidden states of the target at the position before). A head keeps the weights of
+its queries and keys. Tensors are called `midlayer.*` in the authors' layout and `layers.0.*` in
+that of the speculators library, whose config holds the layer's in `transformer_layer_config`.
+
+`d2t` and `t2d` (the draft's smaller output vocabulary), `norm_before_residual` and `norm_output`
+change nothing in the layer's queries and keys, and are not read. Of a draft with several layers the
+first is kept: the only one that sees embeddings.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -14,11 +29,12 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from keyhole.config import is_number
+from keyhole.config import is_count, is_number, require
 from keyhole.errors import ConfigError, ModelError
 from keyhole.retrieval.config import HeadConfig
+from keyhole.retrieval.target import Target, feature_layers
 
 #: `model_type` in the config.json of a head.
 KIND = "keyhole_retrieval_head"
@@ -176,3 +192,177 @@ def _same(x: Tensor) -> Tensor:
 def _unreadable(name: str, error: Exception) -> ModelError:
     line = (str(error).strip().splitlines() or ["no message"])[0]
     return ModelError(f"the weights of {name!r} cannot be read: {type(error).__name__}: {line}")
+
+
+#: Maps between vocabularies: integers and flags, no parameters.
+_MAPS = ("d2t", "t2d")
+_EMBEDDING = "embed_tokens.weight"
+
+
+def head_config(
+    draft: HeadCheckpoint, target: Target, inputs: str, max_length: int | None
+) -> HeadConfig:
+    """The config of the head that `draft` holds; ModelError names a missing or mismatched field.
+
+    A draft does not state its training length: `max_position_embeddings` of its config is used, or
+    its sliding window where it has one. Layers are numbered as vLLM and speculators do: i is the
+    input of layer i.
+    """
+    fields = _flat(draft.config)
+    hidden, heads = (
+        _count(draft, fields, "hidden_size"),
+        _count(draft, fields, "num_attention_heads"),
+    )
+    features = _count(draft, fields, "target_hidden_size", hidden)
+    if features != target.hidden_size:
+        raise ModelError(
+            f"draft {draft.name!r} was made for a target of hidden size {features}, this target "
+            f"has {target.hidden_size}"
+        )
+    trained = _trained_length(draft, fields)
+    layers = _feature_layers(draft, fields, target) if inputs == "tokens+features" else ()
+    try:
+        return HeadConfig(
+            vocab_size=_count(draft, fields, "vocab_size"),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=_count(draft, fields, "num_key_value_heads", heads),
+            head_dim=_count(draft, fields, "head_dim", hidden // heads),
+            inputs=inputs,
+            feature_size=features if layers else 0,
+            feature_layers=layers,
+            rms_norm_eps=fields.get("rms_norm_eps", 1e-6),  # transformers' default for Llama
+            trained_length=trained,
+            rope_factor=max(1.0, (max_length or 0) / trained),
+            bias=_has(draft, fields, "attention_bias", _layer(draft) + "self_attn.q_proj.bias"),
+            qk_norm=_layer(draft) + "self_attn.q_norm.weight" in draft.shapes,
+            input_norm=bool(layers) and _has(draft, fields, "norm_before_fc", "input_norm.weight"),
+            feature_norms=bool(layers) and _has(draft, fields, "fc_norm", "fc_norm.0.weight"),
+            own_embedding=_EMBEDDING in draft.shapes,
+            **_rope(fields),
+        )
+    except ConfigError as error:
+        if max_length is not None and str(error).startswith("rope_factor"):
+            raise ConfigError(
+                f"max_length {max_length} is beyond the {trained} tokens that draft {draft.name!r} "
+                f"was trained at, and must be at most that: {error}"
+            ) from error
+        raise ModelError(f"the config of draft {draft.name!r} cannot be: {error}") from error
+
+
+def weights(draft: HeadCheckpoint, config: HeadConfig) -> dict[str, Tensor]:
+    """The tensors of the head under its own parameter names; ModelError names a missing one."""
+    H, D, layer = config.hidden_size, config.head_dim, _layer(draft)
+    kept = {"embed_norm.weight": draft.tensor(layer + "input_layernorm.weight", H)}
+    for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+        projection = f"{layer}self_attn.{name}_proj."
+        # The embedding comes first: without features its half of the columns is the projection.
+        full = draft.tensor(projection + "weight", heads * D, 2 * H)
+        kept[f"{name}.weight"] = full[:, : config.input_size]
+        if config.bias:
+            kept[f"{name}.bias"] = draft.tensor(projection + "bias", heads * D)
+        if config.qk_norm:
+            norm = draft.tensor(f"{layer}self_attn.{name}_norm.weight", D)
+            kept[f"{name}_norm.weight"] = norm
+    if config.own_embedding:
+        kept["embedding"] = draft.tensor(_EMBEDDING, config.vocab_size, H)
+    if config.uses_features:
+        size, count = config.feature_size, len(config.feature_layers)
+        kept["feature_norm.weight"] = draft.tensor(layer + "hidden_norm.weight", H)
+        kept["fc.weight"] = draft.tensor("fc.weight", H, count * size)
+        if config.input_norm:
+            kept["input_norm.weight"] = draft.tensor("input_norm.weight", count * size)
+        if config.feature_norms:
+            for i in range(count):
+                norm = draft.tensor(f"fc_norm.{i}.weight", size)
+                kept[f"feature_norms.{i}.weight"] = norm
+    return kept
+
+
+def dropped_share(shapes: Mapping[str, tuple[int, ...]], head: nn.Module) -> float:
+    """The share of a draft's parameters that the head does not hold.
+
+    Counts the tensors of the checkpoint, except the maps between vocabularies: an embedding
+    only where the checkpoint has one, and then as dropped if the target's serves instead.
+    """
+    total = sum(math.prod(shape) for name, shape in shapes.items() if name not in _MAPS)
+    return 1 - sum(p.numel() for p in head.parameters()) / total
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """One level of names: those of the layer and of `eagle_config` beside the others."""
+    inner = config.get("transformer_layer_config"), config.get("eagle_config")
+    for part in inner:
+        config = config | part if isinstance(part, dict) else config
+    return config
+
+
+def _layer(draft: HeadCheckpoint) -> str:
+    original = any(name.startswith("midlayer.") for name in draft.shapes)
+    return "midlayer." if original else "layers.0."
+
+
+def _count(
+    draft: HeadCheckpoint, fields: dict[str, Any], name: str, default: int | None = None
+) -> int:
+    value = fields.get(name)
+    value = default if value is None else value
+    if value is None or not is_count(value):
+        raise ModelError(
+            f"the config of draft {draft.name!r} must have a {name} of at least 1, it has {value!r}"
+        )
+    return int(value)
+
+
+def _has(draft: HeadCheckpoint, fields: dict[str, Any], name: str, tensor: str) -> bool:
+    """Whether the draft is of a variant: as its config says or, if that is silent, its tensors."""
+    said = fields.get(name)
+    return tensor in draft.shapes if said is None else bool(said)
+
+
+def _trained_length(draft: HeadCheckpoint, fields: dict[str, Any]) -> int:
+    length = _count(draft, fields, "max_position_embeddings")
+    kinds = fields.get("layer_types") or ()
+    slides = "sliding_attention" in kinds[:1] if kinds else bool(fields.get("use_sliding_window"))
+    window = fields.get("sliding_window")
+    return min(length, int(window)) if slides and window and is_count(window) else length
+
+
+def _feature_layers(
+    draft: HeadCheckpoint, fields: dict[str, Any], target: Target
+) -> tuple[int, ...]:
+    if fields.get("use_aux_hidden_state") is False:
+        raise ModelError(
+            f"draft {draft.name!r} reads no hidden states of single layers (use_aux_hidden_state "
+            "is false); use it with inputs='tokens'"
+        )
+    named = fields.get("eagle_aux_hidden_state_layer_ids")
+    named = named or fields.get("aux_hidden_state_layer_ids")
+    if named:
+        if not isinstance(named, list) or not all(is_count(layer, 0) for layer in named):
+            raise ModelError(
+                f"the config of draft {draft.name!r} must have layer numbers as "
+                f"eagle_aux_hidden_state_layer_ids, it has {named!r}"
+            )
+        return tuple(named)
+    layers = feature_layers(target.num_layers)
+    if len(set(layers)) < len(layers) or min(layers) < 0:
+        raise ModelError(
+            f"the target has {target.num_layers} layers, in which EAGLE-3's feature layers "
+            f"{layers} coincide; the config of draft {draft.name!r} must name its own as "
+            "eagle_aux_hidden_state_layer_ids"
+        )
+    return layers
+
+
+def _rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling, from the words of transformers before and after version 5."""
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    require(isinstance(given, dict), "rope_parameters", given, "an object")
+    rope = dict(given)
+    theta = rope.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0  # Llama's default
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    partial = rope.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor")
+    if partial not in (None, 1):
+        raise ConfigError(f"partial_rotary_factor {partial!r} must be 1")
+    return {"rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}

@@ -18,8 +18,8 @@ _REUSES = Registry(
     Reuse,
     "keyhole.reuses",
     {
-        "recompute": "keyhole.reuse.recompute:Recompute",
-        "reuse": "keyhole.reuse.full_reuse:PlainReuse",
+        "recompute": "keyhole.reuse.baselines:Recompute",
+        "reuse": "keyhole.reuse.baselines:PlainReuse",
         "sam_kv": "keyhole.reuse.sam_kv:SamKV",
         "cacheblend": "keyhole.reuse.cacheblend:CacheBlend",
         "epic": "keyhole.reuse.epic:Epic",

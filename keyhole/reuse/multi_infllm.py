@@ -40,8 +40,7 @@ import torch
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
-from keyhole.reuse.block_scores import best, fitting, key_scores
-from keyhole.reuse.blocks import Blocks, gather
+from keyhole.reuse.block_scores import Blocks, best, fitting, gather, key_scores
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from keyhole.eval.comparisons import wilson
 from keyhole.eval.tiny_language.tasks import TASKS, Item, make, shared
 from keyhole.eval.tiny_language.world import BOS, EOS, PAD, WORD_IDS
-from keyhole.models.files.locate import TINY_FOLDER
+from keyhole.models.locate import TINY_FOLDER
 from recipes.tiny_model.curriculum import TrainingBatch
 from recipes.tiny_model.network import supervised_logits
 

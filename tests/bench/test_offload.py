@@ -27,8 +27,8 @@ from keyhole.bench.offload_loading import (
     SelectionOverlap,
 )
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
-from keyhole.cache.offload.prefetch import Prefetcher
-from keyhole.cache.offload.resident_buffer import Resident
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.resident_buffer import Resident
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.kernels import Selection
 from keyhole.models.loading import Model, load

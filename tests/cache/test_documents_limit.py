@@ -275,7 +275,7 @@ def test_a_read_only_place_is_read(
 
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "place").rglob("*")}
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr("keyhole.documents.storage.local.open", refuse_file, raising=False)
+    monkeypatch.setattr("keyhole.documents.storage.open", refuse_file, raising=False)
     store = DocumentStore(tmp_path / "place", MODEL, limit_bytes=size)
     assert encoded(store) == "01"
     with store.open("1") as stored:

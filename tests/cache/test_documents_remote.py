@@ -13,8 +13,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from keyhole.documents.storage.local import LocalPlace
-from keyhole.documents.storage.remote import RemotePlace
+from keyhole.documents.remote import RemotePlace
+from keyhole.documents.storage import LocalPlace
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
 from tests.cache.records import MODEL, make_record, same, user_cache

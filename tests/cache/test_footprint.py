@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from keyhole.cache.layout import Geometry, data_bytes, layer_memory
-from keyhole.cache.offload.resident_buffer import ResidentBuffer
 from keyhole.cache.pages import bytes_per_page
+from keyhole.cache.resident_buffer import ResidentBuffer
 from keyhole.models import families
 from keyhole.planner import MemoryModel, buffer_tokens
 from keyhole.policies.quest import Quest

@@ -13,9 +13,9 @@ import torch
 
 from keyhole.cache import huge_pages
 from keyhole.cache import pages as pages_module
-from keyhole.cache.offload.tiers import FileTier, PinnedTier, Tier
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
+from keyhole.cache.tiers import FileTier, PinnedTier, Tier
 from keyhole.errors import CapacityError
 from tests.cache.test_tiers import LATENT, PLAIN, fill, make_cache
 
@@ -215,7 +215,7 @@ def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPat
 
 def test_memory_above_is_given_back_while_tensors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is cut off goes first, and what is copied goes block by block."""
-    monkeypatch.setattr("keyhole.cache.offload.tiers.BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("keyhole.cache.tiers.BLOCK_BYTES", 1 << 16)
     cache = make_cache(PLAIN, LATENT, most=5000)
     assert cache.allocate(4000) is not None
     cache.pack()

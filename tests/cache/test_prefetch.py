@@ -18,10 +18,10 @@ from keyhole import kernels
 from keyhole.cache import huge_pages
 from keyhole.cache import pages as pages_module
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.offload.prefetch import Prefetcher, Traffic
-from keyhole.cache.offload.resident_buffer import Resident, ResidentBuffer
-from keyhole.cache.offload.tiers import FileTier
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher, Traffic
+from keyhole.cache.resident_buffer import Resident, ResidentBuffer
+from keyhole.cache.tiers import FileTier
 from keyhole.errors import CapacityError
 from keyhole.kernels import Selection
 from keyhole.planner import buffer_tokens

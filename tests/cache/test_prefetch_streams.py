@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.cache.offload.prefetch import Prefetcher
-from keyhole.cache.offload.resident_buffer import Resident, ResidentBuffer
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.resident_buffer import Resident, ResidentBuffer
 from tests.cache.test_prefetch import small_world
 
 

@@ -23,10 +23,10 @@ from hypothesis.stateful import precondition, rule
 
 from keyhole import kernels
 from keyhole.cache import pages as pages_module
+from keyhole.cache import tiers
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.offload import tiers
-from keyhole.cache.offload.tiers import FileStore, FileTier, PinnedTier, Tier
 from keyhole.cache.pages import PageCache
+from keyhole.cache.tiers import FileStore, FileTier, PinnedTier, Tier
 from keyhole.errors import CapacityError, ConfigError
 from tests.cache import test_machine
 
@@ -215,7 +215,7 @@ def test_a_file_system_that_cannot_set_space_aside_is_used_all_the_same(
 
 _PROCESS = """
 import sys, torch
-from keyhole.cache.offload.tiers import FileTier
+from keyhole.cache.tiers import FileTier
 tensor = FileTier(sys.argv[1]).store(torch.empty(0, 1000)).resized(50)
 tensor.fill_(float(sys.argv[2]))
 print("ready", flush=True)

@@ -11,7 +11,7 @@ import pytest
 
 import keyhole
 from keyhole.policies.selection_layers import Calibration
-from keyhole.reuse.stability import STABILITY_FILE, Stability
+from keyhole.reuse.sam_kv import STABILITY_FILE, Stability
 from tests.cli.conftest import Run
 
 OPTIONS = ("--num-delta-layers", "1", "--full-layers", "0", "--token-budget", "32")

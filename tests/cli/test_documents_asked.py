@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keyhole import LLM, Delta, Result, Reused, SamKV, Stats, method_settings
+from keyhole import LLM, Delta, Result, Reused, SamKV, Stats, registry
 from keyhole.cli.common import flags
 from keyhole.reuse import available_reuse_methods, make_reuse
 from tests.cli.conftest import Run
@@ -81,7 +81,7 @@ def test_an_answer_as_json_is_one_object_with_python_names(stored: Documented, l
 @pytest.mark.parametrize("method", available_reuse_methods())
 def test_every_method_answers_as_in_python(method: str, stored: Documented, llm: LLM) -> None:
     settings: dict[str, Any] = {"block_size": 16} if method == "sam_kv" else {}
-    text = method_settings.written(method, ((name, str(value)) for name, value in settings.items()))
+    text = registry.written(method, ((name, str(value)) for name, value in settings.items()))
     question = ("Which lamp?", "--documents", "a", "handbook", "faq")
     ran = stored("ask", *question, "--reuse", text, *FEW)
     assert ran.status == 0, ran.err

@@ -10,7 +10,7 @@ import pytest
 from keyhole.cli.common import outputs
 from keyhole.cli.common.outputs import Kind, Output
 from keyhole.errors import ConfigError
-from keyhole.method_settings import SettingsFile
+from keyhole.registry import SettingsFile
 from tests.cli.conftest import Run
 
 KINDS = [

@@ -20,7 +20,7 @@ _ANY_BLOCK = re.compile(
 
 
 class Block(NamedTuple):
-    """A block of Python or shell; reason: why no test runs it, nothing where one does."""
+    """A block in a language; reason: why no test runs it, nothing where one does."""
 
     language: str
     code: str
@@ -28,11 +28,10 @@ class Block(NamedTuple):
 
 
 def code_blocks(text: str) -> list[Block]:
-    """The blocks of Python and shell of a page, in their order."""
+    """The blocks of a page, in their order; the language is "" where none is named."""
     return [
         Block(found["language"], textwrap.dedent(found["code"]), found["reason"] or "")
         for found in _ANY_BLOCK.finditer(text)
-        if found["language"] in ("python", "sh", "bash")
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 import keyhole
 from benchmarks import speed_pages
-from keyhole.cli import build_parser
 from keyhole.engine.sequence import Result
 from keyhole.models import families
 from tests.docs.markdown import anchors
@@ -21,7 +19,6 @@ README = (ROOT / "README.md").read_text()
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_COMMAND = re.compile(r"^keyhole (.*?)(?: +# .*)?$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -63,18 +60,6 @@ def test_every_policy_is_in_the_table() -> None:
         doc = (cls.__doc__ or "").split("\n")[0]
         link = f"{REPOSITORY}/blob/main/docs/methods.md#{name}"
         assert f"| [`{name}`]({link}) | `{cls.__name__}` | {doc} |" in README
-
-
-def test_every_command_is_one_that_the_program_takes() -> None:
-    commands = [
-        shlex.split(command)
-        for language, code in _FENCE.findall(README)
-        if language == "sh"
-        for command in _COMMAND.findall(code)
-    ]
-    assert len(commands) >= 4
-    for command in commands:
-        build_parser().parse_args(command)  # exits where it is wrong
 
 
 def test_no_link_is_relative_as_the_page_of_the_package_has_no_files() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keyhole import LLM, Delta, Quest, SpeContext
-from keyhole.cache.offload.resident_buffer import ResidentBuffer
+from keyhole.cache.resident_buffer import ResidentBuffer
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model

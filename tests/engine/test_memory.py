@@ -13,8 +13,8 @@ from keyhole import LLM, CapacityError, ConfigError, Quest, SamplingParams, SpeC
 from keyhole.cli import main
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.engine.memory.plan import model_size
-from keyhole.models.files import checkpoint
+from keyhole.engine.memory import model_size
+from keyhole.models import checkpoint
 from keyhole.models.loading import Model, load
 from keyhole.policies import make_policy
 from tests.checkpoints import KINDS, make_model

@@ -14,7 +14,7 @@ import torch
 import keyhole
 from keyhole import LLM, Delta, Policy, Quest, SamplingParams, SpeContext, TidalDecode
 from keyhole.cache import huge_pages
-from keyhole.cache.offload.tiers import PinnedTier
+from keyhole.cache.tiers import PinnedTier
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError
@@ -364,7 +364,7 @@ def test_pinned_memory_goes_the_same_way(
     model: Model, wanted: list[Sequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier below a GPU, here below a CPU."""
-    monkeypatch.setattr("keyhole.engine.memory.allocation.make_tier", lambda *_: PinnedTier())
+    monkeypatch.setattr("keyhole.engine.allocation.make_tier", lambda *_: PinnedTier())
     found, seen = serve(small(model, tmp_path))
     assert max(seen) > seen[-1]
     for one, other in zip(found, wanted, strict=True):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from keyhole import LLM, SamplingParams, StreamingLLM
-from keyhole.cache.page_list import NO_PAGE
+from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model, load

@@ -33,8 +33,8 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.method_settings import SettingsFile
 from keyhole.models.loading import Model
+from keyhole.registry import SettingsFile
 from tests.engine.policy_calls import (
     BUDGET,
     COUNT,

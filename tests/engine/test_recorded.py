@@ -14,8 +14,7 @@ import torch
 
 import keyhole
 from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, ShadowKV, SpeContext
-from keyhole.engine.cuda_graph_runner import batch_bucket, width_bucket
-from keyhole.engine.decode_inputs import GraphBuffers
+from keyhole.engine.cuda_graph_runner import GraphBuffers, batch_bucket, width_bucket
 from keyhole.kernels import cpu
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model

@@ -6,7 +6,7 @@ import pytest
 
 from keyhole.errors import ConfigError
 from keyhole.eval.methods import Budget, Method, under_budgets
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.policies.delta import Delta
 
 DELTA = Method(label="delta", name="delta", settings={"recent_pages": 2})

@@ -18,7 +18,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.calibrate import DOCUMENT_BLOCKS, cut, measure
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import Model, load
-from keyhole.reuse.stability import STABILITY_FILE, Stability
+from keyhole.reuse.sam_kv import STABILITY_FILE, Stability
 from tests.checkpoints import make_model
 
 BLOCK = 8

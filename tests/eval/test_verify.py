@@ -16,7 +16,7 @@ from keyhole.models.attention import NAME
 from keyhole.models.loading import Model, load
 from keyhole.policies import available_policies
 from keyhole.policies.base import Policy, Selection, Step
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from tests.checkpoints import make_model
 
 if TYPE_CHECKING:

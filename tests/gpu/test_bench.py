@@ -14,9 +14,9 @@ from keyhole.bench.model import RandomKV, make_weights, prompts
 from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
 from keyhole.bench.systems import Baseline, Past
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.offload.prefetch import Prefetcher
-from keyhole.cache.offload.tiers import PinnedTier
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.tiers import PinnedTier
 from keyhole.kernels import Selection
 from tests.gpu.streams import beside_each_other
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import ScoreRequest, Selection, reference
-from keyhole.kernels.composite import resident_buffer, rope
+from keyhole.kernels.reference import resident_buffer, rope
 from tests.gpu.operands import (
     COMPILED,
     DEVICE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keyhole.kernels import Selection, reference
-from keyhole.kernels.composite import resident_buffer, rope
+from keyhole.kernels.reference import resident_buffer, rope
 from tests.gpu.operands import DEVICE, DTYPES, EACH_DTYPE, INTERPRETED, MARKS, PAGE, run, twice
 
 pytestmark = MARKS

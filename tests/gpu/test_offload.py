@@ -8,9 +8,9 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.offload.prefetch import Prefetcher
-from keyhole.cache.offload.tiers import PinnedTier
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.tiers import PinnedTier
 from keyhole.kernels import ScoreRequest, Selection
 
 pytestmark = pytest.mark.gpu

@@ -23,8 +23,8 @@ pytest.importorskip("kvpress", reason="needs kvpress: run `make test-kvpress`")
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from keyhole.config import SamplingParams
-from keyhole.integrations.kvpress.evaluation import CompressedModel
-from keyhole.integrations.kvpress.presses import make_press, presses
+from keyhole.integrations.kvpress import CompressedModel
+from keyhole.integrations.presses import make_press, presses
 from tests.integrations.press_formulas import FORMULAS, Formula
 from tests.oracle import Array, SparseModel, attention, best, visible
 

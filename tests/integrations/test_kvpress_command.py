@@ -29,9 +29,8 @@ from keyhole.engine.engine import Engine
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.tasks import make_task
 from keyhole.eval.workload import Answered
-from keyhole.integrations.kvpress.__main__ import main
-from keyhole.integrations.kvpress.evaluation import CompressedModel, PressCell, PressEvaluation
-from keyhole.integrations.kvpress.presses import Press, make_press
+from keyhole.integrations.kvpress import CompressedModel, PressCell, PressEvaluation, main
+from keyhole.integrations.presses import Press, make_press
 
 pytestmark = pytest.mark.filterwarnings("default")  # of kvpress and what it brings along
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.kernels import Selection
-from keyhole.kernels.composite import resident_buffer
+from keyhole.kernels.reference import resident_buffer
 from tests.kernels.paged import DTYPES
 
 ROWS, MOST = 4, 40

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.kernels import ScoreRequest, Selection, reference
-from keyhole.kernels.composite import selections
+from keyhole.kernels.reference import selections
 
 PAGE = 16
 #: Relative to the largest number: sums in another order, and one rounding to the dtype.

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from keyhole.errors import ModelError, UnknownNameError
-from keyhole.models import families
-from keyhole.models.files import checkpoint, parameters
+from keyhole.models import checkpoint, families
 from tests.checkpoints import KINDS, make_config, make_model, make_network
 
 #: A kind of each family, whose config class has the family's defaults.
@@ -98,13 +97,13 @@ def test_tied_and_quantised_weights_are_counted_as_they_are_loaded(tmp_path: Pat
 @pytest.mark.parametrize("overrides", [{"attention_bias": True}, {"mlp_bias": True}])
 def test_biases_are_weights(overrides: dict[str, bool]) -> None:
     config = make_config("llama", **overrides)
-    assert parameters.num_parameters(config) == _numel(make_network(config))
+    assert checkpoint.num_parameters(config) == _numel(make_network(config))
 
 
 def test_deepseek_without_query_rank_and_with_biases() -> None:
     for overrides in ({"q_lora_rank": None}, {"attention_bias": True}):
         config = make_config("deepseek_v3", **overrides)
-        assert parameters.num_parameters(config) == _numel(make_network(config))
+        assert checkpoint.num_parameters(config) == _numel(make_network(config))
 
 
 def test_a_dtype_is_the_files_unless_it_is_given(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path) -> None:
     path = folder(tmp_path / "model", stored("llama"))
     code = (
         "import sys, keyhole.cache.layout\n"
-        "from keyhole.models.files import checkpoint\n"
+        "from keyhole.models import checkpoint\n"
         f"checkpoint.read({str(path)!r})\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

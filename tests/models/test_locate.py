@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole import LLM, ConfigError, ModelError, RequestError, SamplingParams
-from keyhole.models import loading
+from keyhole.models import checkpoint, loading
 from keyhole.models.fast_layers import FastLinear
-from keyhole.models.files import checkpoint
-from keyhole.models.files.locate import is_tiny, locate
 from keyhole.models.loading import load
+from keyhole.models.locate import is_tiny, locate
 from tests.checkpoints import make_model, make_tokenizer
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -76,7 +75,7 @@ def test_a_hub_that_does_not_answer_is_named_soon(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took 28 seconds, and the cause was dropped."""
-    monkeypatch.setattr("keyhole.models.files.locate._PATIENCE", 0.2)
+    monkeypatch.setattr("keyhole.models.locate._PATIENCE", 0.2)
     begin = time.monotonic()
     with pytest.raises(ModelError, match=r"unknown model 'some/body'.*the hub cannot be reached"):
         locate("some/body")
@@ -98,7 +97,7 @@ def test_a_hub_that_refuses_is_named_with_the_cause(
 def test_the_local_cache_serves_while_the_hub_does_not_answer(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keyhole.models.files.locate._PATIENCE", 0.1)
+    monkeypatch.setattr("keyhole.models.locate._PATIENCE", 0.1)
     folder = tmp_path / "cache" / "models--some--body"
     snapshot = folder / "snapshots" / "0123456789012345678901234567890123456789"
     snapshot.mkdir(parents=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from keyhole.errors import ConfigError
-from keyhole.kernels.composite import rope
-from keyhole.models import mla
+from keyhole.kernels.reference import rope
+from keyhole.models import attention
 from keyhole.models.attention import PassThrough
 from keyhole.models.loading import Model, load
 from keyhole.models.positions import RopeShift
@@ -115,7 +115,7 @@ def own_value(
     """Attention in which each token sees itself only."""
     recorder: Recorder = named["recorder"]
     rows = query[0].transpose(0, 1)
-    recorder.queries[module.layer_idx] = mla.absorb(module, rows) if recorder.latent else rows
+    recorder.queries[module.layer_idx] = attention.absorb(module, rows) if recorder.latent else rows
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
 

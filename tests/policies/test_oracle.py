@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keyhole import ConfigError
-from keyhole.policies.controls.oracle import Oracle
+from keyhole.policies.controls import Oracle
 from tests.oracle import Array, Choice
 from tests.policies.models import PROMPTS, twins
 from tests.policies.recording import check_against, make_engine

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from keyhole import ConfigError
-from keyhole.policies.controls.random_tokens import RandomTokens
+from keyhole.policies.controls import RandomTokens
 from tests.policies.models import twins
 from tests.policies.recording import PAGE, Recording, forced, make_engine, run
 

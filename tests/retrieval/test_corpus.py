@@ -10,7 +10,7 @@ import pytest
 
 from keyhole.errors import ConfigError
 from keyhole.eval.tiny_language.rows import HeadTexts
-from keyhole.retrieval.training.corpus import FileCorpus, read
+from keyhole.retrieval.training.training_config import FileCorpus, read
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 
 

@@ -13,10 +13,9 @@ import torch
 from keyhole.errors import ConfigError, NumericalError, UnknownNameError
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import train
-from keyhole.retrieval.training.corpus import FileCorpus
 from keyhole.retrieval.training.distill import Distiller, rate
 from keyhole.retrieval.training.objectives import selection_loss
-from keyhole.retrieval.training.training_config import TrainingConfig
+from keyhole.retrieval.training.training_config import FileCorpus, TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 RECIPE = TrainingConfig(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.retrieval.training.distill import Distiller
-from keyhole.retrieval.training.draft import DECAY, Draft, eagle_loss
+from keyhole.retrieval.training.objectives import DECAY, Draft, eagle_loss
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.retrieval.eagle3 import dropped_share
 from keyhole.retrieval.head import HeadConfig, RetrievalHead
+from keyhole.retrieval.head_files import dropped_share
 from tests.retrieval.drafts import FIELDS, attention_logits, make_draft, make_target, shapes
 
 T = 20

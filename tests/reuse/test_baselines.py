@@ -13,11 +13,10 @@ import torch
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ConfigError
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
+from keyhole.reuse.baselines import PlainReuse, Recompute
 from keyhole.reuse.cacheblend import CacheBlend
 from keyhole.reuse.epic import Epic
-from keyhole.reuse.full_reuse import PlainReuse
 from keyhole.reuse.multi_infllm import MultiInfLLM
-from keyhole.reuse.recompute import Recompute
 from tests.reuse.placed import make_documents, make_query
 
 LENGTHS = (22, 1, 9, 40)

@@ -15,9 +15,7 @@ from torch import Tensor
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.reuse.base import PlacedDocument, RecomputePlan
-from keyhole.reuse.fusion import fused
-from keyhole.reuse.sam_kv import SamKV
-from keyhole.reuse.stability import Stability
+from keyhole.reuse.sam_kv import SamKV, Stability, fused
 from tests.reuse.placed import make_documents, make_queries, make_query, with_fact
 
 LENGTHS = (75, 9, 61, 52, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import ConfigError
-from keyhole.reuse.stability import Stability, stable_layers
+from keyhole.reuse.sam_kv import Stability, stable_layers
 
 STABILITY = Stability(
     model="some-model",

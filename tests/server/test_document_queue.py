@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from keyhole import LLM, CapacityError, SamplingParams
-from keyhole.documents.storage.local import LocalStaged
+from keyhole.documents.storage import LocalStaged
 from keyhole.engine.documents import encoder
 from keyhole.server.documents.queue import DocumentQueue, Job
 from keyhole.server.errors import ApiError

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors"},
     {"config", "drawing"},
-    {"method_settings"},
     {"kernels", "planner", "registry", "tokenization"},
     {"cache"},
     {"documents", "retrieval"},

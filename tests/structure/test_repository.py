@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,45 @@ def test_decisions_are_short_and_numbered_without_a_gap() -> None:
         ]
         assert len(text.split()) < 400
         assert f"]({page.name})" in index
+
+
+FORMS = sorted(path for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.stem != "config")
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_an_issue_form_is_one_that_github_shows(path: Path) -> None:
+    """GitHub leaves out a form that has a mistake, and says so only where issues are opened."""
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "body", "labels"}
+    ids = [item["id"] for item in form["body"]]
+    assert len(set(ids)) == len(ids)
+    for item in form["body"]:
+        assert item["type"] in ("textarea", "input", "checkboxes")
+        assert set(item) <= {"type", "id", "attributes", "validations"}
+        allowed = {"label", "description", "render", "placeholder", "options"}
+        assert {"label"} <= set(item["attributes"]) <= allowed
+        assert ("options" in item["attributes"]) == (item["type"] == "checkboxes")
+        assert set(item.get("validations", {})) <= {"required"}
+
+
+def test_the_citation_names_the_three_papers() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
+    papers = {paper["identifiers"][0]["value"] for paper in citation["references"]}
+    assert papers == {"arXiv:2510.09883", "arXiv:2512.00722", "arXiv:2508.11661"}
+    assert all(paper["authors"] and paper["title"] for paper in citation["references"])
+
+
+def test_ci_tests_every_python_and_both_ends_of_transformers() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == pythons
+    oldest, newest = (
+        dict(_PIN.findall((ROOT / "requirements" / name).read_text()))["transformers"]
+        for name in ("ci-oldest.txt", "ci.txt")
+    )
+    (bounds,) = [line for line in project["dependencies"] if line.startswith("transformers")]
+    assert f">={oldest}," in bounds
+    upper = int(bounds.rsplit("<5.", 1)[1])
+    assert newest.startswith(f"5.{upper - 1}."), "the lock does not have the newest allowed one"

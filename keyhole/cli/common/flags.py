@@ -18,9 +18,9 @@ from keyhole.config import (
     kind_of,
     read_setting,
 )
-from keyhole.method_settings import require_depth
-from keyhole.models.files.locate import TINY, ModelFiles, is_tiny, locate
+from keyhole.models.locate import TINY, ModelFiles, is_tiny, locate
 from keyhole.policies import available_policies, make_policy
+from keyhole.registry import require_depth
 from keyhole.reuse import reuse_names
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from tqdm.auto import tqdm
 from keyhole import kernels
 from keyhole.cache.pages import PageCache
 from keyhole.documents.record import DocumentRecord, LayerRecord
-from keyhole.engine.documents.head_keys import HeadEncoding
+from keyhole.engine.documents.loader import HeadEncoding
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import CapacityError
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.loading import Model
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 from keyhole.reuse.block_scores import extreme_keys
 from keyhole.reuse.block_statistics import BlockMeans, ReceivedAttention, block_means
 

@@ -1,4 +1,6 @@
-"""Brings a prompt of stored documents into the cache, as its reuse method says.
+"""Fills a prompt's pages with stored documents, as its reuse method says.
+
+Brings a prompt of stored documents into the cache, as its reuse method says.
 
 The method is asked three times at most: over what the question is read first (`glance`), what to
 keep and to compute again (`plan`), and, after a layer that is computed for all, once more
@@ -9,6 +11,8 @@ all that some layer has come last. The question itself is left to the engine, wh
 the result like any other prompt.
 
 All of it is cut into units, so that the engine can do it beside other requests' steps.
+
+Goes on with the documents of the prompt that the scheduler named, at the end of each step.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.page_list import PageList
+from keyhole.cache.kept_tokens import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
-from keyhole.documents.integrity_error import RecordError
+from keyhole.documents.integrity import RecordError
 from keyhole.engine.documents.filling import (
     Context,
     Filled,
@@ -34,11 +38,13 @@ from keyhole.engine.documents.filling import (
     Reused,
     Units,
 )
-from keyhole.engine.documents.head_keys import PlacedHead
-from keyhole.engine.documents.loader import Loader
+from keyhole.engine.documents.loader import Loader, PlacedHead
 from keyhole.engine.head_runner import HeadRunner
+from keyhole.engine.request import RequestPolicy
+from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.sequence import Sequence
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.errors import ConfigError
+from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.models.positions import RopeShift
@@ -405,3 +411,61 @@ def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:
 
 #: What no iteration gives.
 _DONE = object()
+
+
+class DocumentFiller:
+    """Fills documents for one engine, in what time its steps have left.
+
+    preparation: what prepares prompts under a policy.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pace: Pace,
+        preparation: Callable[[RequestPolicy], Preparation],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pace = pace
+        self._preparation = preparation
+
+    def go_on(self, plan: SchedulerOutput, spent: float) -> None:
+        """Units of `plan.filling`; spent: seconds of the step so far, without them.
+
+        An error ends that request alone, which `plan.refused` then lists.
+        """
+        self._take_time(plan, spent)
+        sequence, pace = plan.filling, self._pace
+        if sequence is None:
+            return
+        if not pace.begin(spent=spent, alone=not plan.runs, only_decodes=not plan.chunks):
+            return
+        try:
+            self._fill(sequence)
+        except KeyholeError as error:  # damaged, too large
+            self._scheduler.refuse(sequence, error)
+            plan.refused.append(sequence)
+
+    def _take_time(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Tells the pace how long a step of decoding sequences took."""
+        if not plan.decodes:
+            return
+        if not plan.chunks:
+            self._pace.decoded(seconds)
+        elif all(sequence.context is not None for sequence, _ in plan.chunks):
+            self._pace.computed(sum(count for _, count in plan.chunks), seconds)
+
+    def _fill(self, sequence: Sequence) -> None:
+        if sequence.filling is None:
+            sequence.filling = self._preparation(sequence.under).begin(sequence)
+        try:
+            sequence.filling.run(self._pace)
+        except OutOfPages:
+            self._scheduler.out_of_pages(sequence)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"the documents of a prompt of {len(sequence.prompt)} tokens did not fit in "
+                "memory; lower prefill_chunk or memory="
+            ) from error

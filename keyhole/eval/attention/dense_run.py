@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from keyhole import kernels
+from keyhole.cache.kept_tokens import RetainedPages
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.page_list import RetainedPages
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.forced_text import SampleRows
 from keyhole.eval.workload import Request, serve
-from keyhole.models import attention, mla
+from keyhole.models import attention
 from keyhole.models.batch import Batch
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy, PromptQueries, ScoreRequest, Selection, Step
@@ -406,7 +406,7 @@ def expanded(model: Model, geometry: Geometry, layer: int, output: Tensor) -> Te
     """A layer's output; of MLA, values of each head from latents that all heads share."""
     if not geometry.layers[layer].shared_values:
         return output
-    return mla.expand(model.network.base_model.layers[layer].self_attn, output)
+    return attention.expand(model.network.base_model.layers[layer].self_attn, output)
 
 
 def _tokens(selection: Selection | None, step: Step, count: int) -> Tensor | None:

@@ -24,7 +24,7 @@ from keyhole.eval.run import Group
 from keyhole.eval.tasks import Sample
 from keyhole.eval.workload import Request
 from keyhole.models.loading import Model
-from keyhole.policies.controls.full import Full
+from keyhole.policies.controls import Full
 
 #: Chunks of a prompt from which the growth is read, where the prompt is long enough.
 _CHUNKS = 4

@@ -23,7 +23,7 @@ from keyhole.eval.paper.verdicts import (
     words,
 )
 from keyhole.eval.report import page
-from keyhole.method_settings import SettingsFile
+from keyhole.registry import SettingsFile
 
 REFUSED = "refused"
 

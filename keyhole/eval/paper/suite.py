@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from keyhole.engine.memory.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval.line_file import GATE, Line, LineFile
 from keyhole.eval.paper import estimate

@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from keyhole import method_settings
+from keyhole import registry
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.settings import FORCED, TASKS
 from keyhole.eval.tasks.aggregation import CWE, FWE
@@ -28,7 +28,7 @@ from keyhole.eval.tasks.bundled_model import TINY_DOCUMENTS, TINY_ITEMS, TINY_NE
 from keyhole.eval.tasks.question_answering import MULTI_DOCUMENT, QA
 from keyhole.eval.tasks.retrieval import KEY_VALUE, NIAH, PASSKEY
 from keyhole.eval.tasks.tracing import DERIVATIONS, VT
-from keyhole.method_settings import Spec, written
+from keyhole.registry import Spec, written
 
 __all__ = [
     "PLAIN",
@@ -122,7 +122,7 @@ def parse(text: str, *, bundled: bool) -> list[Task | str]:
     UnknownNameError for a task or a setting of one that is not there.
     """
     found: list[Task | str] = []
-    for spec in method_settings.parse(text):
+    for spec in registry.parse(text):
         for name in RULER if spec.name == _RULER_NAME else (spec.name,):
             known = TINY_FORMS.get(name, name) if bundled else name
             task = _task(dataclasses.replace(spec, name=known))
@@ -144,12 +144,12 @@ def answered(parsed: Sequence[Task | str], why: str) -> list[Task]:
 def _task(spec: Spec) -> Task | str:
     table = tasks()
     if spec.name in FORCED:
-        method_settings.typed(spec, "task", ())
+        registry.typed(spec, "task", ())
         return spec.name
     if spec.name not in table:
         raise UnknownNameError("task", spec.name, [*table, *FORCED, _RULER_NAME])
     fields = [f for f in dataclasses.fields(table[spec.name]) if "help" in f.metadata]
-    return make_task(spec.name, method_settings.typed(spec, "task", fields))
+    return make_task(spec.name, registry.typed(spec, "task", fields))
 
 
 #: Names and values, as text, of what is not as a task has it anyway.

@@ -17,5 +17,4 @@ vLLM calls `start.register` in each of its processes, by the entry point in the 
     cpu, cuda  the backends that they extend
     counters   what was read: shared with the process that reports it
     metrics    the counters in vLLM's metrics and in its log
-    documents  a KV connector that fills prompts from Keyhole's stored documents
 """

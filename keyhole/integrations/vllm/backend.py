@@ -305,7 +305,10 @@ def check_layer(layer: Attention, adapter: Adapter, number: int) -> None:
         (layer.kv_sharing_target_layer_name is not None, "shares its keys with another layer"),
         (impl.alibi_slopes is not None, "has ALiBi: positions would be those within the selection"),
         (per_head and impl.sinks is not None, "has sinks, which lists per KV head cannot keep"),
-        (adapter.reads_keys and not impl.knows_layout(layer), "has pages of an unknown layout"),
+        (
+            adapter.reads_keys and not impl.knows_layout(layer, adapter.geometry.page_size),
+            "has pages whose layout Keyhole does not read (a CPU with AMX in 16 bits)",
+        ),
     ):
         if wrong:
             raise ConfigError(f"policy {policy.name!r} cannot run in vLLM: layer {number} {reason}")

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
+    _get_attn_isa,
 )
 
 from keyhole.integrations.vllm.backend import SparseAttention, SparseBuilder
@@ -54,9 +55,10 @@ class KeyholeCPUAttention(SparseAttention, CPUAttentionBackendImpl):
         keys = halves[:, :, 0].view(P, Hkv, width // 2, size).transpose(-1, -2)
         return keys, halves[:, :, 1].view(P, Hkv, size, width // 2)
 
-    def knows_layout(self, layer: Any) -> bool:
+    def knows_layout(self, layer: Any, page_size: int) -> bool:
         """Whether `pages` is how this machine's kernels store keys."""
-        return layer.isa in _KNOWN and not self.is_fp8_kv_cache
+        kind = _get_attn_isa(layer.dtype, page_size, layer.head_size, layer.kv_cache_dtype)
+        return kind in _KNOWN
 
 
 class KeyholeCPUBackend(CPUAttentionBackend):

@@ -35,7 +35,7 @@ class _TokenRows(SparseAttention):
         keys, values = kv_cache.split(kv_cache.shape[-1] // 2, dim=-1)
         return keys, values
 
-    def knows_layout(self, layer: Any) -> bool:
+    def knows_layout(self, layer: Any, page_size: int) -> bool:
         """Always: the layout is the same on every GPU; quantised caches are refused at start."""
         return True
 

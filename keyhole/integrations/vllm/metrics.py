@@ -89,6 +89,7 @@ class KeyholeStatLogger(StatLoggerBase):
 
 
 def _make_gauges() -> dict[str, Gauge]:
+    """Names without "vllm": it drops all others with it from the registry when an engine starts."""
     meaning = {
         "attended_fraction": "share of the keys that decode steps read, over all layers",
         "keys_read": "keys read by decode steps, summed over tokens and full-attention layers",
@@ -98,6 +99,6 @@ def _make_gauges() -> dict[str, Gauge]:
         "sparse_layers": "layers that read selected pages",
     }
     return {
-        name: Gauge(f"vllm:keyhole_{name}", text, ["engine"], multiprocess_mode="mostrecent")
+        name: Gauge(f"keyhole:{name}", text, ["engine"], multiprocess_mode="mostrecent")
         for name, text in meaning.items()
     }

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require
 from keyhole.errors import ConfigError
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
-from keyhole.policies.budgets import whole_entries
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Step, whole_entries
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the user asked the plugin for: a policy, its settings, and two settings of our own."""
+"""What the user asked the plugin for: a policy, its settings, and one setting of our own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ class PluginSettings:
 
     tensor_parallel_scores: "all_ranks" reduces the scores that select pages for all heads over all
     ranks; "each_rank" lets each rank select by its own heads, without communication.
-    documents: the folder of stored documents that `KeyholeConnector` reads; None: none.
     """
 
     policy: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     tensor_parallel_scores: str = "all_ranks"
-    documents: str | None = None
 
     def make_policy(self) -> Policy:
         """The policy, not resolved. ConfigError for an unknown name, setting or value."""
@@ -69,12 +67,8 @@ def read_settings(
     scores = settings.pop("tensor_parallel_scores", _SCORES[0])
     if scores not in _SCORES:
         raise ConfigError(f"tensor_parallel_scores {scores!r} must be one of {_SCORES}")
-    documents = settings.pop("documents", None)
-    if not (documents is None or isinstance(documents, str)):
-        raise ConfigError(f"documents {documents!r} must be the folder of a store")
     return PluginSettings(
         policy=given["policy"],
         settings=settings,
         tensor_parallel_scores=scores,
-        documents=documents,
     )

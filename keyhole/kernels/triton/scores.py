@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keyhole.kernels.triton.attend import joined, parts_of
-from keyhole.kernels.triton.kv_splits import split
+from keyhole.kernels.triton.attend import joined, parts_of, split
 
 #: Tokens of a block; its program loops over all heads of a list.
 _TOKENS = 512

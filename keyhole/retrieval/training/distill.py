@@ -24,11 +24,9 @@ from keyhole.errors import ConfigError, NumericalError
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
 from keyhole.retrieval.training import objectives
-from keyhole.retrieval.training.corpus import SHORTEST, Corpus
-from keyhole.retrieval.training.draft import Draft, eagle_loss
-from keyhole.retrieval.training.objectives import attention_loss, selection_loss
+from keyhole.retrieval.training.objectives import Draft, attention_loss, eagle_loss, selection_loss
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
-from keyhole.retrieval.training.training_config import TrainingConfig
+from keyhole.retrieval.training.training_config import SHORTEST, Corpus, TrainingConfig
 
 #: Texts are this long and powers of two times that, up to the longest.
 _SHORT = 256

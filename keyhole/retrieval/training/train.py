@@ -15,9 +15,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from keyhole.errors import ConfigError, NumericalError
-from keyhole.retrieval.training.corpus import Corpus
 from keyhole.retrieval.training.distill import Distiller, StepProgress
-from keyhole.retrieval.training.training_config import TrainingConfig
+from keyhole.retrieval.training.training_config import Corpus, TrainingConfig
 
 #: The snapshot of an unfinished run, in its folder.
 SNAPSHOT = "training.pt"

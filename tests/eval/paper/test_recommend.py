@@ -20,9 +20,9 @@ from keyhole.eval.paper.report import recommended
 from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.paper.verdicts import policy_verdicts, reuse_results
 from keyhole.eval.run import EvalOutcome
-from keyhole.method_settings import SettingsFile
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
+from keyhole.registry import SettingsFile
 from keyhole.reuse import make_reuse
 from tests.eval import eval_lines
 

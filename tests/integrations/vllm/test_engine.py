@@ -19,49 +19,29 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make test-vllm`")
 
 import vllm
 
-from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import SamplingParams
 from keyhole.integrations.vllm.backend import attach, model_layers
-from keyhole.integrations.vllm.page_policy import page_policy
 from keyhole.integrations.vllm.settings import PluginSettings
-from keyhole.llm import LLM
 from keyhole.policies import make_policy
-from keyhole.policies.base import Policy
-from tests.checkpoints import make_model
 from tests.integrations.vllm.engines import (
+    LAYERS,
     MAX_LENGTH,
-    NUM_TOKENS,
     PAGE_SIZE,
-    PROMPTS,
+    POLICIES,
     answers,
+    make_checkpoint,
+    own_tokens,
+    paged,
+    policy_name,
     random_prompts,
     start,
 )
 
 pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and what it brings along
 
-POLICIES = {
-    "sliding_window": {"full_layers": (0,)},
-    "streaming_llm": {"full_layers": (0,), "sink_size": 4},
-    "quest": {},
-    "quest_per_query_head": {"share_group": False},
-    "delta": {"full_layers": (0, 1), "delta_layers": (2, 4)},
-    "omnikv": {"full_layers": (0, 1), "filter_layers": (2,), "dense_after": 0},
-}
-LAYERS = 6
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    return make_model(
-        "llama",
-        folder,
-        tokenizer=True,
-        num_hidden_layers=LAYERS,
-        head_dim=64,
-        max_position_embeddings=MAX_LENGTH,
-    )
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +49,7 @@ def alone(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any
     """What vLLM without Keyhole answers, in a process of its own."""
     path = tmp_path_factory.mktemp("alone") / "answers.json"
     command = [sys.executable, "-m", "tests.integrations.vllm.engines", checkpoint, str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return list(json.loads(path.read_text()))
 
 
@@ -83,7 +63,7 @@ def under(engine: vllm.LLM) -> Iterator[Callable[..., vllm.LLM]]:
     """The same engine under another policy: an engine takes half a minute to start."""
 
     def use(name: str, **settings: Any) -> vllm.LLM:
-        asked = PluginSettings(policy=_policy_name(name), settings=settings)
+        asked = PluginSettings(policy=policy_name(name), settings=settings)
 
         def replace(worker: Any) -> None:
             for layer in model_layers(worker.vllm_config).values():
@@ -101,29 +81,6 @@ def under(engine: vllm.LLM) -> Iterator[Callable[..., vllm.LLM]]:
 
 def scheduler(engine: vllm.LLM) -> Any:
     return engine.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-
-
-def _policy_name(name: str) -> str:
-    return "quest" if name == "quest_per_query_head" else name
-
-
-def own_tokens(
-    checkpoint: str, policy: Policy, prompts: list[list[int]] = PROMPTS, count: int = NUM_TOKENS
-) -> list[list[int]]:
-    """The tokens of Keyhole's own engine, with pages of the same size."""
-    llm = LLM(checkpoint, policy, dtype="float32", device="cpu", memory="64MB", page_size=PAGE_SIZE)
-    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [list(result.token_ids) for result in llm.generate(given, params)]
-
-
-def paged(name: str, **settings: Any) -> Policy:
-    """The policy as the adapter runs it, resolved for the checkpoint."""
-    layer = LayerLayout(num_kv_heads=2, key_dim=64, value_dim=64, num_query_heads=4)
-    geometry = Geometry(
-        layers=(layer,) * LAYERS, num_query_heads=4, page_size=PAGE_SIZE, itemsize=4
-    )
-    return page_policy(make_policy(_policy_name(name), settings), geometry)
 
 
 def test_vllm_alone_is_what_transformers_computes(alone: list[Any], checkpoint: str) -> None:

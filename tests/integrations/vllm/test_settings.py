@@ -48,7 +48,6 @@ def test_the_environment_serves_where_the_configuration_is_silent() -> None:
         ({"keyhole": {"token_budget": 9}}, {}, "must be an object that names a policy"),
         ({}, {"KEYHOLE_VLLM": "delta"}, "KEYHOLE_VLLM must be a JSON object"),
         ({"keyhole": {**DELTA, "tensor_parallel_scores": "no"}}, {}, "'no' must be one of"),
-        ({"keyhole": {**DELTA, "documents": 3}}, {}, "documents 3 must be the folder"),
     ],
 )
 def test_bad_settings_are_named(config: Any, environment: dict[str, str], said: str) -> None:

@@ -1,0 +1,1 @@
+"""`keyhole serve` measured and worn: what HTTP costs (overhead), and many requests (soak)."""

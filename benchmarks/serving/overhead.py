@@ -1,0 +1,184 @@
+"""What HTTP costs: `keyhole serve` beside `LLM.generate`, on the bundled model.
+
+    python -m benchmarks.serving.overhead --output benchmarks/results/serve.jsonl
+
+Engine and server take turns: a batch by `LLM.generate`, then as many streams over HTTP, with the
+same lengths; then single first tokens by both; and last 512 streams at once. Client and server
+share the machine's cores. A round is a pair of measurements, and what counts is the median of their
+ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+import keyhole
+from keyhole import LLM, SamplingParams
+from keyhole.bench import measure
+from keyhole.bench.serve import measure_load
+from keyhole.bench.settings import ServeSettings
+from keyhole.eval.line_file import LineFile
+
+_BATCHES = (8, 32)
+_HELD = 512
+#: Share of the engine's tokens per second, and milliseconds that a first token may come later.
+_SHARE, _LATER_MS = 0.95, 5.0
+
+
+def main() -> None:
+    """Measures, prints and adds a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--first-tokens", type=int, default=40)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    line = measure.header(
+        "serve",
+        torch.device("cpu"),
+        arguments.note,
+        keyhole.__version__,
+        ("python", "-m", "benchmarks.serving.overhead"),
+    )
+    llm = LLM(keyhole.tiny(), max_batch=max(_BATCHES), prefix_cache=False)
+    with serving() as address:
+        line |= {"model": llm.engine.model.name, "settings": vars(arguments)}
+        line["results"] = [_batch(llm, address, n, arguments) for n in _BATCHES]
+        line["results"].append(_first_token(llm, address, arguments))
+        line["results"].append(_held(address, arguments))
+    line["bars"] = _bars(line["results"])
+    for bar in line["bars"]:
+        print("met" if bar["met"] else "MISSED", bar["bar"], f"{bar['value']:.3f}", bar["wanted"])
+    if arguments.output:
+        LineFile(arguments.output).add(line)
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """The address of `keyhole serve` as a process of its own."""
+    flags = ["--port", "0", "--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD)]
+    command = [sys.executable, "-m", "keyhole", "serve", *flags, "--no-prefix-cache"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as server:
+        assert server.stderr is not None
+        for line in server.stderr:
+            found = re.search(r" at (http://\S+)/v1", line)
+            if found:
+                break
+        else:
+            raise SystemExit("the server did not start")
+        # Its log is read, so that it never waits for a reader.
+        reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
+        try:
+            yield found[1]
+        finally:
+            server.terminate()
+            server.wait()
+            reader.wait()
+
+
+def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    size = llm.engine.model.vocab_size
+    return [{"prompt_token_ids": draw.choices(range(size), k=length)} for _ in range(count)]
+
+
+def _params(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    settings = {
+        "url": address,
+        "requests": count,
+        "concurrency": count,
+        "prompt_length": str(arguments.prompt),
+        "answer_length": str(arguments.answer),
+    }
+    found = asyncio.run(measure_load(ServeSettings(**settings | more)))
+    result: dict[str, Any] = found["results"][0]
+    return result
+
+
+def _batch(llm: LLM, address: str, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of `count` at once, by the engine and over HTTP."""
+    engine, http = [], []
+    for seed in range(arguments.rounds + 1):  # the first one warms up
+        prompts = _prompts(llm, count, arguments.prompt, seed)
+        begin = time.perf_counter()
+        llm.generate(prompts, _params(arguments.answer))
+        engine.append(count * arguments.answer / (time.perf_counter() - begin))
+        http.append(_load(address, count, arguments, seed=seed)["tokens_per_s"])
+        print(f"{count}: engine {engine[-1]:.0f} tokens/s, http {http[-1]:.0f}", file=sys.stderr)
+    ratios = [b / a for a, b in zip(engine[1:], http[1:], strict=True)]
+    return {
+        "kind": "batch",
+        "batch": count,
+        "engine_tokens_per_s": statistics.median(engine[1:]),
+        "http_tokens_per_s": statistics.median(http[1:]),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds until the first token of a request alone."""
+    engine, http = [], []
+    for seed in range(arguments.first_tokens + 1):
+        (prompt,) = _prompts(llm, 1, arguments.prompt, seed)
+        begin = time.perf_counter()
+        next(stream := llm.stream(prompt, _params(2)))
+        engine.append(1e3 * (time.perf_counter() - begin))
+        stream.close()
+        found = _load(address, 1, arguments, answer_length="2", seed=seed)
+        http.append(found["first_token_ms"]["p50"])
+    later = [b - a for a, b in zip(engine[1:], http[1:], strict=True)]
+    return {
+        "kind": "first_token",
+        "engine_ms": statistics.median(engine[1:]),
+        "http_ms": statistics.median(http[1:]),
+        "later_ms": statistics.median(later),
+    }
+
+
+def _held(address: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Many streams at once, of which none may be dropped."""
+    found = _load(address, _HELD, arguments, answer_length="16")
+    return {"kind": "held", "connections": _HELD, **found}
+
+
+def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    bars = []
+    for result in results:
+        if result["kind"] == "batch":
+            name = f"tokens/s over HTTP / by LLM.generate, {result['batch']} streams"
+            value, wanted, met = result["ratio"], f">= {_SHARE}", result["ratio"] >= _SHARE
+        elif result["kind"] == "first_token":
+            name = "milliseconds that the first token comes later"
+            value, wanted = result["later_ms"], f"<= {_LATER_MS}"
+            met = value <= _LATER_MS
+        else:
+            name, value = "connections held and answered", result["answered"]
+            wanted, met = f"= {_HELD}", value == _HELD
+        bars.append({"bar": name, "value": value, "wanted": wanted, "met": met})
+    return bars
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Load against a running server: how long first tokens, later tokens and whole answers take.
+
+Requests are streams of /v1/completions, with random prompts of token ids and `ignore_eos`, so that
+every answer has the length that is asked for. A closed loop keeps `concurrency` requests under way;
+an open one sends them at `rate`, whatever is answered (Poisson arrivals). Times are those of the
+client: from sending a request to the event that brings a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keyhole.bench.settings import ServeSettings
+from keyhole.errors import ConfigError, KeyholeError
+
+_KEY = "KEYHOLE_API_KEY"
+_TEXT = "a load of words to draw tokens from: 0 1 2 3 4 5 6 7 8 9"
+_PERCENTILES = (50, 90, 99)
+_DATA, _DONE = b"data: ", b"data: [DONE]"
+
+
+@dataclass
+class RequestTimes:
+    """A request and how it went. Times in seconds of `time.perf_counter`.
+
+    times: of each event that brought tokens. tokens: as the server counts them. error: why it
+    failed, "" if it did not.
+    """
+
+    start: float
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def first_ms(self) -> float:
+        """Until the first token."""
+        return 1e3 * (self.times[0] - self.start)
+
+    @property
+    def answer_ms(self) -> float:
+        """Until the last one."""
+        return 1e3 * (self.times[-1] - self.start)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Between two events."""
+        return [1e3 * (b - a) for a, b in itertools.pairwise(self.times)]
+
+
+def run(settings: ServeSettings) -> dict[str, Any]:
+    """Sends the load; the part of a line of results that is this benchmark's own.
+
+    ConfigError without aiohttp, or if the server cannot be reached.
+    """
+    return {"settings": asdict(settings), **asyncio.run(measure_load(settings))}
+
+
+async def measure_load(settings: ServeSettings) -> dict[str, Any]:
+    """The model and what was found, for callers that have an event loop."""
+    import aiohttp
+
+    key = os.environ.get(_KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(
+        settings.url, headers=headers, connector=connector, timeout=timeout
+    ) as session:
+        try:
+            models = await _json(session.get("/v1/models"))
+            ids = (await _json(session.post("/tokenize", json={"prompt": _TEXT})))["tokens"]
+        except aiohttp.ClientError as error:
+            raise ConfigError(f"{settings.url!r} does not answer as a server: {error}") from error
+        model = models["data"][0]["id"]
+        bodies = make_bodies(settings, model, ids)
+        begin = time.perf_counter()
+        samples = await _send(settings, [lambda b=body: _stream(session, b) for body in bodies])  # type: ignore[misc]
+        seconds = time.perf_counter() - begin
+    return {"model": model, "results": [summary(samples, seconds, len(bodies), settings)]}
+
+
+def make_bodies(settings: ServeSettings, model: str, ids: Sequence[int]) -> list[dict[str, Any]]:
+    """The requests. ids: token ids to draw prompts from."""
+    draw = random.Random(settings.seed)
+    lengths = _read(settings.lengths) if settings.lengths is not None else None
+    found = []
+    for i in range(settings.requests):
+        if lengths is None:
+            prompt, answer = (
+                draw.randint(*pair) for pair in (settings.prompt_range, settings.answer_range)
+            )
+        else:
+            prompt, answer = lengths[i % len(lengths)]
+        found.append(
+            {
+                "model": model,
+                "prompt": draw.choices(ids, k=prompt),
+                "max_tokens": answer,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+    return found
+
+
+def _read(path: str) -> list[tuple[int, int]]:
+    """Lengths of prompts and answers, from JSON lines."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
+        found = [(int(row["prompt_tokens"]), int(row["completion_tokens"])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"lengths {path!r} cannot be read: {error!r}") from error
+    if not found or min(map(min, found)) < 1:
+        raise ConfigError(f"lengths {path!r} must have lines of numbers >= 1")
+    return found
+
+
+async def _json(request: Any) -> Any:
+    async with request as answer:
+        answer.raise_for_status()
+        return await answer.json()
+
+
+_Stream = Callable[[], Coroutine[Any, Any, RequestTimes]]
+
+
+async def _send(settings: ServeSettings, streams: Sequence[_Stream]) -> list[RequestTimes]:
+    """Those that ended before the time limit."""
+    limit = asyncio.Semaphore(settings.concurrency or len(streams))
+    draw = random.Random(settings.seed)
+    done: list[RequestTimes] = []
+
+    async def one(stream: _Stream) -> None:
+        try:
+            done.append(await stream())
+        finally:
+            limit.release()
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        async with asyncio.timeout(settings.time_limit):
+            for stream in streams:
+                if settings.rate is not None:
+                    await asyncio.sleep(draw.expovariate(settings.rate))
+                await limit.acquire()
+                tasks.append(asyncio.create_task(one(stream)))
+            await asyncio.gather(*tasks)
+    except TimeoutError:
+        pass
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return done
+
+
+async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
+    """One request, to its end."""
+    import aiohttp
+
+    sample = RequestTimes(time.perf_counter())
+    event = b""
+    try:
+        async with session.post("/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                sample.error = f"status {answer.status}"
+                return sample
+            async for line in answer.content:
+                if not line.startswith(_DATA):
+                    continue
+                if line.startswith(_DONE):
+                    break
+                sample.times.append(time.perf_counter())
+                event = line
+    except (aiohttp.ClientError, OSError) as error:
+        sample.error = type(error).__name__
+        return sample
+    last = json.loads(event.removeprefix(_DATA))
+    if "error" in last:
+        sample.error = str(last["error"]["type"])
+    else:
+        sample.times.pop()  # that of the usage
+        sample.tokens = last["usage"]["completion_tokens"]
+    return sample
+
+
+def summary(
+    samples: Sequence[RequestTimes], seconds: float, wanted: int, settings: ServeSettings
+) -> dict[str, Any]:
+    """What a line of results has. KeyholeError if no request was answered."""
+    good = [sample for sample in samples if not sample.error]
+    errors = Counter(sample.error for sample in samples if sample.error)
+    if not good:
+        raise KeyholeError(f"none of {wanted} requests was answered: {dict(errors)}")
+    within = [sample for sample in good if _is_good(sample, settings)]
+    return {
+        "requests": wanted,
+        "answered": len(good),
+        "failed": dict(errors),
+        "unfinished": wanted - len(samples),
+        "seconds": seconds,
+        "requests_per_s": len(good) / seconds,
+        "tokens_per_s": sum(sample.tokens for sample in good) / seconds,
+        "first_token_ms": _percentiles([sample.first_ms for sample in good]),
+        "between_tokens_ms": _percentiles([gap for sample in good for gap in sample.gaps_ms]),
+        "answer_ms": _percentiles([sample.answer_ms for sample in good]),
+        "goodput_per_s": len(within) / seconds,
+    }
+
+
+def _is_good(sample: RequestTimes, settings: ServeSettings) -> bool:
+    gaps = sample.gaps_ms
+    mean = sum(gaps) / len(gaps) if gaps else 0.0
+    first, between = settings.goodput_first_ms, settings.goodput_between_ms
+    return sample.first_ms <= first and mean <= between
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    found = np.percentile(values, _PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(_PERCENTILES, found, strict=True)}

@@ -1,1 +1,0 @@
-"""Memory tiers, the resident buffer of offloaded layers, and prefetching."""

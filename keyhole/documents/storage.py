@@ -1,0 +1,328 @@
+"""Storage of documents: the interface of a backend, and a local folder with file locks.
+
+Storage of documents: a local folder, or any URL that fsspec supports.
+
+A backend holds two folders of immutable files, which are only replaced as a whole: `documents`, the
+sources, and `records`, the models' encodings.
+
+Documents in a folder of this machine: files are mapped into memory, and renamed into place.
+
+A file is written under `parts`, locked by its writer, synced to disk (fsync), and renamed. A
+process that dies leaves an unlocked part, which the next start deletes.
+
+File locks between processes: they are released when the process ends, however it ends.
+
+One lock per store serialises changes. A lease is a shared lock on one record: a leased record is in
+use and is not deleted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Entry(NamedTuple):
+    """A file in a listing.
+
+    stamp: changes when the file is replaced. written: seconds since 1970 UTC, None if not known.
+    """
+
+    size_bytes: int
+    stamp: str
+    written: float | None
+
+
+class StorageReader(Protocol):
+    """An open file. bytes_read: bytes requested from the backend so far."""
+
+    size: int
+    bytes_read: int
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Bytes from start to stop, uint8 [stop - start] each; OSError if they cannot be read."""
+        ...
+
+    def close(self) -> None:
+        """Tensors that were read stay valid."""
+        ...
+
+
+class Staged(Protocol):
+    """A file that is written but not yet committed."""
+
+    def commit(self) -> str:
+        """Commits the file atomically; returns its stamp, "" if that is not known."""
+        ...
+
+    def discard(self) -> None:
+        """Discards the file; no effect after `commit`."""
+        ...
+
+
+class StorageBackend(Protocol):
+    """Files by a relative path such as "records/x". Every failure raises OSError.
+
+    url: for messages. folder: this machine's folder if it is one that can be written to.
+    grace_s: the age at which an unreferenced file is deleted: another machine may be about to
+    commit its reference; 0 where all writers share one lock.
+    """
+
+    url: str
+    folder: Path | None
+    grace_s: float
+
+    def files(self, folder: str) -> dict[str, Entry]:
+        """The files in "documents" or "records", by name."""
+        ...
+
+    def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
+        """The beginning of each file, b"" where it cannot be read."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """The whole file; FileNotFoundError if there is none."""
+        ...
+
+    def reader(self, path: str) -> StorageReader:
+        """The file, open; FileNotFoundError if there is none."""
+        ...
+
+    def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> Staged:
+        """Writes a file without committing it; a failure leaves nothing behind."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Deletes a file; no effect if it does not exist."""
+        ...
+
+    def lease_path(self, path: str) -> Path | None:
+        """A file of this machine to lock while the file is read; None if there is none."""
+        ...
+
+    def clean(self) -> None:
+        """Deletes partial files of crashed writers."""
+        ...
+
+
+_PARTS = "parts"
+
+
+class LocalPlace:
+    """See `Place`. The folder is made if it is not there; one that is read-only can be read."""
+
+    grace_s = 0.0
+
+    def __init__(self, folder: Path) -> None:
+        self.url = str(folder)
+        self._folder = folder
+        self.folder: Path | None = folder
+        try:
+            for name in ("documents", "records", _PARTS):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            with open(folder / "lock", "ab"):
+                pass
+        except OSError:
+            if not (folder / "documents").is_dir():
+                raise
+            self.folder = None
+
+    def files(self, folder: str) -> dict[str, Entry]:
+        """See `Place`."""
+        with os.scandir(self._folder / folder) as entries:
+            return {entry.name: _entry(entry.stat()) for entry in entries if entry.is_file()}
+
+    def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
+        """See `Place`."""
+        return [self._head(path, most_bytes) for path in paths]
+
+    def _head(self, path: str, most_bytes: int) -> bytes:
+        try:
+            with open(self._folder / path, "rb") as file:
+                return file.read(most_bytes)
+        except OSError:
+            return b""
+
+    def read(self, path: str) -> bytes:
+        """See `Place`."""
+        return (self._folder / path).read_bytes()
+
+    def reader(self, path: str) -> LocalReader:
+        """See `Place`."""
+        return LocalReader(self._folder / path)
+
+    def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> LocalStaged:
+        """See `Place`."""
+        return LocalStaged(self._folder / _PARTS, self._folder / path, pieces)
+
+    def remove(self, path: str) -> None:
+        """See `Place`."""
+        (self._folder / path).unlink(missing_ok=True)
+
+    def lease_path(self, path: str) -> Path:
+        """The file itself."""
+        return self._folder / path
+
+    def clean(self) -> None:
+        """See `Place`."""
+        for part in (self._folder / _PARTS).iterdir():
+            with is_free(part) as free:
+                if free:
+                    part.unlink(missing_ok=True)
+
+
+class LocalReader:
+    """A memory-mapped file. Reads return views: nothing is copied.
+
+    Writing to a view changes this reader's memory, never the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.bytes_read = 0
+        self._data = torch.empty(0, dtype=torch.uint8)
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if self.size:
+                mapping = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+                self._data = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """See `Reader`."""
+        self.bytes_read += sum(stop - start for start, stop in ranges)
+        return [self._data[start:stop] for start, stop in ranges]
+
+    def close(self) -> None:
+        """The mapping ends with the last view of it."""
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+
+class LocalStaged:
+    """See `Staged`."""
+
+    def __init__(self, folder: Path, target: Path, pieces: Sequence[bytes | memoryview]) -> None:
+        self._target = target
+        self._descriptor, self._part = _new_part(folder)
+        try:
+            for piece in pieces:
+                rest = memoryview(piece)
+                while len(rest):
+                    rest = rest[os.write(self._descriptor, rest) :]
+            os.fsync(self._descriptor)
+        except BaseException:
+            self.discard()
+            raise
+
+    def commit(self) -> str:
+        """See `Staged`."""
+        os.replace(self._part, self._target)
+        stamp = _entry(os.fstat(self._descriptor)).stamp
+        self._close()
+        _sync_folder(self._target.parent)
+        return stamp
+
+    def discard(self) -> None:
+        """See `Staged`."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                self._part.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _new_part(folder: Path) -> tuple[int, Path]:
+    while True:
+        part = folder / f"{uuid.uuid4().hex}.part"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, part
+        os.close(descriptor)  # another process deleted it before it was locked
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename durable across a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _entry(status: os.stat_result) -> Entry:
+    return Entry(status.st_size, f"{status.st_size}-{status.st_mtime_ns}", status.st_mtime)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Lease:
+    """Marks the file at `path` as in use, until `close`.
+
+    create: make the file if there is none; otherwise FileNotFoundError.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        while True:
+            self._descriptor = os.open(path, flags, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+                if not create or os.fstat(self._descriptor).st_nlink:
+                    return
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)  # it was deleted while we waited
+
+    def close(self) -> None:
+        """Releases the file; may be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@contextmanager
+def is_free(path: Path) -> Iterator[bool]:
+    """Whether there is no lease on `path`; inside the block no lease can begin.
+
+    A missing file is free; one that cannot be opened is not.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError:
+            free = False
+        yield free
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,220 @@
+"""Makes the cache of an engine, and offloads layers of it while sequences grow and end.
+
+Makes the cache of an engine: as large as memory allows, with offloading if wanted.
+
+Which layers live where while texts grow and end: SpeContext's Algorithm 2 at run time.
+
+Before pages are added that would not fit, the next layer is offloaded, the last layers
+first. What is decided comes from the planner, what is moved and loaded from the cache.
+
+Differences from the paper: it follows one text that only grows (section 6.2.1). Here texts come and
+go, and layers move up again before a step whose requests leave room for them. Known prompts that no
+request uses are given up for that: they fill what is free above, and hold no layer below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from keyhole.cache.layout import Geometry
+from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.prefix_cache import PrefixIndex
+from keyhole.cache.tiers import FileTier, PinnedTier, Tier
+from keyhole.config import EngineConfig
+from keyhole.engine.memory import make_plan, memory_of, model_size, movable, page_data
+from keyhole.engine.scheduler import Demand
+from keyhole.errors import CapacityError, ConfigError
+from keyhole.models.loading import Model
+from keyhole.planner import MemoryPlan
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+# Share of the free memory that the KV cache may take when no limit is given; the rest is for
+# activations and for the other programs of the machine.
+_SHARE_OF_FREE = 0.8
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def allocate(
+    model: Model,
+    geometry: Geometry,
+    policy: Policy,
+    config: EngineConfig,
+    head: RetrievalHead | None,
+    *,
+    num_rows: int,
+) -> tuple[PageCache, LayerOffloader | None]:
+    """An empty cache, and who moves its layers down where `config.offload` is given.
+
+    num_rows: sequences with buffers of layers below.
+    ConfigError if not a page fits, or if the policy has no layers that may move.
+    """
+    data = page_data(geometry, policy, None if head is None else head.config)
+    page_bytes, plan = bytes_per_page(geometry, data), None
+    if config.offload is not None or config.total_memory is not None:
+        memory = memory_of(
+            geometry,
+            policy,
+            model_size(model, head),
+            data,
+            layers=() if config.offload is None else movable(geometry, policy),
+            requests=num_rows,
+            prefill_chunk=config.prefill_chunk,
+        )
+        plan = make_plan(memory, config)
+        room = plan.cache_memory
+    else:
+        room = free_memory(model.device) if config.memory is None else config.memory
+    max_pages = room // page_bytes
+    if plan is not None and config.offload is not None:
+        max_pages = max(plan.capacities)
+    if max_pages < 1:
+        raise ConfigError(f"memory {room} bytes holds no page of {page_bytes} bytes")
+    cache = PageCache(
+        geometry,
+        max_pages,
+        dtype=model.dtype,
+        device=model.device,
+        page_data=data[:-1],
+        common=data[-1],
+    )
+    if plan is None or config.offload is None:
+        return cache, None
+    tier, lists = make_tier(config.offload, model.device), policy.selection_heads(geometry)
+    return cache, LayerOffloader(plan, cache, tier, num_rows=num_rows, num_heads=lists)
+
+
+def too_long(
+    length: int, cache: PageCache, placement: LayerOffloader | None, config: EngineConfig
+) -> str:
+    """Why a request of `length` tokens can never be served, and what helps."""
+    if placement is not None:
+        layers, most = len(placement.plan.model.order), cache.max_pages * config.page_size
+        return (
+            f"{length} tokens (prompt and max_tokens) do not fit into "
+            f"{placement.plan.cache_memory} bytes of KV cache with all {layers} layers that may be "
+            f"offloaded: {most} do; raise {_limit(config)}, or lower token_budget, max_batch "
+            "or max_tokens"
+        )
+    pages = -(-length // config.page_size)
+    need, have = (n * cache.page_bytes / 2**20 for n in (pages, cache.max_pages))
+    return (
+        f"{length} tokens (prompt and max_tokens) need {need:.1f} MiB of KV cache, the limit is "
+        f"{have:.1f} MiB; raise {_limit(config)}, set offload= to a folder that layers may move to "
+        "(with a policy that selects), or lower max_tokens"
+    )
+
+
+def _limit(config: EngineConfig) -> str:
+    """The setting that limits the cache, or would."""
+    return "memory=" if config.total_memory is None else "total_memory="
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the KV cache may take of what is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    elif _MEMINFO.is_file():
+        # MemAvailable counts what the kernel would give up, such as cached files; MemFree does not.
+        text = _MEMINFO.read_text()
+        free = 1024 * int(text[text.index("MemAvailable:") :].split()[1])
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return int(_SHARE_OF_FREE * free)
+
+
+class LayerOffloader:
+    """Offloads layers of a cache and brings them back, to stay within the plan's memory.
+
+    least: layers that stay below even where there is room for them, once they are there.
+    """
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        cache: PageCache,
+        tier: Tier,
+        *,
+        num_rows: int,
+        num_heads: int | None,
+    ) -> None:
+        self.plan = plan
+        self.least = 0
+        self._tier = tier
+        self._cache = cache
+        self._released = 0  # by the cache, when it was last looked at whether layers may come up
+        self.prefetcher = Prefetcher(
+            cache, num_rows=num_rows, token_budget=plan.model.token_budget, num_heads=num_heads
+        )
+        cache.room = self
+
+    @property
+    def offloaded(self) -> int:
+        """Offloaded layers."""
+        return len(self.prefetcher.layers)
+
+    @property
+    def pages(self) -> int:
+        """Pages that fit with every layer where it is."""
+        return self.plan.capacities[self.offloaded]
+
+    def make(self, least: int, wanted: int) -> int:
+        """Moves layers down until `least` pages fit; returns how many of `wanted` may be there."""
+        target = self.plan.offloaded_for(least)
+        if target is None:  # the cache has a limit of its own, which is lower
+            raise CapacityError(f"{least} pages do not fit, with all layers offloaded")
+        self.move_down(target)
+        return max(least, min(wanted, self.pages))
+
+    def move_down(self, count: int) -> None:
+        """Moves layers down until at least `count` are below."""
+        while self.offloaded < count:
+            self._released = -1  # what it was done for may be gone before the step
+            self.prefetcher.offload(self.plan.model.order[self.offloaded], self._tier)
+
+    @property
+    def may_come_up(self) -> bool:
+        """Whether layers are below, and somebody has given up pages since it was last looked at."""
+        return self.offloaded > self.least and self._released != self._cache.released
+
+    def move_up(
+        self,
+        demand: Demand,
+        prefix: PrefixIndex | None,
+        renumber: Callable[[Mapping[int, int]], None],
+    ) -> None:
+        """Moves those layers up that fit beside what running sequences need. Between steps.
+
+        renumber: tells everybody but `prefix` the new numbers of pages that had to move.
+        """
+        self._released = self._cache.released
+        unused = set() if prefix is None else set(prefix.held()) - demand.pages
+        pages = len(demand.pages) + self._cache.num_aside
+        target = self.plan.left_below(pages, demand.growth, self.offloaded, self.least)
+        if target == self.offloaded or pages + len(unused) < self._cache.in_use:
+            return  # in the second case somebody else holds pages, and may not have others
+        most = min(self.plan.capacities[target : self.offloaded])
+        if prefix is not None:
+            prefix.evict(self._cache.in_use - most)
+            self._released = self._cache.released
+        numbers = self._cache.pack()
+        if prefix is not None:
+            prefix.renumber(numbers)
+        renumber(numbers)
+        try:
+            self._cache.cut(min(most, self._cache.capacity))
+            while self.offloaded > target:
+                self.prefetcher.restore(self.plan.model.order[self.offloaded - 1])
+        except CapacityError:
+            return  # somebody else has the memory; a layer is as right below, only slower
+
+
+def make_tier(folder: str, device: torch.device) -> Tier:
+    """Pinned memory of the host below a GPU, files in `folder` below the memory of a CPU."""
+    return PinnedTier() if device.type == "cuda" else FileTier(folder)

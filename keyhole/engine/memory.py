@@ -1,0 +1,95 @@
+"""What an engine keeps in memory under a policy, in the terms of the planner.
+
+`keyhole plan` asks here too, from the files of a model: what it states is what the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from keyhole.cache.layout import Geometry, ModelSize, memory_model
+from keyhole.config import EngineConfig
+from keyhole.engine.head_runner import HeadRunner
+from keyhole.errors import ConfigError
+from keyhole.models import checkpoint
+from keyhole.models.loading import Model
+from keyhole.planner import MemoryModel, MemoryPlan
+from keyhole.policies.base import Policy
+from keyhole.retrieval.config import HeadConfig
+from keyhole.retrieval.head import RetrievalHead
+
+#: Shapes per page by name, of one layer or of what belongs to none.
+PageData = Mapping[str, tuple[int, ...]]
+
+
+def page_data(geometry: Geometry, policy: Policy, head: HeadConfig | None) -> list[PageData]:
+    """What lies beside the keys of a page: of each layer by the policy, then of the head."""
+    data: list[PageData] = [
+        {} if layout.window is not None else policy.page_data(layout, geometry.page_size)
+        for layout in geometry.layers
+    ]
+    return [*data, {} if head is None else HeadRunner.page_data(head, geometry.page_size)]
+
+
+def model_size(model: Model, head: RetrievalHead | None) -> ModelSize:
+    """Of a loaded model: tied weights count once, and so do buffers that its checkpoint has."""
+    stored = {x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}
+    own = [] if head is None else head.parameters()
+    return ModelSize(
+        weight_bytes=sum(stored.values()),
+        head_weight_bytes=sum(x.nbytes for x in own),
+        vocab_size=model.vocab_size,
+        step_numbers=checkpoint.step_numbers(model.network.config),
+    )
+
+
+def movable(geometry: Geometry, policy: Policy) -> tuple[int, ...]:
+    """Layers that may be offloaded under a policy, resolved.
+
+    ConfigError if it reads everything of every layer, so that none may.
+    """
+    layers = policy.offloadable(geometry)
+    if not layers or getattr(policy, "token_budget", None) is None:
+        raise ConfigError(
+            f"policy {policy.name!r} reads all keys of every layer, so none can be offloaded; "
+            "offload goes with a policy that selects, such as delta, quest or spe_context"
+        )
+    return layers
+
+
+def memory_of(
+    geometry: Geometry,
+    policy: Policy,
+    size: ModelSize,
+    data: Sequence[PageData],
+    *,
+    layers: tuple[int, ...],
+    requests: int,
+    prefill_chunk: int,
+) -> MemoryModel:
+    """Every term of an engine with this policy, resolved; any number of `layers` may go below."""
+    return memory_model(
+        geometry,
+        size,
+        requests=requests,
+        token_budget=getattr(policy, "token_budget", None) or 1,
+        prefill_chunk=prefill_chunk,
+        page_data=data,
+        movable=layers,
+        num_heads=policy.selection_heads(geometry),
+    )
+
+
+def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:
+    """What fits into the memory that `config` gives, with layers below and without.
+
+    CapacityError if not even the weights do.
+    """
+    if config.total_memory is not None:
+        return MemoryPlan(model=memory, memory=config.total_memory)
+    if config.memory is None:
+        raise ConfigError(
+            "offload needs memory=, the most that keys and values may take above, or "
+            "total_memory=, the most that these, weights and a step may take"
+        )
+    return MemoryPlan.for_cache(memory, config.memory)

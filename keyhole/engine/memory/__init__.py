@@ -1,1 +1,0 @@
-"""What an engine keeps where: pages, offloaded layers, shared prompts."""

@@ -1,0 +1,368 @@
+"""Runs evaluation tasks under the presses (KV cache compressors) of kvpress; see docs/kvpress.md.
+
+Names may have settings: `--presses snapkv:window_size=32,tova --tasks passkey:depth=0.5`. For the
+bundled model, a task in plain English is replaced by its form in that model's vocabulary. Every
+cell (task, length, setup, press, budget) adds a line to --output; a cell that is there already with
+as many samples is not measured again. Exit status 1 if a cell was refused.
+
+Samples, their tokens and the fields of a line are those of `keyhole eval`, so that one file can
+hold the lines of both. In setup `prompt` a press sees the question; in setup `question` it sees the
+context only, which is kvpress's own usage. Decode steps are those of the answer alone, as the
+question is computed in one forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from kvpress.presses.base_press import SUPPORTED_MODELS
+from torch import Tensor
+from transformers import DynamicCache
+
+import keyhole
+from keyhole import registry
+from keyhole.bench import measure
+from keyhole.config import is_count, require
+from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError, UnknownNameError
+from keyhole.eval.line_file import LineFile
+from keyhole.eval.run import as_stored, model_digest, require_length
+from keyhole.eval.settings import SETUPS
+from keyhole.eval.tasks import Task, answered, parse
+from keyhole.eval.workload import Answered
+from keyhole.integrations.presses import Press, make_press, presses
+from keyhole.models import families
+from keyhole.models.loading import Model, load
+from keyhole.models.locate import TINY, is_tiny
+from keyhole.registry import Spec
+
+# Every forward pass is given its positions: the cache of a compressed prompt is shorter than the
+# prompt, so transformers would derive wrong positions from its length. They are also passed as
+# `cache_position`, by which kvpress recognises a prefill; transformers 5.3 and later ignore this
+# argument but pass it on, and every press fails without it.
+
+
+@dataclass(kw_only=True)
+class PressAnswer:
+    """Generated tokens, the one that ended them included, and what the decode steps cost.
+
+    One entry per step: keys read / keys there (mean over layers), bytes of keys and values read,
+    milliseconds. peak_bytes: the most that the cache held at once.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    read_shares: list[float] = field(default_factory=list)
+    bytes_read: list[int] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class CompressedModel:
+    """A model that is loaded for this alone: it gets the attention functions of transformers.
+
+    ModelError for a model that kvpress does not know, or with layers that drop tokens themselves.
+    """
+
+    def __init__(self, model: Model) -> None:
+        network = model.network
+        if not isinstance(network, SUPPORTED_MODELS):
+            known = ", ".join(cls.__name__ for cls in SUPPORTED_MODELS)
+            raise ModelError(
+                f"kvpress does not support {model.name!r}, a {type(network).__name__} "
+                f"(supported: {known})"
+            )
+        if any(layout.window is not None for layout in families.layouts(network.config)):
+            raise ModelError(
+                f"{model.name!r} has layers with a sliding window, whose tokens are dropped "
+                "already: a budget would mean something else in each layer"
+            )
+        self._model = model
+        self._attend_by("sdpa")
+
+    @torch.no_grad()
+    def answer(
+        self, press: Press, context: Sequence[int], question: Sequence[int], max_tokens: int
+    ) -> PressAnswer:
+        """Greedy, `max_tokens` at most.
+
+        context: token ids that are pressed once they are computed, densely. question: ids that are
+        computed over what is left; where there are none, the first token is still a dense one.
+        ConfigError where the budget is too small for the question; NumericalError for NaN.
+        """
+        self._attend_by(press.attention)
+        network, cache, answer = self._model.network, _CountingCache(), PressAnswer()
+        with _applied(press.prefill(len(context), len(question)), network):
+            logits = self._forward(context, 0, cache)
+        if question:
+            logits = self._forward(question, len(context), cache)
+        position = len(context) + len(question)
+        with _applied(press.decoding(), network):
+            while not self._choose(logits, answer.tokens, max_tokens):
+                cache.bytes_read = cache.keys_read = 0
+                begin = time.perf_counter()
+                logits = self._forward(answer.tokens[-1:], position, cache)
+                measure.synchronize(self._model.device)
+                answer.step_ms.append(1e3 * (time.perf_counter() - begin))
+                position += 1
+                answer.bytes_read.append(cache.bytes_read)
+                answer.read_shares.append(cache.keys_read / (position * len(cache.layers)))
+        answer.peak_bytes = cache.peak_bytes
+        return answer
+
+    def _attend_by(self, attention: str) -> None:
+        if self._model.network.config._attn_implementation != attention:
+            self._model.network.set_attn_implementation(attention)
+
+    def _choose(self, logits: Tensor, tokens: list[int], max_tokens: int) -> bool:
+        """Adds the likeliest token; whether it is the last one."""
+        if not bool(logits.isfinite().all()):
+            raise NumericalError("the model gave logits that are no numbers")
+        tokens.append(int(logits.argmax()))
+        return tokens[-1] in self._model.eos_token_ids or len(tokens) >= max_tokens
+
+    def _forward(self, tokens: Sequence[int], start: int, cache: Any) -> Tensor:
+        """Logits [vocabulary] after the last of these tokens, which stand at `start` and on."""
+        device = self._model.device
+        positions = torch.arange(start, start + len(tokens), device=device)
+        out = self._model.network(
+            input_ids=torch.tensor([list(tokens)], device=device),
+            position_ids=positions[None],
+            cache_position=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+
+class _CountingCache(DynamicCache):  # type: ignore[misc]
+    """A cache that knows what was read of it and how large it was at most.
+
+    keys_read: keys that attention got, of one KV head, all layers together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys_read = self.bytes_read = self.peak_bytes = 0
+
+    def update(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """As in DynamicCache."""
+        keys, values = super().update(*given, **named)
+        self.keys_read += keys.shape[2]
+        self.bytes_read += keys.nbytes + values.nbytes
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        self.peak_bytes = max(self.peak_bytes, held)
+        return keys, values
+
+
+def _applied(press: Any, network: Any) -> Any:
+    """A context in which kvpress's press works on the network; None does nothing."""
+    return contextlib.nullcontext() if press is None else press(network)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PressCell:
+    """What is measured; `samples` are those with the numbers from 0 on."""
+
+    task: Task
+    length: int
+    setup: str
+    press: Press
+    samples: int
+
+    def __post_init__(self) -> None:
+        require(is_count(self.samples), "samples", self.samples, "at least 1")
+        if self.setup not in SETUPS:
+            raise UnknownNameError("setup", self.setup, SETUPS)
+
+
+class PressEvaluation:
+    """A loaded model for any number of cells."""
+
+    def __init__(self, model: Model) -> None:
+        if model.tokenizer is None:
+            raise ModelError(f"{model.name!r} has no tokenizer, and tasks are texts")
+        self._model, self._compressed = model, CompressedModel(model)
+        self._fingerprint = model_digest(model)
+        self._asked = functools.cache(self._make)  # its samples are the same under every press
+
+    def known_by(self, cell: PressCell) -> dict[str, Any]:
+        """What a cell is known by: lines that agree in all of it are the same measurement."""
+        press, asked = cell.press, self._asked(cell.task)
+        return as_stored(
+            {
+                "fingerprint": self._fingerprint,
+                "task": asked.name,
+                "task_settings": asked.settings,
+                "length": cell.length,
+                "setup": cell.setup,
+                "policy": f"kvpress:{press.name}",
+                "settings": {**press.settings, "interval": press.interval},
+                "budget": press.budget,
+                "engine": {"max_batch": 1, "attention": press.attention},
+            }
+        )
+
+    def line(self, cell: PressCell) -> dict[str, Any]:
+        """Runs a cell; ConfigError, before it runs, for one that cannot be."""
+        require_length(self._model, cell.length)
+        asked = self._asked(cell.task)
+        samples = asked.samples(cell.length, cell.samples)
+        requests = asked.requests(samples, cell.setup)
+        for one in requests:
+            cell.press.prefill(len(one.prompt), len(one.given))
+        answers = [
+            self._compressed.answer(cell.press, one.prompt, one.given, one.max_tokens)
+            for one in requests
+        ]
+        known, texts = self.known_by(cell), [self._text(answer.tokens) for answer in answers]
+        about = {
+            "model": self._model.name,
+            "method": known["policy"],
+            "samples": cell.samples,
+        }
+        fields = asked.fields(samples, requests, texts)
+        return self._header() | about | fields | _costs(answers) | known
+
+    def _make(self, task: Task) -> Answered:
+        return Answered(task, self._model)
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._model.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _header(self) -> dict[str, Any]:
+        header = measure.header("eval", self._model.device, "", keyhole.__version__)
+        header["command"] = shlex.join(
+            ["python", "-m", "keyhole.integrations.kvpress", *sys.argv[1:]]
+        )
+        header["versions"]["kvpress"] = importlib.metadata.version("kvpress")
+        return header
+
+
+def _costs(answers: list[PressAnswer]) -> dict[str, Any]:
+    """Means over all decode steps, the median time of one, and the largest cache."""
+    shares = [share for answer in answers for share in answer.read_shares]
+    read = [count for answer in answers for count in answer.bytes_read]
+    times = [spent for answer in answers for spent in answer.step_ms]
+    return {
+        "tokens_generated": statistics.fmean(len(answer.tokens) for answer in answers),
+        "decode_steps": len(times),
+        "read_share": statistics.fmean(shares) if shares else None,
+        "bytes_per_step": statistics.fmean(read) if read else None,
+        "step_ms": statistics.median(times) if times else None,
+        "peak_bytes": max(answer.peak_bytes for answer in answers),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m keyhole.integrations.kvpress",
+        description="Tasks under kvpress's compressors, in the lines of `keyhole eval`.",
+    )
+    add = parser.add_argument
+    add("model", nargs="?", default=TINY, help="folder, hub id, or tiny: the bundled model")
+    add("--presses", default="snapkv,tova", metavar="NAMES", help=f"of {', '.join(presses())}")
+    add("--budgets", default="128,256", metavar="TOKENS", help="kept of a prompt, per KV head")
+    add("--interval", type=int, metavar="TOKENS", help="press again after so many generated tokens")
+    add("--tasks", default="passkey,key_value", metavar="NAMES", help="as of `keyhole eval`")
+    add("--lengths", default="2048", metavar="TOKENS", help="of a sample, its answer included")
+    add("--setup", default="prompt", help=f"what is pressed: {', '.join(SETUPS)} or both")
+    add("--limit", type=int, default=16, metavar="N", help="samples in a cell")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--output", default="keyhole-eval.jsonl", metavar="FILE", help="where lines are added")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what is not there yet, one line each here and in the file."""
+    cells, file = list(_cells(arguments)), LineFile(arguments.output)
+    evaluation = PressEvaluation(load(arguments.model, arguments.device, arguments.dtype))
+    refused = 0
+    for cell in cells:
+        press, length = cell.press, cell.length
+        name = f"{cell.task.name} {length} {cell.setup} {press.name} {press.budget}"
+        stored = file.find(evaluation.known_by(cell), cell.samples)
+        try:
+            line = stored or evaluation.line(cell)
+        except KeyholeError as error:
+            print(f"{name}: refused: {error}", file=sys.stderr)
+            refused += 1
+            continue
+        if stored is None:
+            file.add(line)
+        print(_told(name, line) + ("" if stored is None else ", there already"), flush=True)
+    return 1 if refused else 0
+
+
+def _told(name: str, line: Mapping[str, Any]) -> str:
+    """A cell for people; without a decode step there is nothing to say of steps."""
+    if not line["decode_steps"]:
+        return f"{name}: score {line['score']:.3f}"
+    return (
+        f"{name}: score {line['score']:.3f}, {100 * line['read_share']:.1f} % of keys read, "
+        f"{line['step_ms']:.1f} ms a step"
+    )
+
+
+def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
+    """All combinations; ConfigError for what cannot be understood."""
+    made = [
+        make_press(spec.name, budget, _settings(spec), arguments.interval)
+        for spec in registry.parse(arguments.presses)
+        for budget in _numbers(arguments.budgets, "--budgets")
+    ]
+    bundled = is_tiny(arguments.model)
+    parsed = parse(arguments.tasks, bundled=bundled)
+    tasks = answered(parsed, "forces a text; kvpress's presses only answer")
+    lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
+    for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
+        yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
+
+
+def _settings(spec: Spec) -> dict[str, Any]:
+    """In the types that they have in JSON: kvpress does not say what they may be."""
+    try:
+        return {name: json.loads(value) for name, value in spec.settings}
+    except ValueError as error:
+        raise ConfigError(
+            f"settings in {spec.text!r} must be numbers, true or false, such as "
+            "snapkv:window_size=32"
+        ) from error
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas between") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command, where errors meant for a user are one line."""
+    try:
+        return run(_parser().parse_args(arguments))
+    except KeyholeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

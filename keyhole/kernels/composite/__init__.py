@@ -1,1 +1,0 @@
-"""Operations composed of PyTorch operations, on every device."""

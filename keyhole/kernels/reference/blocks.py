@@ -1,0 +1,182 @@
+"""Blocks of pages, scored by the tokens that later queries attend to most (InfLLM).
+
+Plain PyTorch on every device, except for the scores of blocks. The attention that a token received
+is a sum over many queries, stored as two numbers of the keys' dtype: the second holds the rounding
+error of the first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keyhole.kernels.reference.selections import summary_scores
+from keyhole.kernels.selection import Selection
+
+# Queries of a prompt that are processed together: each sees a window of keys; together they see one
+# window plus this many keys.
+_QUERIES = 128
+
+# Blocks whose keys are processed together: 64 MiB of float32 for 64 tokens of 8 heads of 128.
+_BLOCKS = 256
+
+
+def add_received(
+    query: Tensor,
+    key_pages: Tensor,
+    received: Tensor,
+    page_table: Tensor,
+    starts: Tensor,
+    first: Tensor,
+    *,
+    window: int,
+    init: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Adds the attention that tokens receive from later queries, per query head, in place.
+
+    The weights of token i's query are added to the tokens of its window, i - window < j <= i: the
+    softmax over these and the first `init` tokens, and the model's own sinks.
+    query [B, T, Hq, D], of T consecutive tokens from starts, int64 [B]; key_pages
+    [P, Hkv, page_size, D]; received [P, 2, Hq, page_size]; page_table int64 [B, M]. The stored
+    values of tokens from starts on are ignored: they have received nothing yet. Tokens before
+    first, int64 [B], are complete and do not change. scale, softcap, sinks: as in `attend`.
+    """
+    for begin in range(0, query.shape[1], _QUERIES):
+        some = query[:, begin : begin + _QUERIES]
+        count, new = some.shape[1], starts + begin
+        # The window of the first query and what follows it; where a sequence begins later than the
+        # window, indices past the newest token repeat that token.
+        base = (new - (window - 1)).clamp(min=0)
+        entry = torch.arange(window - 1 + count, device=query.device)
+        token = entry.expand(len(base), -1).minimum((new + count - 1 - base)[:, None])
+        position = base[:, None] + token
+        at = new[:, None] + torch.arange(count, device=query.device)
+        seen = (position[:, None] <= at[..., None]) & (position[:, None] > at[..., None] - window)
+        seen &= (token == entry)[:, None]  # [B, count, n]
+        start = torch.arange(init, device=query.device).expand(len(base), -1)
+        before = start[:, None] <= at[..., None] - window
+        keys = _keys_at(key_pages, page_table, torch.cat((start, position), 1))
+        logits = _logits(some, keys, scale, softcap)  # [B, Hq, count, init + n]
+        mask = torch.cat((before, seen), 2)[:, None]
+        weights = _softmax(logits.masked_fill(~mask, -math.inf), sinks)[..., init:].sum(2)
+        gained = weights.gather(2, token[:, None].expand_as(weights)).transpose(1, 2)  # [B, n, Hq]
+        page, place = _where(page_table, position, received.shape[3])
+        old = received[page, :, :, place]  # [B, n, 2, Hq]
+        known = old.float().sum(2).masked_fill((position >= new[:, None])[..., None], 0.0)
+        total = torch.stack(_in_two(known + gained, old.dtype), 2)
+        complete = (position < first[:, None])[..., None, None]
+        received[page, :, :, place] = torch.where(complete, old, total)
+
+
+def represent_blocks(
+    key_pages: Tensor,
+    received: Tensor,
+    representatives: Tensor,
+    pages: Tensor,
+    real: Tensor,
+    count: int,
+) -> None:
+    """Writes each block's mean over the `count` keys that received most, per query head, in place.
+
+    Ties go to the earlier token. key_pages [P, Hkv, page_size, D] and received [P, 2, Hq,
+    page_size] as `add_received` left them; representatives [P, Hq, D], written at the first page of
+    a block; pages int64 [n, b]: the full pages of each block. Blocks where real, bool [n], is False
+    do not change.
+    """
+    heads = key_pages.shape[1]
+    for some, there in zip(pages.split(_BLOCKS), real.split(_BLOCKS), strict=True):
+        keys = key_pages[some.to(key_pages.device)].to(representatives.device)
+        keys = keys.transpose(1, 2).flatten(2, 3)  # [n, Hkv, b * page_size, D]
+        sums = received[some].float().sum(2).transpose(1, 2).flatten(2)  # [n, Hq, b * page_size]
+        best = sums.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        best = best.unflatten(1, (heads, -1)).flatten(2)[..., None]  # [n, Hkv, G * count, 1]
+        chosen = keys.gather(2, best.expand(-1, -1, -1, keys.shape[3])).float()
+        means = chosen.unflatten(2, (-1, min(count, keys.shape[2]))).mean(3).flatten(1, 2)
+        old = representatives[some[:, 0]]
+        new = means.to(old.dtype)
+        representatives[some[:, 0]] = torch.where(there[:, None, None], new, old)
+
+
+def block_scores(query: Tensor, representatives: Tensor, table: Tensor, valid: Tensor) -> Tensor:
+    """The sum over query heads of q . k for the representative k of a block, float32 [B, 1, n].
+
+    query [B, Hq, D]; representatives [P, Hq, D]; table int32 [B, n]: the first page of each block;
+    valid int32 [B]: scores of later blocks are undefined.
+    """
+    return summary_scores(query, representatives[:, None], table, valid).sum(1, keepdim=True)
+
+
+def between_ends(
+    blocks: Selection, pages: Tensor, page_size: int, ends: tuple[int, int]
+) -> Selection:
+    """The first and last pages of sequences, and the pages of selected blocks between them.
+
+    blocks: [B, 1, n], whose unit is the tokens of a block; the first block follows the ends[0]
+    first pages, the last one may reach into the ends[1] last ones. pages int32 [B].
+    """
+    size = blocks.unit // page_size
+    device, count = pages.device, pages[:, None]
+    place = torch.arange(size, dtype=torch.int32, device=device)
+    middle = ends[0] + (blocks.indices[:, 0, :, None] * size + place).flatten(1)
+    there = (blocks.indices[:, 0] >= 0).repeat_interleave(size, 1) & (middle < count - ends[1])
+    first = torch.arange(ends[0], dtype=torch.int32, device=device).expand(len(pages), -1)
+    last = count - ends[1] + torch.arange(ends[1], dtype=torch.int32, device=device)
+    real = torch.cat((first < count, there, last >= ends[0]), 1)
+    nowhere = torch.iinfo(torch.int32).max
+    indices = torch.cat((first, middle, last), 1).masked_fill(~real, nowhere).sort(1).values
+    indices = indices.masked_fill(indices == nowhere, -1)
+    return Selection(indices[:, None], real.sum(1, dtype=torch.int32)[:, None], page_size)
+
+
+def block_pages(blocks: Selection, pages: Tensor, page_size: int) -> Selection:
+    """The pages of selected blocks, the newest among them: [B, H, n * pages per block].
+
+    blocks: unit is the tokens of a block. pages int32 [B]: pages of each sequence.
+    """
+    size = blocks.unit // page_size
+    place = torch.arange(size, dtype=torch.int32, device=pages.device)
+    indices = (blocks.indices[..., None] * size + place).flatten(2)
+    real = (blocks.indices >= 0).repeat_interleave(size, 2) & (indices < pages[:, None, None])
+    counts = real.sum(2, dtype=torch.int32)
+    return Selection(indices.masked_fill(~real, -1), counts, page_size)
+
+
+def _where(page_table: Tensor, position: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Physical page and offset of each token, int64 [B, n]; the last page beyond the table."""
+    entry = (position // size).clamp(max=page_table.shape[1] - 1)
+    return page_table.gather(1, entry), position % size
+
+
+def _keys_at(key_pages: Tensor, page_table: Tensor, position: Tensor) -> Tensor:
+    """Keys of tokens, float32 [B, Hkv, n, D]."""
+    page, place = _where(page_table, position, key_pages.shape[2])
+    device = key_pages.device
+    keys = key_pages[page.to(device), :, place.to(device)]  # [B, n, Hkv, D]
+    return keys.to(position.device).transpose(1, 2).float()
+
+
+def _logits(query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Query [B, T, Hq, D], keys [B, Hkv, n, D]: float32 [B, Hq, T, n]."""
+    grouped = query.float().transpose(1, 2).unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, T, D]
+    logits = (grouped @ keys[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over the last dimension [B, Hq, T, n]; sinks [Hq]: one more logit per head."""
+    if sinks is None:
+        return logits.softmax(-1)
+    more = sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
+    return F.softmax(torch.cat((logits, more), -1), dim=-1)[..., :-1]
+
+
+def _in_two(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Splits each number into the sum of two numbers of a shorter dtype."""
+    first = numbers.to(dtype)
+    return first, (numbers - first.float()).to(dtype)

@@ -1,1 +1,0 @@
-"""A model's files: locating and reading them, without torch."""

@@ -1,0 +1,221 @@
+"""Locates a model: the bundled one, a folder, or the hub with its local cache. No torch here.
+
+Unsupported formats (GGUF, LoRA adapters) are refused here with their cause.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from keyhole.errors import ConfigError, ModelError, UnknownNameError
+
+#: The name of the bundled model; a folder of this name is "./tiny".
+TINY = "tiny"
+TINY_FOLDER = Path(__file__).parent / "tiny" / "keyhole-tiny"
+
+
+def named(model: object) -> str:
+    """A folder or hub id as text; the bundled model's folder for its name.
+
+    ConfigError for an invalid name: None, empty text, an object.
+    """
+    if not isinstance(model, str | Path) or not str(model).strip():
+        what = repr(model) if model is None or isinstance(model, str) else type(model).__name__
+        raise ConfigError(
+            f"model {what} names no model: give a folder, a hub id such as "
+            f"'meta-llama/Llama-3.2-1B', or {TINY!r} for the bundled demonstration model"
+        )
+    return str(TINY_FOLDER if str(model) == TINY else model)
+
+
+def is_tiny(model: str | Path) -> bool:
+    """Whether this is the bundled model, by its name or its folder."""
+    return Path(named(model)).resolve() == TINY_FOLDER.resolve()
+
+
+ADAPTER = "adapter_config.json"
+_CONFIG = "config.json"
+
+#: Seconds to wait for the hub before using the local cache alone.
+_PATIENCE = 2.0
+
+_MERGE = (
+    "merge it with peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
+    ".save_pretrained(FOLDER)"
+)
+_CONVERT = (
+    "give the original checkpoint, or convert it with transformers: AutoModelForCausalLM"
+    ".from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW), and its tokenizer alike"
+)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's files. name: a folder or a hub id. config: its config.json.
+
+    unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
+    has_adapter: there is a LoRA adapter beside the weights.
+    """
+
+    name: str
+    config: Path
+    unreachable: str | None
+    has_adapter: bool
+
+
+def locate(model: str | Path) -> ModelFiles:
+    """The place of a model given by "tiny", a folder or a hub id.
+
+    ConfigError for an invalid name; ModelError, with the cause, for a model that is not found and
+    for unsupported formats: GGUF files, LoRA adapters.
+    """
+    name = named(model)
+    folder = Path(name)
+    if folder.is_file() or (not folder.exists() and name.lower().endswith(".gguf")):
+        raise ModelError(_no_folder(name))
+    if not folder.is_dir():
+        return _on_hub(name)
+    if not (folder / _CONFIG).is_file():
+        raise ModelError(f"folder {name!r} holds no model: {_in_place_of_config(folder)}")
+    return ModelFiles(name, folder / _CONFIG, None, (folder / ADAPTER).is_file())
+
+
+def other_format(folder: Path) -> str | None:
+    """An unsupported format in a folder, and what to do about it; None: there is none."""
+    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+    if ggufs and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        return f"its weights are a GGUF file, {ggufs[0]}, which cannot be read yet; {_CONVERT}"
+    return None
+
+
+def ignored_adapter(name: str) -> ModelError:
+    """The error for weights with a LoRA adapter that would not be applied."""
+    return ModelError(
+        f"{name!r} has a LoRA adapter ({ADAPTER}) beside its weights, and peft, which applies it, "
+        f"is not installed: install peft, or {_MERGE}; to run without it, move {ADAPTER} away"
+    )
+
+
+def _no_folder(name: str) -> str:
+    if name.lower().endswith(".gguf"):
+        there = "" if Path(name).is_file() else " (and it is not there)"
+        return f"{name!r} is a GGUF file, which cannot be read yet{there}; {_CONVERT}"
+    return f"{name!r} is a file; give the folder of a model, where its {_CONFIG} is"
+
+
+def _in_place_of_config(folder: Path) -> str:
+    if (folder / ADAPTER).is_file():
+        return f"it is a LoRA adapter ({ADAPTER}), which cannot be applied yet; {_MERGE}"
+    return other_format(folder) or f"it has no {_CONFIG}"
+
+
+def _on_hub(name: str) -> ModelFiles:
+    """The files of a hub id; what is in the local cache if the hub does not answer."""
+    try:
+        known = _known(name, _CONFIG)
+    except HFValidationError as error:
+        raise _unknown(name, error) from error
+    silence, has_adapter = _ask(name)
+    if silence is None:
+        try:
+            config = Path(hf_hub_download(name, _CONFIG))
+        except Exception as found:  # the network and the disk raise their own errors
+            raise _unknown(name, found) from found
+        return ModelFiles(name, config, None, has_adapter)
+    if known is None:
+        raise _unknown(name, silence) from silence
+    return ModelFiles(name, known, _why(silence), _known(name, ADAPTER) is not None)
+
+
+def _known(name: str, file: str) -> Path | None:
+    """A file of a hub id in the local cache."""
+    found = try_to_load_from_cache(name, file)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _ask(name: str) -> tuple[Exception | None, bool]:
+    """Why the hub has no config of this name, None if it has one; and whether it has an adapter.
+
+    Takes at most `_PATIENCE` seconds; no request is made under HF_HUB_OFFLINE.
+    """
+    if is_offline_mode():
+        return OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), False
+    answers: list[tuple[Exception | None, bool]] = []
+
+    def ask() -> None:
+        try:
+            _head(name, _CONFIG)
+        except Exception as error:  # noqa: BLE001 - the hub's client and the network have their own
+            answers.append((error, False))
+            return
+        try:
+            _head(name, ADAPTER)
+        except Exception:  # noqa: BLE001 - most models have none
+            answers.append((None, False))
+        else:
+            answers.append((None, True))
+
+    # A thread, as looking up the hub's address has no time limit of its own.
+    thread = threading.Thread(target=ask, name="keyhole-hub", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if answers:
+        return answers[0]
+    return TimeoutError(f"no answer within {_PATIENCE:g} seconds"), False
+
+
+def _head(name: str, file: str) -> Any:
+    return get_hf_file_metadata(hf_hub_url(name, file), timeout=_PATIENCE)
+
+
+def _unknown(name: str, error: Exception) -> ModelError:
+    """The error for a name that is neither a folder nor a model on the hub."""
+    return ModelError(
+        f"unknown model {name!r}: it is no folder{_nearest(Path(name))}, it is not in the hub's "
+        f"local cache, and {_why(error)}"
+    )
+
+
+def _why(error: Exception) -> str:
+    """Why the hub returned no model."""
+    if isinstance(error, GatedRepoError):
+        return "the hub asks for permission: get it on the model's page, then run `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model, or a private one: then run `hf auth login`"
+    if isinstance(error, RemoteEntryNotFoundError):
+        return (
+            f"on the hub it has no {_CONFIG}, as LoRA adapters and GGUF files have none: give the "
+            "model that it was made of"
+        )
+    if isinstance(error, HFValidationError):
+        return "it is no hub id, which is a name such as 'meta-llama/Llama-3.2-1B'"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE forbids to ask the hub"
+    line = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"the hub cannot be reached ({type(error).__name__}: {line})"
+
+
+def _nearest(folder: Path) -> str:
+    if not folder.parent.is_dir():
+        return ""
+    known = [path.name for path in folder.parent.iterdir() if (path / _CONFIG).is_file()]
+    message = str(UnknownNameError("folder", folder.name, known))
+    return " (" + message.partition("; ")[2].partition(" (")[0] + ")" if "; " in message else ""

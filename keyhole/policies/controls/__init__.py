@@ -1,1 +1,0 @@
-"""Controls that methods are compared with: full attention, recency, random tokens, an oracle."""

@@ -1,0 +1,120 @@
+"""The load generator against a server that answers as it is told, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole import LLM, ConfigError
+from keyhole.bench import serve
+from keyhole.bench.serve import RequestTimes, make_bodies, summary
+from keyhole.bench.settings import ServeSettings
+from keyhole.cli import main
+from keyhole.errors import KeyholeError
+from tests.checkpoints import make_model
+from tests.server.conftest import serving
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = make_model("llama", tmp_path_factory.mktemp("m"), tokenizer=True, vocab_size=300)
+    with serving(LLM(path, memory="8MiB", max_batch=4), max_queue=2) as address:
+        yield address
+
+
+def test_a_load_is_answered_and_written(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "b.jsonl"
+    flags = "--requests 5 --concurrency 2 --prompt-length 3-9 --answer-length 4 --json".split()
+    assert main(["bench", "serve", "--url", address, *flags, "--output", str(output)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (line,) = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    assert line == printed
+    (found,) = line["results"]
+    assert (found["answered"], found["failed"], found["unfinished"]) == (5, {}, 0)
+    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(5 * 4)
+    for name in ("first_token_ms", "between_tokens_ms", "answer_ms"):
+        assert 0 < found[name]["p50"] <= found[name]["p90"] <= found[name]["p99"]
+    assert found["first_token_ms"]["p50"] <= found["answer_ms"]["p50"]
+
+
+def test_what_is_refused_or_too_late_is_counted(address: str) -> None:
+    """4 run and 2 wait; the others are refused. After the time limit nothing is waited for."""
+    many = {"url": address, "requests": 12, "prompt_length": "4", "answer_length": "40"}
+    (found,) = serve.run(ServeSettings(**many, concurrency=12))["results"]
+    assert found["failed"] == {"status 429": 12 - found["answered"]}
+    assert 6 <= found["answered"] < 12
+    late = many | {"requests": 3, "answer_length": "900"}
+    with pytest.raises(KeyholeError, match="none of 3"):
+        serve.run(ServeSettings(**late, concurrency=1, time_limit=0.05))
+
+
+def test_arrivals_follow_the_rate(address: str) -> None:
+    given = {"url": address, "requests": 6, "prompt_length": "2", "answer_length": "1"}
+    (found,) = serve.run(ServeSettings(**given, rate=100.0, concurrency=3))["results"]
+    assert found["answered"] == 6
+    assert found["between_tokens_ms"] is None
+
+
+def test_a_summary_counts_by_hand() -> None:
+    settings = ServeSettings(goodput_first_ms=100.0, goodput_between_ms=20.0)
+    samples = [
+        RequestTimes(1.0, [1.05, 1.06, 1.07], tokens=3),  # good
+        RequestTimes(1.0, [1.2, 1.21], tokens=2),  # its first token is late
+        RequestTimes(1.0, [1.05, 1.1], tokens=2),  # its second one is
+        RequestTimes(1.0, error="status 429"),
+    ]
+    found = summary(samples, 2.0, 5, settings)
+    assert (found["answered"], found["unfinished"]) == (3, 1)
+    assert found["failed"] == {"status 429": 1}
+    assert found["requests_per_s"] == 1.5
+    assert found["tokens_per_s"] == 3.5
+    assert found["goodput_per_s"] == 0.5
+    assert found["first_token_ms"]["p50"] == pytest.approx(50)
+    assert found["between_tokens_ms"]["p50"] == pytest.approx(10)
+    assert found["answer_ms"]["p50"] == pytest.approx(100)
+
+
+def test_lengths_are_drawn_or_read(tmp_path: Path) -> None:
+    drawn = make_bodies(ServeSettings(requests=50, prompt_length="3-5"), "m", [7, 8])
+    assert {len(body["prompt"]) for body in drawn} == {3, 4, 5}
+    assert {token for body in drawn for token in body["prompt"]} == {7, 8}
+    assert drawn == make_bodies(ServeSettings(requests=50, prompt_length="3-5"), "m", [7, 8])
+    path = tmp_path / "lengths.jsonl"
+    rows = [
+        {"prompt_tokens": 2, "completion_tokens": 9},
+        {"prompt_tokens": 4} | {"completion_tokens": 1},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    read = make_bodies(ServeSettings(requests=3, lengths=str(path)), "m", [7])
+    assert [(len(b["prompt"]), b["max_tokens"]) for b in read] == [(2, 9), (4, 1), (2, 9)]
+    path.write_text('{"prompt_tokens": 0, "completion_tokens": 1}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=">= 1"):
+        make_bodies(ServeSettings(lengths=str(path)), "m", [7])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_bodies(ServeSettings(lengths=str(tmp_path / "none")), "m", [7])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"requests": 0}, "requests 0"),
+        ({"rate": 0.0}, "rate 0.0"),
+        ({"prompt_length": "9-3"}, "prompt_length '9-3'"),
+        ({"answer_length": "x"}, "answer_length 'x'"),
+        ({"time_limit": -1.0}, "time_limit -1.0"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ServeSettings(**given)
+
+
+def test_a_place_without_a_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == 2
+    assert "does not answer as a server" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""vLLM's API server with two tensor-parallel workers, under DELTA: four processes and a client.
+
+Run by `make test-vllm`, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make test-vllm`")
+
+from openai import OpenAI
+
+from tests.integrations.vllm.engines import (
+    ENVIRONMENT,
+    MAX_LENGTH,
+    PAGE_SIZE,
+    POLICIES,
+    make_checkpoint,
+    own_tokens,
+    paged,
+    random_prompts,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and what it brings along
+
+BUDGET = 2 * PAGE_SIZE
+ASKED = '{"keyhole": {"policy": "%s", "token_budget": %d, "full_layers": [0, 1], %s}}'
+#: Each worker has a core; vLLM's CPU backend wants this said.
+SEVERAL = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def command(checkpoint: str, asked: str, *more: str) -> list[str]:
+    return [
+        sys.executable,
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint),
+        *("--served-model-name", "model", "--dtype", "float32", "--enforce-eager"),
+        *("--block-size", str(PAGE_SIZE), "--max-model-len", str(MAX_LENGTH)),
+        *("--max-num-seqs", "4", "--additional-config", asked, *more),
+    ]
+
+
+class Server:
+    def __init__(self, checkpoint: str, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        asked = ASKED % ("delta", BUDGET, '"delta_layers": [2, 4]')
+        more = ("--tensor-parallel-size", "2", "--port", str(self.port), "--host", "127.0.0.1")
+        self.checkpoint, self.log = checkpoint, log
+        self.process = subprocess.Popen(
+            command(checkpoint, asked, *more),
+            env=os.environ | SEVERAL,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait(self) -> None:
+        for _ in range(900):  # a busy machine takes minutes
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1)
+            except OSError:
+                time.sleep(1)
+            else:
+                return
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def metrics(self) -> dict[str, float]:
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        text = urllib.request.urlopen(url, timeout=30).read().decode()
+        found = re.findall(r"^keyhole:(\w+)\{.*\} (\S+)$", text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    running = Server(make_checkpoint(folder), folder / "log")
+    try:
+        running.wait()
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(timeout=300)
+
+
+def test_a_streaming_client_gets_the_tokens_of_keyholes_engine(server: Server) -> None:
+    """The largest weight over all heads selects: of both ranks, each of which has half of them."""
+    prompts = random_prompts(200, 90, seed=4)
+    expected = own_tokens(
+        server.checkpoint, paged("delta", token_budget=BUDGET, **POLICIES["delta"]), prompts, 24
+    )
+    client = OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        stream = client.completions.create(
+            model="model",
+            prompt=prompt,
+            max_tokens=24,
+            temperature=0.0,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        pieces = [piece.choices[0] for piece in stream]
+        got = [token for piece in pieces for token in getattr(piece, "token_ids", None) or []]
+        assert got == tokens
+        assert len(pieces) > 10
+
+
+def test_the_metrics_say_what_was_read(server: Server) -> None:
+    got = server.metrics()
+    assert got["sparse_layers"] == 2
+    assert got["rows"] == 2 * 23  # the first token is the prompt's
+    assert 0 < got["attended_fraction"] < 1
+    assert got["attended_fraction"] == pytest.approx(got["keys_read"] / got["keys_there"])
+
+
+def test_the_start_says_which_layers_are_sparse_once(server: Server) -> None:
+    lines = [line for line in server.log.read_text().splitlines() if "Keyhole: policy" in line]
+    assert len(lines) == 1
+    assert "Delta(token_budget=64" in lines[0]
+    assert "sparse layers [3, 5]; dense layers [0, 1, 2, 4]" in lines[0]
+    assert "the heads of all ranks" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "said"),
+    [
+        (ASKED % ("dleta", BUDGET, '"delta_layers": [2]'), (), "did you mean 'delta'?"),
+        (ASKED % ("delta", PAGE_SIZE - 1, '"delta_layers": [2]'), (), "token_budget 31 must be"),
+    ],
+)
+def test_bad_input_ends_the_server_with_one_line(
+    asked: str, more: tuple[str, ...], said: str, server: Server
+) -> None:
+    ended = subprocess.run(
+        command(server.checkpoint, asked, *more),
+        env=os.environ | SEVERAL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode not in (0, None)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert said in last
