@@ -62,7 +62,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class PreparedChat:
     """A chat that is ready for the engine.
 
     grammar: what the reply must follow. keeps_special: special tokens are a part of its text.
@@ -88,7 +88,7 @@ class Chat:
         )
 
 
-def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> Chat:
+def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> PreparedChat:
     """The chat by the model's template. RequestError, ApiError for what cannot be asked.
 
     tool_parser: the name of a format, or "auto".
@@ -117,7 +117,7 @@ def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> Chat:
         rule = _rule_with_calls(request, forced, CallRules(tool_format, special), rule)
     if not text.strip():
         raise RequestError("the prompt is empty; give at least one word")
-    return Chat(
+    return PreparedChat(
         token_ids=encode_text(tokenizer, text, special=False),
         grammar=None if rule is None else grammar_of(rule, markers, special, is_inside=inside),
         keeps_special=bool(special),

@@ -19,7 +19,7 @@ _EVENTS = {
 
 
 @dataclass
-class Item:
+class OutputItem:
     """Reasoning, a message or a call. text: of a call its arguments."""
 
     kind: str
@@ -55,7 +55,7 @@ class ItemWriter:
     """Makes items and events from what a reply brings."""
 
     def __init__(self, reply: Reply) -> None:
-        self.items: list[Item] = []
+        self.items: list[OutputItem] = []
         self._reply = reply
 
     def take(self, events: list[Event]) -> list[dict[str, Any]]:
@@ -64,14 +64,14 @@ class ItemWriter:
         for event in events:
             if isinstance(event, CallBegin):
                 call_id = self._reply.calls[event.index].id
-                said += self._open(Item("function_call", call_id, event.name))
+                said += self._open(OutputItem("function_call", call_id, event.name))
             elif isinstance(event, CallArguments):
                 said += self._write(event.text)
             else:
                 is_reasoning = isinstance(event, Reasoning)
                 kind = "reasoning" if is_reasoning else "message"
                 if not self.items or self.items[-1].kind != kind:
-                    said += self._open(Item(kind))
+                    said += self._open(OutputItem(kind))
                 said += self._write(event.text if isinstance(event, Reasoning) else event)
         return said
 
@@ -95,7 +95,7 @@ class ItemWriter:
             )
         return [*said, self._of_item("response.output_item.done", item)]
 
-    def _open(self, item: Item) -> list[dict[str, Any]]:
+    def _open(self, item: OutputItem) -> list[dict[str, Any]]:
         said = self.close("completed")
         self.items.append(item)
         said.append(self._of_item("response.output_item.added", item))
@@ -117,5 +117,5 @@ class ItemWriter:
         named = {"item_id": self.items[place].shown()["id"], "output_index": place}
         return {"type": kind, **named, **fields}
 
-    def _of_item(self, kind: str, item: Item) -> dict[str, Any]:
+    def _of_item(self, kind: str, item: OutputItem) -> dict[str, Any]:
         return {"type": kind, "output_index": len(self.items) - 1, "item": item.shown()}
