@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an `LLM` for asyncio. One thread runs steps, tasks wait for what these give.
+"""`AsyncLLM`: an `LLM` for asyncio. One thread runs the steps; tasks await the results.
 
     llm = AsyncLLM(LLM("path-or-hub-id", policy=Delta(token_budget=1024)))
     result = await llm.generate("prompt")

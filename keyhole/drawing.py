@@ -1,4 +1,4 @@
-"""What all pictures have in common: ink, lines, letters, and matplotlib, if it is there."""
+"""The shared style of all plots, and the import of matplotlib, which is optional."""
 
 from __future__ import annotations
 

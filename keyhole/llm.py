@@ -1,4 +1,4 @@
-"""`LLM`: text in, text out. Everything else of the engine hides behind it."""
+"""`LLM`: prompts in, results out, over the engine."""
 
 from __future__ import annotations
 

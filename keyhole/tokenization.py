@@ -1,4 +1,4 @@
-"""Text to token ids and back: prompts, chat templates, streams of text."""
+"""Text to token ids and back: prompts, chat templates, incremental detokenization."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ _PARTS = "parts"
 
 
 class LocalPlace:
-    """See `Place`. The folder is made if it is not there; one that is read-only can be read."""
+    """A `StorageBackend` in a local folder, created if missing; a read-only one can be read."""
 
     grace_s = 0.0
 
@@ -139,12 +139,12 @@ class LocalPlace:
             self.folder = None
 
     def files(self, folder: str) -> dict[str, Entry]:
-        """See `Place`."""
+        """See `StorageBackend`."""
         with os.scandir(self._folder / folder) as entries:
             return {entry.name: _entry(entry.stat()) for entry in entries if entry.is_file()}
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return [self._head(path, most_bytes) for path in paths]
 
     def _head(self, path: str, most_bytes: int) -> bytes:
@@ -155,19 +155,19 @@ class LocalPlace:
             return b""
 
     def read(self, path: str) -> bytes:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return (self._folder / path).read_bytes()
 
     def reader(self, path: str) -> LocalReader:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return LocalReader(self._folder / path)
 
     def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> LocalStaged:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return LocalStaged(self._folder / _PARTS, self._folder / path, pieces)
 
     def remove(self, path: str) -> None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         (self._folder / path).unlink(missing_ok=True)
 
     def lease_path(self, path: str) -> Path:
@@ -175,7 +175,7 @@ class LocalPlace:
         return self._folder / path
 
     def clean(self) -> None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         for part in (self._folder / _PARTS).iterdir():
             with is_free(part) as free:
                 if free:

@@ -1,1 +1,1 @@
-"""The engine: sequences, who runs in a step, the step itself, and the public `LLM`."""
+"""The engine: sequences, the scheduler, the model runner and the step."""

@@ -34,8 +34,8 @@ from keyhole.planner import MemoryPlan
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
-# Share of the free memory that the KV cache may take when no limit is given; the rest is for
-# activations and for the other programs of the machine.
+# Share of the free memory that the KV cache may use when no limit is given. The rest is left for
+# activations and other processes.
 _SHARE_OF_FREE = 0.8
 
 _MEMINFO = Path("/proc/meminfo")
@@ -50,7 +50,7 @@ def allocate(
     *,
     num_rows: int,
 ) -> tuple[PageCache, LayerOffloader | None]:
-    """An empty cache, and who moves its layers down where `config.offload` is given.
+    """An empty cache and, with `config.offload`, its layer offloader.
 
     num_rows: sequences with buffers of layers below.
     ConfigError if not a page fits, or if the policy has no layers that may move.
@@ -93,7 +93,7 @@ def allocate(
 def too_long(
     length: int, cache: PageCache, placement: LayerOffloader | None, config: EngineConfig
 ) -> str:
-    """Why a request of `length` tokens can never be served, and what helps."""
+    """The error message for a request of `length` tokens that can never be served."""
     if placement is not None:
         layers, most = len(placement.plan.model.order), cache.max_pages * config.page_size
         return (
@@ -112,16 +112,16 @@ def too_long(
 
 
 def _limit(config: EngineConfig) -> str:
-    """The setting that limits the cache, or would."""
+    """The setting that limits the cache."""
     return "memory=" if config.total_memory is None else "total_memory="
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that the KV cache may take of what is free now."""
+    """The bytes of free memory that the KV cache may use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     elif _MEMINFO.is_file():
-        # MemAvailable counts what the kernel would give up, such as cached files; MemFree does not.
+        # MemAvailable includes memory that the kernel can reclaim, such as the page cache.
         text = _MEMINFO.read_text()
         free = 1024 * int(text[text.index("MemAvailable:") :].split()[1])
     else:
@@ -130,7 +130,7 @@ def free_memory(device: torch.device) -> int:
 
 
 class LayerOffloader:
-    """Offloads layers of a cache and brings them back, to stay within the plan's memory.
+    """Offloads layers and makes them resident again, to stay within the plan's memory.
 
     least: layers that stay below even where there is room for them, once they are there.
     """
@@ -148,7 +148,7 @@ class LayerOffloader:
         self.least = 0
         self._tier = tier
         self._cache = cache
-        self._released = 0  # by the cache, when it was last looked at whether layers may come up
+        self._released = 0  # the cache's count of released pages at the last check
         self.prefetcher = Prefetcher(
             cache, num_rows=num_rows, token_budget=plan.model.token_budget, num_heads=num_heads
         )
@@ -156,31 +156,31 @@ class LayerOffloader:
 
     @property
     def offloaded(self) -> int:
-        """Offloaded layers."""
+        """The number of offloaded layers."""
         return len(self.prefetcher.layers)
 
     @property
     def pages(self) -> int:
-        """Pages that fit with every layer where it is."""
+        """The pages that fit without moving a layer."""
         return self.plan.capacities[self.offloaded]
 
     def make(self, least: int, wanted: int) -> int:
-        """Moves layers down until `least` pages fit; returns how many of `wanted` may be there."""
+        """Offloads layers until `least` pages fit; returns how many of `wanted` fit then."""
         target = self.plan.offloaded_for(least)
-        if target is None:  # the cache has a limit of its own, which is lower
+        if target is None:  # the cache's own limit is lower
             raise CapacityError(f"{least} pages do not fit, with all layers offloaded")
         self.move_down(target)
         return max(least, min(wanted, self.pages))
 
     def move_down(self, count: int) -> None:
-        """Moves layers down until at least `count` are below."""
+        """Offloads layers until at least `count` are offloaded."""
         while self.offloaded < count:
-            self._released = -1  # what it was done for may be gone before the step
+            self._released = -1  # check again: the need may have gone before the step
             self.prefetcher.offload(self.plan.model.order[self.offloaded], self._tier)
 
     @property
     def may_come_up(self) -> bool:
-        """Whether layers are below, and somebody has given up pages since it was last looked at."""
+        """Whether layers are offloaded and pages were released since the last check."""
         return self.offloaded > self.least and self._released != self._cache.released
 
     def move_up(
@@ -189,7 +189,7 @@ class LayerOffloader:
         prefix: PrefixIndex | None,
         renumber: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """Moves those layers up that fit beside what running sequences need. Between steps.
+        """Makes layers resident that fit beside the pages of running sequences. Between steps.
 
         renumber: tells everybody but `prefix` the new numbers of pages that had to move.
         """
@@ -198,7 +198,7 @@ class LayerOffloader:
         pages = len(demand.pages) + self._cache.num_aside
         target = self.plan.left_below(pages, demand.growth, self.offloaded, self.least)
         if target == self.offloaded or pages + len(unused) < self._cache.in_use:
-            return  # in the second case somebody else holds pages, and may not have others
+            return  # in the second case other holders of pages cannot be given new page numbers
         most = min(self.plan.capacities[target : self.offloaded])
         if prefix is not None:
             prefix.evict(self._cache.in_use - most)
@@ -212,9 +212,9 @@ class LayerOffloader:
             while self.offloaded > target:
                 self.prefetcher.restore(self.plan.model.order[self.offloaded - 1])
         except CapacityError:
-            return  # somebody else has the memory; a layer is as right below, only slower
+            return  # no free memory: an offloaded layer gives the same results, only slower
 
 
 def make_tier(folder: str, device: torch.device) -> Tier:
-    """Pinned memory of the host below a GPU, files in `folder` below the memory of a CPU."""
+    """The offload tier: pinned host memory for a GPU, files in `folder` for a CPU."""
     return PinnedTier() if device.type == "cuda" else FileTier(folder)

@@ -28,10 +28,10 @@ from keyhole.policies.base import Policy, Step
 # What the host keeps of a step (lengths, pages, evictions, counters) is not in the recording: the
 # runner does it in every step, recorded or not.
 #
-# All is recorded anew when the cache's tensors have moved, or layers of it between the tiers.
+# Everything is captured again when the cache's tensors have moved, or a layer changes tier.
 
 
-# Shapes that are kept; what was not used for longest goes first.
+# The number of shapes that are kept; the least recently used one is dropped.
 _MOST = 32
 
 
@@ -98,10 +98,10 @@ class GraphBuffers:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a step of B rows gives: logits [B, vocabulary], reads float64 [B, 3], victims int64 [B].
+    """Outputs of B rows: logits [B, vocabulary], reads float64 [B, 3], victims int64 [B].
 
-    loads: what offloaded layers loaded, as `Loads.counters`; None where no layer is offloaded.
-    The next repetition of any recording overwrites them.
+    loads: as `Loads.counters`; None where no layer is offloaded.
+    The next replay of any graph overwrites them.
     """
 
     logits: Tensor
@@ -114,30 +114,30 @@ Work = Callable[[], Outputs]
 
 
 class Recorder(Protocol):
-    """Records work, for which its inputs stand for nobody: it may run any number of times."""
+    """Captures work; its inputs are padding meanwhile, so it may run any number of times."""
 
     def record(self, work: Work) -> Work:
-        """What repeats the work on the numbers that are there then. RuntimeError if it cannot."""
+        """A function that replays the work on the current inputs. RuntimeError on failure."""
         ...
 
     def forget(self) -> None:
-        """All that was recorded will not be repeated any more."""
+        """Frees what was captured; it will not be replayed again."""
         ...
 
 
 class _Shape(NamedTuple):
-    """Inputs of one shape, and what repeats a step over them, by the way that the policy goes."""
+    """The input buffers of one shape, and a graph for each `capture_key` of the policy."""
 
     inputs: GraphBuffers
     ways: dict[Hashable, Work]
 
 
 class CudaGraphRunner:
-    """The steps of one runner. replayed: how many were repeated from a recording.
+    """The captured steps of one runner. replayed: the number of replayed steps.
 
-    make_step: the step of some numbers, from the device's tensors. work: what a step does. moves:
-    how often tensors that a step reads or writes have been replaced by others so far.
-    why_not: the reason why steps are not recorded any more, once one could not be.
+    make_step: makes a `Step` from inputs on the device. work: runs a step. moves: how often tensors
+    that a step reads or writes have been replaced so far. why_not: why steps are not captured; None
+    while they are.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class CudaGraphRunner:
         self.replayed = 0
 
     def run(self, numbers: DecodeInputs, decodes: Sequence[Request]) -> Outputs | None:
-        """Repeats the step of these sequences; None: it is not to be recorded, and was not run."""
+        """Replays the step of these sequences; None: it cannot be captured, and was not run."""
         if self.why_not is not None:
             return None
         if self._moves != self._count_moves():
@@ -195,7 +195,7 @@ class CudaGraphRunner:
         return ways[way]()
 
     def _shape(self, arrays: Mapping[str, np.ndarray]) -> _Shape:
-        """Inputs for these arrays and what was recorded over them; the oldest others go."""
+        """The buffers and graphs for the shape of these arrays; drops the least recently used."""
         rows = batch_bucket(len(arrays["token_ids"]), self._max_batch)
         widths = {n: width_bucket(x.shape[1]) for n, x in arrays.items() if x.ndim > 1}
         key = (rows, *widths.values())
@@ -208,22 +208,22 @@ class CudaGraphRunner:
         return shape
 
     def _work_into_place(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
-        """A step whose logits go where those of all recordings go: many would be too large."""
+        """Runs a step and copies its logits to one buffer that all graphs share, to save memory."""
         found = self._work(tensors, step)
         rows, width = found.logits.shape
-        if self._logits is None:  # made when work runs for the first time, before it is recorded
+        if self._logits is None:  # allocated in the first run, before capture
             self._logits = found.logits.new_empty(self._max_batch, width)
         return replace(found, logits=self._logits[:rows].copy_(found.logits))
 
     def _set_aside(self) -> bool:
-        """Whether there is a page for rows that stand for nobody."""
+        """Reserves a page for padding rows; False if there is none."""
         page = self._cache.set_aside()
         self._nobody = _nobody(page or 0, self._cache.page_size, self._max_batch)
         return page is not None
 
     def _forget(self) -> None:
         self._moves = self._count_moves()
-        self._set_aside()  # it may have another number
+        self._set_aside()  # the page may have another number
         self._shapes.clear()
         self._recorder.forget()
 
@@ -239,26 +239,26 @@ class CudaGraphRunner:
 
 
 def _reason(error: BaseException) -> str:
-    """What came first: a recording that fails also fails to end, which says less."""
+    """The first error: a failed capture also fails to end, with a less useful message."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error)
 
 
 def batch_bucket(count: int, most: int) -> int:
-    """Rows of a recording for so many sequences, of which at most `most` can run at once."""
+    """Rows of a graph for `count` sequences, of which at most `most` can run at once."""
     rounded = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
     return min(rounded, most)
 
 
 def width_bucket(pages: int) -> int:
-    """Pages of a recording for so many: at most a quarter more, from 64 on."""
+    """Pages of a graph for `pages` pages: at most a quarter more, from 64 on."""
     step = max(16, (1 << (pages - 1).bit_length()) // 8)
     return -(-pages // step) * step
 
 
 def _nobody(page: int, page_size: int, state_row: int) -> dict[str, int]:
-    """A sequence of one token in a page that is nobody's."""
+    """The values of a padding row: a sequence of one token in a reserved page."""
     return {
         "token_ids": 0,
         "positions": 0,
@@ -279,10 +279,10 @@ def _nobody(page: int, page_size: int, state_row: int) -> dict[str, int]:
 
 
 class CudaGraphs:
-    """Records what is launched on a GPU, in one pool of memory.
+    """Captures launches on a GPU as CUDA graphs, in one memory pool.
 
-    Recordings are repeated one after the other, and what one leaves is read before the next, so
-    that they may use the same memory for all that is between their inputs and outputs.
+    Graphs are replayed one after the other, and the outputs of one are read before the next runs,
+    so they can share the memory of their intermediate tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -291,14 +291,14 @@ class CudaGraphs:
         self.forget()
 
     def forget(self) -> None:
-        """Begins a new pool: torch does not take up one whose graphs are all gone."""
+        """Begins a new pool: torch does not reuse one whose graphs have all been freed."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Work) -> Work:
-        """Runs the work, then records it; RuntimeError for what waits for the device.
+        """Runs the work, then captures it; RuntimeError if it waits for the device.
 
-        That is found out before the recording begins: one that fails leaves torch's allocator in
-        a state from which it gives no memory back that several streams have used.
+        This is checked before the capture begins: a failed capture leaves torch's allocator in a
+        state in which it never frees memory that several streams have used.
         """
         with torch.cuda.device(self._device):
             return self._record(work)
@@ -309,14 +309,14 @@ class CudaGraphs:
         before = torch.cuda.get_sync_debug_mode()
         try:
             with torch.cuda.stream(self._stream):
-                work()  # kernels are compiled, libraries take their working memory
+                work()  # compiles kernels and allocates the libraries' workspaces
                 torch.cuda.set_sync_debug_mode("error")
                 work()
         finally:
             torch.cuda.set_sync_debug_mode(before)
             current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a server's, one that copies) may go on with what a recording may not do.
+        # Other threads (a server's, a copying one) may call what is forbidden during capture.
         mode = "thread_local"
         try:
             with (
@@ -327,7 +327,7 @@ class CudaGraphs:
             ):
                 outputs = work()
         finally:
-            torch.cuda.set_stream(current)  # a recording that fails leaves its own
+            torch.cuda.set_stream(current)  # a failed capture leaves its own stream set
 
         def repeat() -> Outputs:
             graph.replay()
@@ -338,9 +338,9 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage is collected: if a graph of an engine that is gone were, this recording would end.
+    """Disables garbage collection: freeing the graph of an old engine would abort the capture.
 
-    Graphs hold what a device must not give back while it records.
+    A graph owns device memory, which must not be freed during a capture.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -352,5 +352,5 @@ def without_collection() -> Iterator[None]:
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
-    """Who records steps on a device; None where launching them costs little (a CPU)."""
+    """The recorder of a device; None where launches cost little (a CPU)."""
     return CudaGraphs(device) if device.type == "cuda" else None

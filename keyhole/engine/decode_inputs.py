@@ -16,26 +16,26 @@ from keyhole.policies.base import Policy
 
 
 class PageTable:
-    """Rows of page numbers; a step copies rows, and never turns whole lists into arrays again."""
+    """Rows of page numbers, updated incrementally: a step does not convert whole lists."""
 
     def __init__(self, num_slots: int) -> None:
         self._rows = np.zeros((num_slots, 64), np.int32)
-        # Whose pages stand in a row. A sequence that leaves and comes back has a new list.
+        # The list that each row was filled from. A re-admitted sequence has a new list.
         self._lists: list[list[int] | None] = [None] * num_slots
         self._filled = [0] * num_slots
 
     def rows(self, sequences: list[Sequence], width: int) -> np.ndarray:
-        """A row per sequence, int32 [B, width]; what a sequence does not have is 0."""
+        """A row per sequence, int32 [B, width]; missing pages are 0."""
         for sequence in sequences:
             self._update(sequence)
         return self._rows[[sequence.slot for sequence in sequences], :width]
 
     def forget(self, sequence: Sequence, entry: int) -> None:
-        """Takes a page out that the sequence no longer has."""
+        """Clears the entry of a page that the sequence has released."""
         self._rows[sequence.slot, entry] = 0
 
     def renumber(self) -> None:
-        """Pages have other numbers in the sequences' lists (`PageCache.pack`)."""
+        """Refills all rows, after the pages were renumbered (`PageCache.pack`)."""
         self._filled = [0] * len(self._filled)
 
     def _update(self, sequence: Sequence) -> None:
@@ -47,20 +47,18 @@ class PageTable:
         if start < len(pages):
             while len(pages) > self._rows.shape[1]:
                 self._rows = np.pad(self._rows, ((0, 0), (0, self._rows.shape[1])))
-            # A hole (see prompt_pages) is page 0, which nobody looks at.
+            # A gap (`NO_PAGE`) becomes page 0, which is never read.
             self._rows[slot, start : len(pages)] = np.maximum(pages[start:], 0)
             self._filled[slot] = len(pages)
 
 
-# Which pages of running sequences are left under a policy that evicts; frees the others.
-#
-# All on the host, a row per slot. When a page has been filled and the next token would make one
-# more than the policy allows, its oldest page goes: full-attention layers never read it again, and
-# it leaves the cache as soon as no layer with a sliding window of its own can see it either.
+# Eviction, on the host, one row per slot. When a page is full and the next token would need one
+# more page than the policy allows, the page that the policy names is evicted: full-attention layers
+# no longer read it, and it is released once it has left the sliding windows of all layers.
 
 
 class Eviction:
-    """The generated pages that each sequence still has, bounded by what the policy allows."""
+    """The retained generated pages of each sequence, bounded by the policy's page limit."""
 
     def __init__(self, policy: Policy, cache: PageCache, num_slots: int) -> None:
         self._policy = policy
@@ -70,17 +68,17 @@ class Eviction:
         self._entries = np.zeros((num_slots, width), np.int64)
         self._counts = np.zeros(num_slots, np.int64)
         self._pinned = np.zeros(num_slots, np.int64)
-        # Of the prompt's pages those that are there, and how many there may be with generated ones.
+        # The prompt's present pages, and the limit of these and the generated ones together.
         self._present = np.zeros(num_slots, np.int64)
         self._most = np.zeros(num_slots, np.int64)
 
     def view(
         self, decodes: list[Sequence], position: np.ndarray, fresh: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What is left for the tokens at `position`: entries, pages, pinned, due of `Remaining`.
+        """What is retained at `position`: entries, pages, pinned, due of `RetainedPages`.
 
-        position int64 [B]; fresh bool [B], sequences in their first decode step: all they have is
-        prompt, but for the new token.
+        position int64 [B]; fresh bool [B], sequences in their first decode step, whose tokens
+        are all prompt except the new one.
         """
         size = self._cache.page_size
         for i in np.flatnonzero(fresh):
@@ -105,9 +103,9 @@ class Eviction:
         return entries, pages, pinned, due & (counts > 0)
 
     def evict(self, sequences: list[Sequence], victims: np.ndarray) -> list[tuple[Sequence, int]]:
-        """Takes a page of each sequence out; returns the pages of sequences that were freed.
+        """Evicts a page of each sequence; returns the sequences and entries whose pages were freed.
 
-        victims int64 [n]: which of its generated pages each one gives up.
+        victims int64 [n]: the index among its retained generated pages.
         """
         slots = np.asarray([sequence.slot for sequence in sequences])
         rows, place = self._entries[slots], np.arange(self._entries.shape[1])
@@ -128,9 +126,9 @@ class Eviction:
         return freed
 
     def kept(self, sequence: Sequence) -> Tensor | None:
-        """What each layer has of a sequence's tokens so far, bool [L, N]; None: everything.
+        """The tokens of a sequence that each layer still has, bool [L, N]; None: all.
 
-        For one that is to go on with all of them as its prompt.
+        For a sequence that continues with all of its tokens as prompt.
         """
         pages = np.asarray(sequence.pages, np.int64)
         there = np.tile(pages != NO_PAGE, (self._cache.geometry.num_layers, 1))
@@ -159,7 +157,7 @@ class Eviction:
         return allowed
 
     def _is_unseen(self, entry: int, position: int) -> bool:
-        """Whether a token at `position`, or a later one, has a page outside of every window."""
+        """Whether an entry is outside of all sliding windows from `position` on."""
         return (entry + 1) * self._cache.page_size - 1 <= position - self._window
 
 
@@ -169,20 +167,20 @@ def widest_window(geometry: Geometry) -> int:
 
 
 def page_limit(policy: Policy, geometry: Geometry, prompt: int, length: int) -> int:
-    """The most pages that a sequence of `length` tokens, `prompt` of them its prompt, ever has."""
+    """The most pages of a sequence of `length` tokens, of which `prompt` are its prompt."""
     size = geometry.page_size
     pages, prompt_pages = -(-length // size), -(-prompt // size)
     allowed = policy.page_limit(np.asarray([prompt_pages]), size)
     if allowed is None:
         return pages
     window = widest_window(geometry)
-    # An evicted page stays until it has left every window, to be seen when the next one is full.
+    # An evicted page is held until it has left every window.
     seen = -(-window // size) + 1 if window else 0
     return min(pages, int(allowed[0]) + seen)
 
 
 class SequenceState:
-    """Tensors by name, [slots, ...], as the policy declared them, and lengths of prompts."""
+    """The policy's state: tensors by name, [slots, ...], and the prompt length of each slot."""
 
     def __init__(self, policy: Policy, geometry: Geometry, num_slots: int, like: Tensor) -> None:
         """like: any tensor of the keys' dtype and device."""
@@ -193,14 +191,14 @@ class SequenceState:
             for name, shape in whole.items()
         }
         self.tensors |= {n: like.new_zeros(num_slots, *shape) for n, shape in numbers.items()}
-        # Whose pages stood in a row last. A sequence that leaves and comes back has a new list.
+        # The list of each slot's last sequence. A re-admitted sequence has a new list.
         self._lists: list[list[int] | None] = [None] * num_slots
         self._prompts = [0] * num_slots
 
     def enter(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these sequences are here for the first time, bool [B].
+        """Which sequences are in their first decode step, bool [B].
 
-        And how many tokens each had computed then, int64 [B].
+        And the tokens computed before that step, int64 [B].
         """
         fresh = [self._lists[s.slot] is not s.pages for s in sequences]
         for sequence, new in zip(sequences, fresh, strict=True):
@@ -218,9 +216,9 @@ class DecodeInputs:
     position, prompts: int64 [B], where the token stands, and tokens before the first decode step.
     fresh: bool [B], whether this one is the first.
     sent: what the device gets, by name. As in `Step`: lengths, pages, page_table, prompts and
-    state_rows (its `slots`). As in `Remaining`, where pages are evicted: left_table, left_pages,
-    left_lengths, pinned, goes. written: as in `Batch`: slots, touched, filled.
-    entries, due: as in `Remaining`; None where nothing is evicted.
+    state_rows (its `slots`). As in `RetainedPages`, where pages are evicted: left_table,
+    left_pages, left_lengths, pinned, goes. written: as in `Batch`: slots, touched, filled. entries,
+    due: as in `RetainedPages`; None where nothing is evicted.
     """
 
     position: np.ndarray
@@ -239,7 +237,7 @@ def numbers_of(
     state: SequenceState,
     eviction: Eviction | None,
 ) -> DecodeInputs:
-    """For at least one sequence; once a step, as sequences enter `state` and `eviction` by it."""
+    """The inputs of a step. Call once per step: it updates `state` and `eviction`."""
     position = np.asarray([s.num_computed for s in decodes], np.int64)
     fresh, prompts = state.enter(decodes)
     entry, place = position // page_size, position % page_size

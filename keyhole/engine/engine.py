@@ -50,18 +50,18 @@ from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.tokenization import Detokenizer, word_ids
 
-# Policies of requests that are kept with their buffers and CUDA graphs when no request has them.
+# Idle policies of requests whose buffers and CUDA graphs are kept.
 _MOST_IDLE = 4
 
 
 class Engine:
-    """Many sequences over one model and one cache, under one policy, or others beside it.
+    """Serves many sequences over one model, each under the engine's policy or its own.
 
-    cache: pages that other engines use too; None: its own, within `config.memory`.
-    head: of a policy that wants one; None: the policy's own, or the one beside the weights.
-    copies: prompts that other engines over the same model have computed; this one adds its own.
+    cache: shared with other engines; None: a new one, within `config.memory`.
+    head: for a policy that needs one; None: the policy's own, or the one beside the weights.
+    copies: prompts computed by engines over the same model; this engine adds its own.
 
-    One thread at a time: `lock` is for callers with several, who hold it for each call.
+    Not thread-safe: callers with several threads hold `lock` during each call.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Engine:
         recorder = make_recorder(model.device) if wanted else None
         self.placement: LayerOffloader | None = None
         if cache is None:
-            # A row more of buffers, where rows of a recorded step may stand for no sequence.
+            # One more row of buffers, for padding rows of captured steps.
             rows = config.max_batch + (recorder is not None)
             cache, self.placement = allocate(
                 model, self.geometry, self.policy, config, head, num_rows=rows
@@ -114,7 +114,7 @@ class Engine:
             self.lookahead = HeadRunner(head, self.cache, choice_lists(self.geometry))
         self._records = recorder is not None
         self._runner = self._make_runner(self._own, recorder)
-        # The engine's own first, then those of requests, the last one asked for last.
+        # The engine's own first, then those of requests, in order of last use.
         self._runners = {self._own: self._runner}
         self._preparations: dict[RequestPolicy, Preparation] = {}
         self._group_numbers = itertools.count(1)
@@ -127,12 +127,12 @@ class Engine:
 
     @property
     def replayed_steps(self) -> int:
-        """Decode steps that were repeated as CUDA graphs."""
+        """The number of decode steps that were replayed as CUDA graphs."""
         return sum(runner.replayed for runner in self._runners.values())
 
     @property
     def why_not_replayed(self) -> str | None:
-        """Why its decode steps are launched one by one; None where they are repeated."""
+        """Why decode steps are not CUDA graphs; None if they are."""
         if not self.config.graphs:
             return "graphs=False"
         if self.policy.capturable is not True:
@@ -145,10 +145,10 @@ class Engine:
         return recorded.why_not
 
     def under(self, policy: PolicySpec | None) -> RequestPolicy:
-        """What requests of this policy run under, for `check` and `add`; None: the engine's own.
+        """The policy of a request, for `check` and `add`; None: the engine's own.
 
-        A mapping is settings of the engine's policy that differ. ConfigError for a policy that
-        cannot run over this engine's cache.
+        A mapping has those settings of the engine's policy that differ. ConfigError for a policy
+        that cannot run over this engine's cache.
         """
         if policy is None:
             return self._own
@@ -178,7 +178,7 @@ class Engine:
         )
 
     def _enter(self, under: RequestPolicy) -> None:
-        """Makes a policy that a request brings the last one in use; the first idle ones go."""
+        """Marks the policy of a request as last used; drops the least recently used idle ones."""
         if under is self._own:
             return
         runner = self._runners.pop(under, None)
@@ -206,14 +206,14 @@ class Engine:
         under: RequestPolicy | None = None,
         caller: str = "",
     ) -> Sequence:
-        """Takes a request; raises RequestError or CapacityError if it can never be served.
+        """Queues a request; raises RequestError or CapacityError if it can never be served.
 
         given: tokens after the prompt that are decoded under the policy instead of sampled ones.
         keep_logits: keep the logits after the prompt and after each later token, given ones too,
-        float32 on the CPU. reuse_approximate: known pages of a sparse decode may serve as prompt.
+        float32 on the CPU. reuse_approximate: cached pages of a sparse decode may serve as prompt.
         context: the stored documents that the prompt begins with. after: a request with the same
-        prompt, whose computation this one waits for and shares. under: what `under` gave; None: the
-        engine's policy. caller: whose request it is; those of several callers take turns.
+        prompt, whose computation this one waits for and shares. under: the result of `under`; None:
+        the engine's policy. caller: whose request it is; those of several callers take turns.
         """
         under = under or self._own
         params = self._resolve(params, len(prompt) + len(given), under)
@@ -241,7 +241,7 @@ class Engine:
 
     @property
     def preparation(self) -> Preparation:
-        """Brings stored documents into prompts. ConfigError for a model they cannot shift in."""
+        """Fills stored documents. ConfigError for a model whose keys cannot be shifted."""
         return self._preparation(self._own)
 
     def _preparation(self, under: RequestPolicy) -> Preparation:
@@ -262,7 +262,7 @@ class Engine:
         return made
 
     def _known(self, sequence: Sequence) -> int:
-        """Brings what others computed of a prompt into its pages; how many tokens these are."""
+        """Copies what other engines computed of a prompt into its pages; returns its tokens."""
         under = sequence.under
         if self._copies is None or under.policy.reads_queries:
             return 0
@@ -310,7 +310,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that got a token or finished.
 
-        What time the step has left goes to the documents of the next prompt.
+        The rest of the step fills the documents of the next prompt.
         """
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -321,7 +321,7 @@ class Engine:
         return advanced + plan.refused
 
     def _run(self, plan: SchedulerOutput) -> list[Sequence]:
-        """The model once for each policy that the sequences are under."""
+        """Runs the model once for each policy in the step."""
         if not plan.runs:
             return []
         if self.placement is not None and self.placement.may_come_up:
@@ -334,13 +334,13 @@ class Engine:
         return advanced
 
     def _run_under(self, runner: Runner, plan: SchedulerOutput) -> list[Sequence]:
-        """A step of sequences under one policy, to its end."""
+        """Runs the sequences of one policy: forward pass, sampling, counters, eviction."""
         wanted, logits, reads = self._forward(runner, plan)
         self._share_prompts(plan)
         self._keep_logits(wanted, logits)
         ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
         if ready:
-            reads = reads.to("cpu", non_blocking=True)  # there when the tokens are
+            reads = reads.to("cpu", non_blocking=True)  # complete when the tokens are
             rows = logits if len(ready) == len(wanted) else logits[ready]
             self._advance([wanted[i] for i in ready], rows)
         self._count(runner, plan, reads)
@@ -350,7 +350,7 @@ class Engine:
     def _forward(
         self, runner: Runner, plan: SchedulerOutput
     ) -> tuple[list[Sequence], Tensor, Tensor]:
-        """What `Runner.run` gives; CapacityError if there is no memory for it."""
+        """Calls `Runner.run`; CapacityError if memory runs out."""
         try:
             return runner.run(plan)
         except (RuntimeError, MemoryError) as error:
@@ -363,7 +363,7 @@ class Engine:
             ) from error
 
     def _share_prompts(self, plan: SchedulerOutput) -> None:
-        """Makes prompts that are computed now known to others."""
+        """Shares prompts that were completed in this step."""
         for sequence, _ in plan.chunks:
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
@@ -373,7 +373,7 @@ class Engine:
     def _keep_logits(self, wanted: list[Sequence], logits: Tensor) -> None:
         for i, sequence in enumerate(wanted):
             if sequence.keeps_logits(sequence.num_computed):
-                # A copy: the next step may write its own there.
+                # A copy: the next step may overwrite the buffer.
                 sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
 
     def abort(self, sequence: Sequence) -> None:

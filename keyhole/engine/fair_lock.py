@@ -1,7 +1,7 @@
-"""A lock that threads get in the order in which they asked for it.
+"""A lock that is granted in the order of requests.
 
-`threading.Lock` promises no order: a thread that runs one step after another would take it again
-before a thread that waits to add a request wakes up.
+`threading.Lock` guarantees no order: a thread that runs steps in a loop would acquire it again
+before a waiting thread wakes up to add its request.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from types import TracebackType
 
 
 class FairLock:
-    """First come, first served; the thread that holds it may take it again."""
+    """First come, first served, and re-entrant."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()  # of what follows, held for a moment only
+        self._guard = threading.Lock()  # protects the fields below
         self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
         self._depth = 0
@@ -30,8 +30,8 @@ class FairLock:
             turn.acquire()
             self._waiting.append(turn)
         try:
-            turn.acquire()  # until the thread before this one hands it over
-        except BaseException:  # an interrupt while it waited
+            turn.acquire()  # released by the previous owner
+        except BaseException:  # interrupted while it waited
             self._leave(turn)
             raise
         with self._guard:
@@ -49,7 +49,7 @@ class FairLock:
                 self._hand_over()
 
     def _leave(self, turn: threading.Lock) -> None:
-        """Waits no longer; what was handed over meanwhile goes to the next one."""
+        """Stops waiting; passes the lock on if it was handed over meanwhile."""
         with self._guard:
             if turn in self._waiting:
                 self._waiting.remove(turn)
@@ -62,5 +62,5 @@ class FairLock:
             self._waiting.popleft().release()
 
 
-#: Nobody's identity: the lock is taken, and its thread has not woken up yet.
+#: The owner while the lock is handed over to a thread that has not woken up yet.
 _HANDED_OVER = -1

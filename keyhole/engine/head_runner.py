@@ -1,4 +1,4 @@
-"""Runs the retrieval head beside the model: its keys of every token, its weights before a step.
+"""Runs the retrieval head: keys of every token, and attention weights before each step.
 
 A token's key needs the features of the token before it, which the model gives in the step that
 computes that one. So the newest token of a decoding sequence is handled before the model runs, by
@@ -26,7 +26,7 @@ from keyhole.retrieval.head import HeadConfig, RetrievalHead, group_weights
 
 
 class HeadRunner:
-    """A head over the pages of a cache, for a target that makes choices of `groups` lists."""
+    """A head over the pages of a cache, which selects `groups` lists per step."""
 
     def __init__(self, head: RetrievalHead, cache: PageCache, groups: int) -> None:
         self.head = head
@@ -37,7 +37,7 @@ class HeadRunner:
 
     @functools.cached_property
     def stored_as(self) -> str | None:
-        """What the head's keys are called in records of documents.
+        """The name of the head's keys in records of documents.
 
         None for a head without features: its keys are made from token ids when they are needed.
         """
@@ -45,7 +45,7 @@ class HeadRunner:
 
     @staticmethod
     def page_data(config: HeadConfig, page_size: int) -> dict[str, tuple[int, ...]]:
-        """Name and shape, per page, of what is kept there."""
+        """The head's data per page: shapes by name."""
         data: dict[str, tuple[int, ...]] = {
             "head_keys": (config.num_kv_heads, page_size, config.head_dim)
         }
@@ -54,19 +54,19 @@ class HeadRunner:
         return data
 
     def check(self, length: int) -> None:
-        """Warns, once, of a sequence longer than the head was trained at."""
+        """Warns once about a sequence longer than those the head was trained on."""
         if length > self.head.config.trained_length and not self._warned:
             self._warned = True
             self.head.check_length(length)
 
     @torch.no_grad()
     def before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
-        """Takes the newest token of each decoding sequence and offers the head's weights."""
+        """Computes the head's weights for the newest token of each decoding sequence."""
         step, count = batch.step, batch.num_decode
         assert step is not None
         fused = None
         if self.head.config.feature_layers:
-            # A row of no sequence stands at 0, where nothing is before.
+            # A padding row is at position 0, which has no token before it.
             before = ((positions[:count] - 1) // step.page_size).clamp(min=0)
             pages = step.page_table.gather(1, before[:, None])[:, 0]
             fused = self._cache.common["head_features"][pages]
@@ -86,18 +86,18 @@ class HeadRunner:
         return group_weights(*paged, self._groups, self.head.scale, there)
 
     def fuse(self, batch: Batch) -> Tensor | None:
-        """Features [T, H] of the tokens that a forward has run; None for a head without."""
+        """Features [T, H] of the tokens of a forward pass; None if the head reads no features."""
         layers = self.head.config.feature_layers
         return self.head.fuse([batch.hidden[layer] for layer in layers]) if layers else None
 
     def put(self, key: Tensor, slots: Tensor) -> None:
-        """Writes keys [T, Hkv, D] of the head into their pages; slots: int64 [T]."""
+        """Writes the head's keys [T, Hkv, D] to the pages; slots: int64 [T]."""
         keys = self._cache.common["head_keys"]
         kernels.append(keys, None, key.to(keys.dtype), None, slots)
 
     @torch.no_grad()
     def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
-        """Takes the tokens of prompts, and the features of every token, for those to come."""
+        """Writes the keys of prompt tokens, and stores features for the tokens after them."""
         fused = self.fuse(batch)
         for chunk in batch.chunks:
             # What stands before a token that is known is not: its page holds its own features.
@@ -110,7 +110,7 @@ class HeadRunner:
             features[pages] = fused[batch.newest].to(features.dtype)
 
     def _before(self, fused: Tensor, chunk: Chunk | ScatteredChunk) -> Tensor:
-        """Features of the token before each one of a chunk that is not known."""
+        """The features of the preceding token, for each token of a chunk that is not cached."""
         own, start = fused[chunk.rows], chunk.start
         if chunk.known:
             return own[:-1]
@@ -134,7 +134,7 @@ class HeadRunner:
 
 
 def load_head(policy: Policy, model: Model) -> RetrievalHead:
-    """The head that the policy names, or the one beside the model's weights.
+    """Loads the head that the policy names, or else the one beside the model's weights.
 
     ConfigError if there is none; ModelError if it is damaged or of another model.
     """

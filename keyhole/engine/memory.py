@@ -1,6 +1,6 @@
-"""What an engine keeps in memory under a policy, in the terms of the planner.
+"""The memory of an engine under a policy, as the planner's memory model.
 
-`keyhole plan` asks here too, from the files of a model: what it states is what the engine does.
+`keyhole plan` uses the same functions on a model's files, so its figures are those of the engine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from keyhole.policies.base import Policy
 from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.head import RetrievalHead
 
-#: Shapes per page by name, of one layer or of what belongs to none.
+#: Shapes per page by name: of one layer, or of the retrieval head.
 PageData = Mapping[str, tuple[int, ...]]
 
 
 def page_data(geometry: Geometry, policy: Policy, head: HeadConfig | None) -> list[PageData]:
-    """What lies beside the keys of a page: of each layer by the policy, then of the head."""
+    """The side data of a page: the policy's for each layer, then the head's."""
     data: list[PageData] = [
         {} if layout.window is not None else policy.page_data(layout, geometry.page_size)
         for layout in geometry.layers
@@ -32,7 +32,7 @@ def page_data(geometry: Geometry, policy: Policy, head: HeadConfig | None) -> li
 
 
 def model_size(model: Model, head: RetrievalHead | None) -> ModelSize:
-    """Of a loaded model: tied weights count once, and so do buffers that its checkpoint has."""
+    """The size of a loaded model; tied weights and stored buffers count once."""
     stored = {x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}
     own = [] if head is None else head.parameters()
     return ModelSize(
@@ -67,7 +67,7 @@ def memory_of(
     requests: int,
     prefill_chunk: int,
 ) -> MemoryModel:
-    """Every term of an engine with this policy, resolved; any number of `layers` may go below."""
+    """The memory model of an engine with this resolved policy; `layers` may be offloaded."""
     return memory_model(
         geometry,
         size,
@@ -81,7 +81,7 @@ def memory_of(
 
 
 def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:
-    """What fits into the memory that `config` gives, with layers below and without.
+    """What fits into the memory of `config`, with and without offloaded layers.
 
     CapacityError if not even the weights do.
     """
@@ -89,7 +89,7 @@ def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:
         return MemoryPlan(model=memory, memory=config.total_memory)
     if config.memory is None:
         raise ConfigError(
-            "offload needs memory=, the most that keys and values may take above, or "
-            "total_memory=, the most that these, weights and a step may take"
+            "offload needs memory=, the limit of resident keys and values, or total_memory=, the "
+            "limit of these, the weights and the activations of a step"
         )
     return MemoryPlan.for_cache(memory, config.memory)

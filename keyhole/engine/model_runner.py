@@ -1,9 +1,4 @@
-"""Runs one planned step: packs the tokens in a row, calls the model, counts what was read.
-
-What the layers of a step read for its decoding sequences, counted.
-
-Runs one planned step: packs the tokens in a row, calls the model, counts what was read.
-"""
+"""Runs one planned step: packs the tokens in a row, calls the model, counts what was read."""
 
 from __future__ import annotations
 
@@ -93,7 +88,7 @@ class Runner:
     """The model with its cache and policy.
 
     keeper: the policy whose `on_append` sees written pages; None: `policy`.
-    recorder: how decode steps are recorded, to be repeated; None: each one is launched anew.
+    recorder: captures decode steps for replay; None: operations are launched one by one.
     """
 
     def __init__(
@@ -115,7 +110,7 @@ class Runner:
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
         like = torch.empty(0, dtype=model.dtype, device=model.device)
-        # The last row is for rows of a recorded step that stand for no sequence.
+        # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
         self._thinned = Thinned(len(cache.keys), max_batch, model.device)

@@ -1,4 +1,4 @@
-"""What a caller may ask of the engine: token ids that fit, and a policy for one request."""
+"""Validates requests: token ids and parameters, and a policy for a single request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keyhole.registry import require_depth
 
 
 def longest(model: Model, config: EngineConfig) -> int:
-    """The most tokens of a sequence. ConfigError for a `max_length` above the model's."""
+    """The maximum length of a sequence. ConfigError for a `max_length` above the model's."""
     if config.max_length is None:
         return model.max_length
     if config.max_length > model.max_length:
@@ -34,7 +34,7 @@ def longest(model: Model, config: EngineConfig) -> int:
 def check_tokens(
     tokens: Sequence[int], params: SamplingParams, model: Model, max_length: int
 ) -> None:
-    """RequestError for tokens or parameters that the model cannot have.
+    """RequestError for tokens or parameters that the model does not support.
 
     PromptTooLongError if no new token fits below `max_length`.
     """
@@ -65,29 +65,29 @@ def check_tokens(
         )
 
 
-# A policy for one request: how a call names it, and whether the engine's cache has what it needs.
+# The policy of a single request.
 #
-# All requests of an engine share its pages, its retrieval head and its offloaded layers, which were
-# laid out for the engine's own policy. Another policy runs beside it if it needs nothing else of
-# them; it has tensors of its own for what it keeps per sequence, and its own CUDA graphs. What does
-# not fit is refused where the request is made, before anything is queued.
+# All requests of an engine share its pages, its retrieval head and its offloaded layers, whose
+# layout follows the engine's own policy. Another policy can run if that layout has everything it
+# needs; its state per sequence and its CUDA graphs are its own. Any other policy is refused when
+# the request is made, before it is queued.
 #
 # Prefixes are shared within a `page_group`: the requests whose pages hold what each of them needs.
 
 
-#: A policy for a call: as `LLM` takes it, or settings that differ from those of the `LLM`.
+#: The policy of a call: as `LLM` accepts it, or settings that differ from those of the `LLM`.
 PolicySpec = Policy | str | Path | Mapping[str, Any]
 
-#: Pages with keys and values alone, in an engine whose own pages need more than `on_append`.
+#: The group of pages with keys and values only, where the engine's policy also reads queries.
 _KEYS_ONLY = b"keys"
 
 
 @dataclass(frozen=True, eq=False)
 class RequestPolicy:
-    """What requests run under, from their prompt to their end.
+    """The policy of a request, from its prompt to its end.
 
-    policy: settled. keeper: whose `on_append` runs on their pages; a policy that keeps nothing per
-    page leaves that to the engine's, whose requests can then share them. page_group: see above.
+    policy: resolved. keeper: the policy whose `on_append` runs on its pages; for a policy without
+    data per page it is the engine's, so that their requests can share pages. page_group: see above.
     """
 
     policy: Policy
@@ -95,14 +95,14 @@ class RequestPolicy:
     page_group: bytes = b""
 
 
-#: For sequences outside of an engine, which asks.
+#: For sequences that are made without an engine.
 DENSE = RequestPolicy(Full(), Full())
 
 
 def requested(spec: PolicySpec, own: Policy, num_layers: int) -> Policy:
     """The policy of a call, not resolved; own: the engine's, as it was given.
 
-    UnknownNameError for a name or a setting that is not there, ConfigError for a wrong value.
+    UnknownNameError for an unknown name or setting, ConfigError for a wrong value.
     """
     if not isinstance(spec, Mapping):
         require_depth(spec, num_layers)
@@ -135,7 +135,7 @@ def beside(
             f"LLM: {why}"
         )
     if not _keeps(policy, geometry):
-        # Every token gets what the engine's policy keeps, unless that needs the queries, too.
+        # Pages get the engine's side data, unless that is computed from queries too.
         return RequestPolicy(policy, own, _KEYS_ONLY if own.reads_queries else b"")
     return RequestPolicy(policy, policy, b"" if _keeps_alike(policy, own) else group)
 
@@ -143,7 +143,7 @@ def beside(
 def _why_not(
     policy: Policy, own: Policy, geometry: Geometry, *, has_head: bool, memory: MemoryModel | None
 ) -> str | None:
-    """What the engine does not have, and what helps; None if it has everything."""
+    """What the engine lacks, and a remedy; None if it lacks nothing."""
     start = f"start the LLM with policy={policy.name!r}"
     if policy.wants_head and not has_head:
         return f"it needs a retrieval head, which was not loaded; {start}"
@@ -186,7 +186,7 @@ def _why_not_offloaded(
 
 
 def _keeps(policy: Policy, geometry: Geometry) -> list[str]:
-    """What a policy keeps per page in any layer, by name."""
+    """The names of a policy's data per page, of all layers."""
     return sorted({name for data in page_data(geometry, policy, None) for name in data})
 
 

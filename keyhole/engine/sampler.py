@@ -1,4 +1,4 @@
-"""Chooses the next token of many sequences at once, each with its own settings.
+"""Samples the next token of many sequences at once, each with its own settings.
 
 The order is that of vLLM and transformers: grammar, logit bias, repetition penalty, presence and
 frequency penalty, bad words; then temperature, top-k, top-p, min-p. A sequence draws one number

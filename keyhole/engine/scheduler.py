@@ -1,12 +1,12 @@
-"""Who runs in the next step: decoding sequences first, then prompt chunks, then new arrivals.
+"""Schedules steps: decoding sequences first, then prompt chunks, then new requests.
 
-A prompt of stored documents is filled beside the others' steps, one prompt at a time, before it is
-let in; later prompts may pass it meanwhile. When pages run out, it gives its own back first, and
-waits until a sequence has ended; nobody passes it then.
+The stored documents of a prompt are filled in the remaining time of steps, one prompt at a time,
+before it is admitted; later prompts may overtake it meanwhile. When pages run out, the prompt being
+filled releases its pages first and waits until a sequence has ended; then nothing overtakes it.
 
-When pages run out, the youngest running sequence gives its pages back and waits at the head of the
-queue; later its prompt is computed again and its generated tokens are replayed one per step under
-the policy, so that it goes on exactly where it was.
+When pages still run out, the youngest running sequence is pre-empted: it releases its pages and
+returns to the head of the queue. Later its prompt is computed again and its generated tokens are
+replayed one per step under the policy, so that it continues exactly where it was.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MOST_CALLERS = 1024
 class SchedulerOutput:
     """One step: sequences that decode one token, and (sequence, tokens) of prompts.
 
-    filling: whose stored documents are filled in what time the step has left. refused: waiting
-    sequences that ended with an error.
+    filling: the sequence whose stored documents are filled in the rest of the step. refused:
+    waiting sequences that ended with an error.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -46,7 +46,7 @@ class SchedulerOutput:
 
     @property
     def runs(self) -> bool:
-        """Whether the model runs for somebody."""
+        """Whether the model runs in this step."""
         return bool(self.decodes or self.chunks)
 
     def by_policy(self) -> dict[RequestPolicy, SchedulerOutput]:
@@ -61,17 +61,14 @@ class SchedulerOutput:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the running sequences hold, and how much more they may ask for until they end.
-
-    pages: the numbers of the pages. growth: how many pages more.
-    """
+    """The pages that running sequences hold, and how many more they may need until they end."""
 
     pages: set[int]
     growth: int
 
 
 class Scheduler:
-    """Holds waiting and running sequences and shares out pages, slots and prompt tokens."""
+    """Holds waiting and running sequences and allocates pages, slots and prompt tokens."""
 
     def __init__(
         self,
@@ -91,8 +88,8 @@ class Scheduler:
         self._max_length = max_length
         self._known = known
         self._pace = pace
-        self._stalled: Sequence | None = None  # its documents found no pages, and somebody ran
-        self.lent: list[int] = []  # pages that documents are encoded in
+        self._stalled: Sequence | None = None  # its documents wait for pages of running sequences
+        self.lent: list[int] = []  # pages in which documents are being encoded
         self._slots = list(range(config.max_batch - 1, -1, -1))
         self._most_of_one = max(1, int(config.max_prefill_share * config.prefill_chunk))
         self._turn = 0  # the latest that was admitted
@@ -119,7 +116,7 @@ class Scheduler:
         plan = SchedulerOutput()
         budget = self._config.prefill_chunk
         for sequence in list(self.running):
-            if sequence.slot < 0:  # pre-empted a moment ago for an older one
+            if sequence.slot < 0:  # pre-empted in this loop for an older one
                 continue
             count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
             if count and self._reserve_or_preempt(sequence, count, plan):
@@ -170,15 +167,15 @@ class Scheduler:
         return budget
 
     def refuse(self, sequence: Sequence, error: KeyholeError) -> None:
-        """Ends a waiting sequence whose documents cannot be used; the others go on."""
+        """Ends a waiting sequence whose documents cannot be used."""
         self._drop(sequence)
         self.waiting.remove(sequence)
         sequence.error, sequence.finish_reason = error, "error"
 
     def out_of_pages(self, sequence: Sequence) -> None:
-        """Its documents found no pages: it gives its own back and waits for others to end.
+        """Releases the pages of a sequence being filled, to wait until others end.
 
-        CapacityError if there are no others.
+        CapacityError if no others hold pages.
         """
         self._drop(sequence)
         if not (self.running or self.lent):
@@ -190,7 +187,7 @@ class Scheduler:
         self._stalled = sequence
 
     def demand(self) -> Demand | None:
-        """What the running sequences need; None while a request waits for pages to be free."""
+        """The demand of running sequences; None while a request waits for pages."""
         if self.waiting and self._slots:
             return None
         pages = {page for s in self.running for page in s.pages if page != NO_PAGE}
@@ -201,12 +198,12 @@ class Scheduler:
         return Demand(pages, growth)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Takes the new numbers of pages that moved (`PageCache.pack`)."""
-        for sequence in self.running:  # in place: a new list would be a new sequence to others
+        """Renumbers pages that were moved (`PageCache.pack`)."""
+        for sequence in self.running:  # in place: a new list would mark a re-admitted sequence
             sequence.pages[:] = [numbers.get(page, page) for page in sequence.pages]
 
     def finish(self, sequence: Sequence, *, remember: bool = True) -> None:
-        """Takes a sequence out, wherever it is; its full pages may stay known to later prompts."""
+        """Removes a sequence, waiting or running; its full pages may stay in the prefix cache."""
         if sequence.slot >= 0:
             self.running.remove(sequence)
             if remember:
@@ -215,10 +212,10 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
             self._drop(sequence)
-            self._release(sequence)  # if an error stopped it while it was let in
+            self._release(sequence)  # if an error ended it during admission
 
     def remember(self, sequence: Sequence) -> None:
-        """Makes the computed full pages of a sequence known to later prompts."""
+        """Adds the computed full pages of a sequence to the prefix cache."""
         if self._prefix is None or sequence.context is not None:
             return
         exact = 0
@@ -226,16 +223,16 @@ class Scheduler:
             dense = sequence.under.policy.dense
             exact = sequence.num_computed if dense else len(sequence.prompt)
         computed, pages = sequence.tokens[: sequence.num_computed], sequence.pages
-        if NO_PAGE in pages:  # what comes after an evicted page is of no use to others
+        if NO_PAGE in pages:  # pages after an evicted one cannot be a prefix
             pages = pages[: pages.index(NO_PAGE)]
         under = sequence.under
         self._prefix.insert(computed, pages, exact, by=under.policy, group=under.page_group)
 
     def _next(self) -> Sequence | None:
-        """The first waiting sequence that may run now; None: there is none.
+        """The first waiting sequence that may run now, or None.
 
-        Not one whose documents are still to be filled, or whose prompt another one computes.
-        Nobody passes a sequence whose documents wait for pages.
+        Skips sequences whose documents are not filled yet, or whose prompt another one computes.
+        Stops at a sequence whose documents wait for pages: it must not be overtaken.
         """
         for one in self.waiting:
             if one is self._stalled:
@@ -255,17 +252,17 @@ class Scheduler:
         if not self._slots:
             return None
         ready = (one for one in self.waiting if not self._is_blocked(one))
-        # A request that already waits for pages gets them first.
+        # Requests before it in the queue get pages first.
         first = next(ready, None)
         return first if first is not None and first.wants_documents else None
 
     def _end_stall(self) -> None:
-        """Documents may look for pages again once somebody has ended, or left."""
+        """Ends the wait for pages once nothing else holds any."""
         if self._stalled is not None and not (self.running or self.lent):
             self._stalled = None
 
     def _is_blocked(self, sequence: Sequence) -> bool:
-        # Without an index of prompts there is nothing to wait for.
+        # Without a prefix cache there is nothing to share.
         return self._prefix is not None and sequence.is_blocked
 
     @property
@@ -283,7 +280,8 @@ class Scheduler:
             budget = min(budget, self._most_of_one)
         if sequence.context is None or not any(one.is_decoding for one in self.running):
             return min(budget, left)
-        return self._pace.part(left, budget)
+        # These tokens share matrix products with the decoding ones, so any number of them will do.
+        return min(left, budget, self._pace.tokens)
 
     def _are_others(self, sequence: Sequence) -> bool:
         """Whether the prompt of another sequence is to be computed, too."""
@@ -292,7 +290,7 @@ class Scheduler:
         return any(one is not sequence and not one.is_decoding for one in self.running)
 
     def _enter(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> int:
-        """Puts a sequence into the plan; returns the prompt tokens that it takes."""
+        """Adds a sequence to the plan; returns its number of prompt tokens."""
         if sequence.is_decoding:
             plan.decodes.append(sequence)
             return 0
@@ -300,7 +298,7 @@ class Scheduler:
         return count
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence a slot, known pages and new ones for all its tokens."""
+        """Admits a waiting sequence: a slot, cached pages, and new ones for its other tokens."""
         at_once = sequence.under.policy.dense and not sequence.given
         sequence.prefill_end = len(sequence.tokens if at_once else sequence.prompt)
         if sequence.filling is None:
@@ -326,7 +324,7 @@ class Scheduler:
         return True
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Takes known pages of the prompt; the last token is always computed, for its logits."""
+        """Reuses cached pages of the prompt; the last token is always computed, for its logits."""
         if self._prefix is None:
             return
         known = sequence.tokens[: sequence.prefill_end]
@@ -342,7 +340,7 @@ class Scheduler:
         sequence.pages = pages = pages[: computed // size]
         sequence.repeated = None
         if computed == sequence.prefill_end:
-            # The last token is written again, into a page that others may hold.
+            # The last token is written again, into a page that may be shared.
             self._forget_known(1 - self._cache.at_hand)
             page = self._cache.writable(pages[-1])
             if page is None:
@@ -355,10 +353,10 @@ class Scheduler:
         sequence.num_computed = computed
 
     def _reserve_all(self, sequence: Sequence) -> bool:
-        """Pages for all its tokens, known ones copied if the policy wants it."""
-        # One spare page per running sequence: admitting one must not pre-empt another at once.
+        """Allocates pages for all tokens; copies cached ones if the policy does not share pages."""
+        # One spare page per running sequence, so that admission does not cause pre-emption.
         spare = len(self.running)
-        # Under a policy that evicts, what is replayed never has pages all at once.
+        # Under a policy that evicts, a replayed sequence never holds all its pages at once.
         most = self._most(sequence, len(sequence.tokens)) * self._cache.page_size
         length = max(sequence.prefill_end, min(len(sequence.tokens), most))
         shares = sequence.under.policy.shares_pages
@@ -371,7 +369,7 @@ class Scheduler:
         self._cache.release(known)
         if there:
             return True
-        # What was known may lie in the very pages that are missing: compute it again there.
+        # The cached pages themselves may be what is missing: compute them again.
         sequence.num_computed, sequence.repeated, sequence.exact = 0, None, True
         return self._reserve(sequence, length, spare)
 
@@ -410,7 +408,7 @@ class Scheduler:
         return 0 if self._prefix is None or count <= 0 else self._prefix.evict(count)
 
     def _take_filled(self, sequence: Sequence, filling: Filling) -> None:
-        """Takes over the pages that a sequence's documents were filled into."""
+        """Transfers the filled pages to the sequence."""
         assert filling.filled is not None, "it is let in when it is filled"
         sequence.pages, sequence.filling = filling.take(), None
         filled = filling.filled
@@ -418,7 +416,7 @@ class Scheduler:
         sequence.kept, sequence.reused = filled.kept, filled.reused
 
     def _check_room(self, sequence: Sequence) -> None:
-        """CapacityError if what was kept and what is to come can never be there together."""
+        """CapacityError if the kept and the coming tokens can never fit together."""
         length = min(len(sequence.tokens) + sequence.max_tokens, self._max_length)
         size = self._cache.page_size
         pages = self._most(sequence, length) - sequence.pages.count(NO_PAGE)
@@ -431,7 +429,7 @@ class Scheduler:
             )
 
     def _most(self, sequence: Sequence, length: int) -> int:
-        """The most entries of its list of pages, holes of its prompt included, for `length`."""
+        """The most entries of its page list for `length` tokens, with gaps in its prompt."""
         holes = sequence.pages.count(NO_PAGE)
         absent = holes * self._cache.page_size
         lengths = len(sequence.prompt) - absent, length - absent
@@ -442,25 +440,25 @@ class Scheduler:
         sequence.pages, sequence.kept, sequence.leaving = [], None, []
 
     def lend(self, pages: Collection[int]) -> None:
-        """Takes note of pages that a document is encoded in; `take_back` frees them."""
+        """Registers pages in which a document is encoded; `take_back` frees them."""
         self.lent += pages
 
     def encoding_size(self, left: int) -> int:
-        """How many of a document's tokens are encoded at once: few while somebody decodes."""
+        """The tokens of a document to encode at once: few while sequences decode."""
         chunk = self._config.prefill_chunk
         if any(sequence.is_decoding for sequence in self.running):
             return self._pace.part(left, chunk)
         return min(left, chunk)
 
     def take_back(self, pages: Collection[int]) -> None:
-        """Frees pages of `lent`; requests that wait for pages may have them."""
+        """Frees pages of `lent`; requests that wait for pages may use them."""
         gone = set(pages)
         self.lent = [page for page in self.lent if page not in gone]
         self._cache.release(pages)
         self._stalled = None
 
     def _drop(self, sequence: Sequence) -> None:
-        """Gives back what has been filled of its documents."""
+        """Releases the pages that its documents were filled into."""
         if sequence is self._stalled:
             self._stalled = None
         if sequence.filling is not None:
@@ -468,7 +466,7 @@ class Scheduler:
             sequence.filling = None
 
     def _leave(self, sequence: Sequence) -> None:
-        self._stalled = None  # there are pages again
+        self._stalled = None  # pages are free again
         self._release(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1

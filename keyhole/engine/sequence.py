@@ -20,10 +20,10 @@ from keyhole.tokenization import Detokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What one request cost. None: does not apply.
+    """The cost of one request. None: does not apply.
 
     Fractions and bytes are of decode steps only, as prefill is always exact and full.
-    attended_fraction: keys read / keys there, mean over layers and steps.
+    attended_fraction: keys read / keys cached, mean over layers and steps.
     moved_bytes, hit_rate: what offloaded layers loaded, and the share of selected tokens
     that was there already.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
@@ -65,7 +65,7 @@ class Counters:
     moved_bytes: int = 0
 
     def add_step(self, attended_fraction: float, kv_bytes: float, other_bytes: float) -> None:
-        """One step more, in place: this is done for every sequence in every step."""
+        """Adds one step in place, as this runs for every sequence in every step."""
         self.attended_fraction += attended_fraction
         self.kv_bytes += kv_bytes
         self.other_bytes += other_bytes
@@ -85,7 +85,7 @@ class Counters:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what was generated after it.
+    """A prompt and its generated tokens.
 
     tokens: prompt and generated tokens. num_computed: how many have keys and values in `pages`.
     prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
@@ -167,18 +167,18 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all known tokens are computed, so that the next one can be chosen."""
+        """Whether all known tokens are computed, so that the next one can be sampled."""
         return self.num_computed == len(self.tokens)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the prompt that it shares is still to be computed by another one."""
+        """Whether another sequence is still computing the prompt that both share."""
         first = self.after
         return first is not None and not first.is_finished and not first.is_prompt_computed
 
     @property
     def wants_documents(self) -> bool:
-        """Whether its documents are still to be filled, or their filling to be begun."""
+        """Whether its documents are not completely filled yet."""
         return self.context is not None and (self.filling is None or self.filling.filled is None)
 
     @property
@@ -187,7 +187,7 @@ class Sequence:
         return self.num_computed >= len(self.prompt)
 
     def wants_logits(self, end: int) -> bool:
-        """Whether the logits after the first `end` tokens are needed, to choose or to keep."""
+        """Whether the logits after the first `end` tokens are needed, to sample or to keep."""
         return end == len(self.tokens) or self.keeps_logits(end)
 
     def keeps_logits(self, end: int) -> bool:
@@ -201,7 +201,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with a result or an error."""
         return self.finish_reason is not None
 
     def stats(self) -> Stats:
@@ -229,13 +229,13 @@ class Sequence:
         )
 
 
-#: Characters of a text that a notebook shows of a result.
+#: The characters of a text that `repr` of a result shows.
 _SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a request gave.
+    """The result of a request.
 
     finish_reason: "stop" (end token, stop text or id), "length" or "abort".
     logprobs: per generated token a dict token id -> log-probability, if asked for.
@@ -275,7 +275,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one step of a stream gave; the last piece carries the whole result.
+    """The output of one step of a stream; the last piece has the whole result.
 
     logprobs: of these tokens, as in `Result`.
     """
@@ -291,9 +291,9 @@ def _shortened(text: str) -> str:
 
 
 def piece_of(sequence: Sequence, given: int) -> Piece | None:
-    """What came of a stream behind its first `given` tokens; None: nothing yet.
+    """The piece of a stream after its first `given` tokens; None: nothing new yet.
 
-    Raises what ended the request if that was an error.
+    Raises the error that ended the request, if one did.
     """
     done, tokens = sequence.is_finished, sequence.generated[given:]
     if not (done or tokens):

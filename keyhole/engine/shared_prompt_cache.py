@@ -1,8 +1,8 @@
-"""Prompts that one engine has computed, for others over the same weights under other policies.
+"""Computed prompts, shared by engines over the same weights under different policies.
 
-Keys and values do not depend on the policy, as every prompt is computed exactly. What a policy
-keeps per page is made from the keys again; keys of a retrieval head come along if an engine with
-the same head left them.
+Keys and values do not depend on the policy, as every prompt is computed exactly. A policy's
+data per page is computed again from the keys. The keys of a retrieval head are shared between
+engines with the same head.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Copy:
 class SharedPromptCache:
     """Full pages of whole prompts, in the memory of the host, until `limit` bytes are in use.
 
-    What is there stays until something else begins: those who come again and again over the same
-    prompts, more than fit, would find nothing if the oldest had to leave. Of one model only.
+    Entries stay until `begin` is called with another purpose: with least-recently-used eviction, a
+    loop over more prompts than fit would never find one. For one model only.
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,11 +41,11 @@ class SharedPromptCache:
         self._purpose: object = None
 
     def __len__(self) -> int:
-        """How many prompts are there."""
+        """The number of cached prompts."""
         return len(self._copies)
 
     def begin(self, purpose: object) -> None:
-        """Forgets everything, unless the purpose is the same as the last time."""
+        """Clears the cache if the purpose differs from the last one."""
         if purpose != self._purpose:
             self._copies.clear()
             self.used = 0
@@ -54,7 +54,7 @@ class SharedPromptCache:
     def take(
         self, prompt: Sequence[int], pages: Sequence[int], cache: PageCache, head: str | None
     ) -> None:
-        """Copies a prompt out of its pages, unless it is there already or would not fit.
+        """Copies a prompt from its pages, unless it is cached already or does not fit.
 
         head: the fingerprint of the retrieval head whose keys lie in `cache.common`, or None.
         """
@@ -85,9 +85,9 @@ class SharedPromptCache:
         policy: Policy,
         head: str | None,
     ) -> int:
-        """Writes what is known of a prompt into its pages; how many of its tokens are there now.
+        """Writes the cached part of a prompt into its pages; returns its number of tokens.
 
-        At least the last token is left to be computed, for its logits.
+        At least the last token is left to compute, for its logits.
         """
         known = self._copies.get(_key(prompt, cache.page_size))
         if known is None or (head is not None and head not in known.common):

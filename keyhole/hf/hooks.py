@@ -1,4 +1,4 @@
-"""The two hooks of a `sparse` block: transformers' batch in, packed row through, batch out."""
+"""The two forward hooks of a `sparse` block: they pack a batch before and unpack it after."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from keyhole.policies.spe_context import choice_lists
 
 @dataclass(frozen=True, kw_only=True)
 class SparseStats:
-    """What all calls inside a `sparse` block cost together. None: no decode step ran.
+    """The cost of all calls inside a `sparse` block. None: no decode step ran.
 
     prompt_tokens: computed exactly. decoded_tokens: computed under the policy, rows that wait for
     longer ones included. step_ms: median of the decode steps. The others as in `Stats`.
@@ -51,7 +51,7 @@ class SparseStats:
 
 @dataclass
 class SparseRun:
-    """What `sparse` gives: the policy in use, every "auto" settled, and what it read so far."""
+    """The value of `with sparse(...)`: the policy with every "auto" resolved, and its counters."""
 
     policy: Policy
     counters: Counters = field(default_factory=Counters)
@@ -74,7 +74,7 @@ class SparseRun:
 
 @dataclass
 class _Call:
-    """A forward under way, and where its numbers go.
+    """A forward pass in progress, and where its results go.
 
     token_ids, positions: int64 [T], the packed row. wanted: int64 [B, n], the places in it whose
     logits are asked for, -1 where padding is. packed: int64 [T], b * Q + place of each token.
@@ -94,7 +94,7 @@ class _Call:
 
 
 class Hooks:
-    """The hooks of one block, and what they share: pages, policy and whose turn it is."""
+    """The hooks of one block and their shared state: pages, policy and a lock."""
 
     def __init__(self, model: Model, policy: Policy, config: EngineConfig) -> None:
         geometry = model.geometry(config.page_size)
@@ -111,13 +111,13 @@ class Hooks:
         self._names = list(inspect.signature(model.network.forward).parameters)
         self._handles: list[Any] = []
         self._replaced: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Threads (of a streamer, say) take turns; a thread whose forward was interrupted, so that
-        # the second hook never ran, has the turn still.
+        # One thread at a time (a streamer may have its own). A thread whose forward pass was
+        # interrupted, so that the second hook never ran, still holds the lock.
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
 
     def attach(self) -> None:
-        """Puts the hooks on the model."""
+        """Registers the hooks."""
         network = self._model.network
         if self._head is not None:
             self._model.watch(self._head.config.feature_layers)
@@ -127,18 +127,18 @@ class Hooks:
         ]
 
     def detach(self) -> None:
-        """Takes them off."""
+        """Removes the hooks."""
         self._model.unwatch()
         for handle in self._handles:
             handle.remove()
 
     def _runner(self, num_rows: int) -> Runner:
-        """Steps for so many rows."""
+        """The runner for this number of rows."""
         return Runner(self._model, self.pages, self.run.policy, num_rows, self._lookahead)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits for forwards of other threads."""
+        """Waits until no other thread runs a forward pass."""
         self._take_turn()
         try:
             yield
@@ -152,7 +152,7 @@ class Hooks:
     def _before(
         self, _: Any, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The forward that transformers asks for, as one packed row."""
+        """Replaces the arguments of a forward pass by those of one packed row."""
         self._take_turn()
         try:
             given = dict(zip(self._names, args, strict=False)) | named
@@ -165,9 +165,9 @@ class Hooks:
         return (), changed
 
     def _after(self, _: Any, __: Any, ___: Any, output: Any) -> Any:
-        """Its output, as transformers expects it. output: None if the forward failed."""
+        """Converts the output to the shape that transformers expects; None: the pass failed."""
         call = self._calls.pop(threading.get_ident(), None)
-        if call is None:  # the first hook refused it
+        if call is None:  # the first hook raised an error
             return None
         try:
             return None if output is None else self._unpack(call, output)
@@ -247,7 +247,7 @@ class Hooks:
         return call, changed
 
     def _cache(self, past: Any, num_rows: int) -> PagedCache:
-        """The pages of the rows so far; new ones where `generate` made an empty cache."""
+        """The cache of the rows; a new one where `generate` made an empty cache."""
         if isinstance(past, PagedCache):
             if past.pages is not self.pages:
                 past.update()
@@ -274,7 +274,7 @@ class Hooks:
         return PagedCache(self.pages, self._runner, num_rows, self.run.policy.shares_pages)
 
     def _plan(self, cache: PagedCache, there: np.ndarray) -> tuple[SchedulerOutput, list[int]]:
-        """The step with pages for all its tokens, and its rows in the order of the packed row."""
+        """The step, with pages for all its tokens, and its rows in packed order."""
         plan = SchedulerOutput()
         decodes, chunks = [], []
         for b, count in enumerate(there.sum(1).tolist()):
@@ -286,7 +286,8 @@ class Hooks:
                 plan.decodes.append(row)
                 decodes.append(b)
             else:
-                # A new list: what a policy kept of the row's earlier steps does not know these.
+                # A new list marks a new sequence, so that state of the row's earlier steps is
+                # discarded.
                 row.kept, row.pages = cache.runner.kept(row), list(row.pages)
                 plan.chunks.append((row, count))
                 chunks.append(b)
@@ -295,7 +296,7 @@ class Hooks:
         return plan, decodes + chunks
 
     def _reserve(self, runner: Runner, row: Sequence, length: int) -> None:
-        """Pages for `length` tokens, the one that is written first for this row alone."""
+        """Allocates pages for `length` tokens; the first page that is written is not shared."""
         pages, size, limit = self.pages, self.pages.page_size, self._model.max_length
         if length > limit:
             raise PromptTooLongError(

@@ -1,4 +1,4 @@
-"""The `past_key_values` of a `sparse` block: rows of tokens in pages, padding left out."""
+"""The `past_key_values` of a `sparse` block: rows of tokens in pages, without padding."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OPTIONS = {
 
 
 def unsupported(what: str) -> ConfigError:
-    """The error for something that transformers can do, and we cannot."""
+    """The error for a feature of transformers that `sparse` does not support."""
     return ConfigError(f"keyhole.sparse does not go with {what}")
 
 
 def present(mask: Any, B: int, Q: int, cache: PagedCache) -> np.ndarray:
-    """Which of the new tokens are tokens, bool [B, Q]; the others are padding on the left."""
+    """Which of the new tokens are not left padding, bool [B, Q]."""
     if mask is None:
         return np.ones((B, Q), bool)
     past = cache.get_seq_length()
@@ -55,14 +55,14 @@ def present(mask: Any, B: int, Q: int, cache: PagedCache) -> np.ndarray:
 
 
 def columns(keep: int | Tensor, length: int) -> list[int]:
-    """The places of a row whose logits are asked for."""
+    """The positions of a row whose logits are requested."""
     if isinstance(keep, Tensor):
         return [int(place) % length for place in keep.tolist()]
     return list(range(length))[-keep:] if keep else list(range(length))
 
 
 def spread(logits: Tensor, wanted: np.ndarray) -> Tensor:
-    """Logits [R, V] of the places that are there as [B, n, V], zeros for padding."""
+    """Scatters logits [R, V] of the tokens to [B, n, V], with zeros for padding."""
     if (wanted >= 0).all():
         return logits.view(*wanted.shape, -1)
     rows = torch.from_numpy(np.flatnonzero(wanted >= 0)).to(logits.device)
@@ -71,7 +71,7 @@ def spread(logits: Tensor, wanted: np.ndarray) -> Tensor:
 
 
 class PagedCache:
-    """Stands where transformers expects `past_key_values`: rows of tokens in pages of ours.
+    """A transformers cache (`past_key_values`) whose rows of tokens lie in Keyhole's pages.
 
     Its pages are free again when nobody holds it. `copy.deepcopy` shares them (or copies them, see
     `Policy.shares_pages`), so that one prompt can be continued several times.
@@ -90,7 +90,7 @@ class PagedCache:
         self.pages = pages
         self._shares_pages = shares_pages
         self._make_runner = make_runner
-        self._length = 0  # tokens of a row as transformers counts them, padding included
+        self._length = 0  # tokens per row as transformers counts them, with padding
         self.runner = make_runner(num_rows)
         self.rows = [Sequence([], SamplingParams(), Detokenizer(None)) for _ in range(num_rows)]
         for slot, row in enumerate(self.rows):
@@ -109,7 +109,7 @@ class PagedCache:
         return copy
 
     def _another(self, pages: list[int]) -> list[int]:
-        """The same pages for one more holder, or copies of them if the policy wants it."""
+        """Shares the pages with a second cache, or copies them if the policy requires it."""
         real = [page for page in pages if page != NO_PAGE]
         if self._shares_pages:
             self.pages.share(real)
@@ -122,15 +122,15 @@ class PagedCache:
         return [page if page == NO_PAGE else next(new) for page in pages]
 
     def get_seq_length(self, *_: Any) -> int:
-        """Tokens so far, padding included."""
+        """Tokens so far, with padding."""
         return self._length
 
     def advance(self, count: int) -> None:
-        """Counts the tokens of a forward, padding included."""
+        """Adds the tokens of a forward pass, with padding."""
         self._length += count
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Is called by a model that runs without us."""
+        """Called only by a model outside its `sparse` block."""
         raise ConfigError(
             "these past_key_values are pages of keyhole.sparse, and that block has ended; "
             "continue inside it, or start again from the text"
@@ -139,19 +139,19 @@ class PagedCache:
     get_query_offset = get_mask_sizes = update
 
     def reorder_cache(self, *_: Any) -> Any:
-        """Beam search."""
+        """Refused: beam search."""
         raise unsupported("beam search (num_beams)")
 
     def crop(self, *_: Any) -> Any:
-        """Assisted generation: takes back tokens that were not accepted."""
+        """Refused: assisted generation removes tokens that were not accepted."""
         raise unsupported("assisted generation (assistant_model, prompt_lookup_num_tokens)")
 
     def activate_past_recording(self) -> Any:
-        """As `crop`."""
+        """Refused, as `crop`."""
         self.crop()
 
     def batch_repeat_interleave(self, *_: Any) -> Any:
-        """Changes which rows there are."""
+        """Refused: changes the rows of the batch."""
         raise unsupported("repeating or choosing rows of past_key_values")
 
     batch_select_indices = reset = batch_repeat_interleave

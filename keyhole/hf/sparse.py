@@ -1,4 +1,4 @@
-"""A model of transformers under a policy, for as long as a `with` lasts; `generate` stays its own.
+"""Runs a transformers model under a policy inside a `with` block, with its own `generate`.
 
     with keyhole.sparse(model, Delta(token_budget=1024)) as run:
         model.generate(**inputs, max_new_tokens=2000)
@@ -42,7 +42,7 @@ def sparse(
     page_size: int = EngineConfig.page_size,
     memory: int | str | None = None,
 ) -> Iterator[SparseRun]:
-    """Runs a model of transformers with Keyhole's pages and a policy inside the `with`.
+    """Runs a transformers model with Keyhole's pages and a policy inside a `with` block.
 
     Prompts are computed exactly, each later token reads what the policy selects. Greedy decoding,
     sampling, left-padded batches, streamers, stopping criteria and the `past_key_values` that
@@ -78,7 +78,7 @@ def sparse(
 
 
 def _adopt(network: Any) -> Model:
-    """A model that the user loaded, as the engine wants it."""
+    """The engine's view of a model that the user loaded."""
     if not isinstance(network, PreTrainedModel):
         raise ConfigError(
             f"keyhole.sparse takes a model of transformers, not {type(network).__name__}"

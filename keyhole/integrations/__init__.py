@@ -1,4 +1,4 @@
-"""Keyhole inside other programs: each module needs that program, an extra of the package.
+"""Keyhole inside other programs; each module requires an extra of the package.
 
 lm_eval   the model "keyhole" of lm-evaluation-harness
 kvpress   Keyhole's tasks under kvpress's compressors

@@ -1,4 +1,4 @@
-"""The presses that are offered, with settings checked, and told a budget in place of a ratio.
+"""The supported presses, with checked settings and a budget in tokens instead of a ratio.
 
 Offered are those that drop whole tokens, the same number for every KV head of every layer, and
 whose choice `tests/integrations/press_formulas.py` computes a second time:

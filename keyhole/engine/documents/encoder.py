@@ -1,4 +1,4 @@
-"""Encodes a document alone, once: keys and values of every layer, and what its blocks are worth.
+"""Encodes a document alone: keys and values of every layer, and statistics of its blocks.
 
 SamKV (arXiv 2508.11661), section 3.1 and appendix A.1. The document runs through the model in
 chunks, like a prompt, in pages that are given back afterwards; while a layer runs, it is watched
@@ -89,7 +89,7 @@ def encode_in_pieces(
     size: Callable[[int], int],
     lookahead: HeadRunner | None = None,
 ) -> Encoding:
-    """`encode`, with other work between its pieces.
+    """`encode` as a generator, so that other work can run between its pieces.
 
     pages: where it is computed, of the caller, who frees them. size: how many of the tokens that
     are left run at once.
@@ -98,7 +98,7 @@ def encode_in_pieces(
     head = None if lookahead is None or named is None else HeadEncoding(lookahead)
     watch = _Watch(cache, len(tokens), block_size, model.device)
     table = torch.tensor(pages, device=model.device)
-    # A short document takes a moment, before which there is no bar.
+    # No progress bar for a short document.
     with tqdm(
         total=len(tokens), unit="token", desc="encode", leave=False, delay=1, disable=None
     ) as bar:
@@ -150,7 +150,7 @@ def _run(
 
 
 class _Watch:
-    """What is counted in every layer while a document runs."""
+    """The block statistics of every layer, collected while a document is encoded."""
 
     def __init__(
         self, cache: PageCache, length: int, block_size: int, device: torch.device
@@ -162,7 +162,7 @@ class _Watch:
         self._queries = [BlockMeans(length, block_size, device) for _ in layers]
 
     def at(self, pages: Tensor, start: int, end: int) -> None:
-        """The next chunk: the document's pages so far, and its tokens."""
+        """Begins the next chunk: the document's pages so far, and its tokens."""
         self._pages, self._start, self._end = pages, start, end
 
     def layer(self, layer: int, query: Tensor, options: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class _Watch:
         self._queries[layer].add(query)
 
     def record(self, layer: int, pages: Tensor, tokens: Tensor) -> LayerRecord:
-        """What is stored of a layer, on the CPU."""
+        """The tensors of a layer to store, on the CPU."""
         keys = kernels.gather_tokens(self._cache.keys[layer], pages, tokens)
         values = None
         if not self._cache.geometry.layers[layer].shared_values:

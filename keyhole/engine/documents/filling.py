@@ -1,8 +1,8 @@
 """Filling a prompt's pages with stored documents, in units that may be spread over several steps.
 
-Before each unit the work yields that unit's kind, and the pace decides whether the unit still
-fits into the current step. The pages depend on the order of the units alone, not on which step runs
-them.
+Before each unit the generator yields the unit's kind, and `Pace` decides whether the unit still
+fits into the current step. The contents of the pages depend only on the order of the units, not on
+the steps that run them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keyhole.reuse.base import Reuse
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What stands before the question: a prefix, documents, and what separates them.
+    """The tokens before the question: a prefix, documents and separators.
 
     offsets: position of each document's first token. end: position of the question's first token.
     num_prefix: tokens of the prefix.
@@ -54,7 +54,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reused:
-    """What a prompt took from the store.
+    """What a prompt reused of stored documents.
 
     documents: their names, in order. lengths: tokens of each. shares: SamKV's P of each, None for
     other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
@@ -76,10 +76,10 @@ class Reused:
 
 @dataclass(frozen=True, eq=False)
 class Filled:
-    """What a prompt has before its question.
+    """The result of filling.
 
-    end: tokens. kept: bool [L, end], what each layer has of them; None: everything.
-    reused: what it cost.
+    end: the tokens before the question. kept: bool [L, end], those that each layer has; None: all.
+    reused: the statistics.
     """
 
     end: int
@@ -87,18 +87,18 @@ class Filled:
     reused: Reused
 
 
-#: Yields the kind of each unit before it runs, and returns what came of all.
+#: Yields the kind of each unit before running it, and returns the result.
 Units = Generator[str, None, Filled]
 
 
 class OutOfPages(Exception):  # noqa: N818 - a signal, like StopIteration
-    """Fewer pages are left than filling needs now."""
+    """Too few pages are free for the next unit."""
 
 
 class Filling:
-    """The pages of one request, and what is still to be done to fill them.
+    """The pages of one request and the remaining units that fill them.
 
-    filled: what they hold, when all is done; None before.
+    filled: the result; None until it is complete.
     """
 
     def __init__(self, pages: PageList, units: Units) -> None:
@@ -107,11 +107,11 @@ class Filling:
         self._units = units
 
     def run(self, pace: Pace) -> None:
-        """Goes on as long as `pace` says, by one unit at least.
+        """Runs units as long as `pace` allows, at least one.
 
-        Raises OutOfPages, and what filling raises; `release` is all that can come then.
+        Raises OutOfPages and the errors of units; after an error only `release` may be called.
         """
-        assert self.filled is None, "it is filled already"
+        assert self.filled is None, "filling is complete already"
         try:
             pace.resume()
             goes_on = True
@@ -123,49 +123,49 @@ class Filling:
             self.filled = done.value
 
     def release(self) -> None:
-        """Gives the pages back and ends the work."""
+        """Releases the pages and discards the remaining units."""
         self._units.close()
         self._pages.release()
 
     def take(self) -> list[int]:
-        """The entries of the pages up to the question, as a sequence keeps them."""
-        assert self.filled is not None, "it is not filled yet"
+        """The page list up to the question, for the sequence."""
+        assert self.filled is not None, "filling is not complete yet"
         return self._pages.listed(self.filled.end)
 
     @property
     def held(self) -> list[int]:
-        """The pages that are held."""
+        """The pages that it holds."""
         return [int(page) for page in self._pages.present() if page != NO_PAGE]
 
 
-# How much of a step goes to stored documents: little while others decode, all of it alone.
+# The time of a step that is spent on stored documents: little beside decoding sequences, all of it
+# otherwise.
 #
-# Filling a prompt's documents is cut into units, and the time that each kind of unit takes is
-# remembered. Beside decoding sequences a step goes on with units until its target is reached, which
-# is below twice the median of the steps before, by what a busy machine adds. How many tokens a unit
-# computes follows from how long the last ones took.
+# The duration of each kind of unit is recorded. Beside decoding sequences a step runs units until
+# its target is reached, which leaves a margin below twice the median of earlier steps for noise.
+# The tokens of a forward pass adapt to the duration of the last ones.
 
 
-#: A step may take this many times the median, with what it fills; below 2 by what noise adds.
+#: The target of a step with filling, in medians; the limit is 2, the rest is for noise.
 _TARGET = 1.5
-#: Steps that the median is taken over.
+#: The number of steps of the median.
 _STEPS = 31
-#: The share of a median step that one forward takes: fewer tokens above, more below.
+#: The bounds of a forward pass's share of a median step: fewer tokens above, more below.
 _MOST_OF_STEP, _LEAST_OF_STEP = 0.6, 0.4
-#: Tokens of the first forward, and the fewest of any: fewer take about as long.
+#: The tokens of the first forward pass, and the minimum: fewer take about as long.
 _LEAST_TOKENS = 4
 _MULTIPLE = 4
 _MOST_TOKENS = 1 << 20
-#: Seconds of a step in which nobody else runs: others may add requests between steps.
+#: Seconds of a step without other requests; requests can be added between steps.
 _ALONE_S = 0.05
-#: How fast the longest unit of a kind is forgotten, per unit.
+#: The decay of a kind's longest duration, per unit of that kind.
 _FADE = 0.7
 
 
 class Pace:
-    """The clock of steps and of what is filled in them.
+    """Measures steps and units, and decides how much is filled in a step.
 
-    tokens: how many of a prompt are computed at once beside decoding sequences.
+    tokens: the prompt tokens of a forward pass beside decoding sequences.
     """
 
     def __init__(self) -> None:
@@ -177,25 +177,25 @@ class Pace:
         self._share: float | None = None
 
     def decoded(self, seconds: float) -> None:
-        """A step took so long without what was filled in it, and computed no prompts."""
+        """Records the duration of a step of decoding sequences alone, without filling."""
         self._steps.append(seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step that decoded took so long, and computed so many tokens of a question."""
+        """Records the duration of a decode step that also computed `tokens` of a question."""
         if self._steps:
             median = statistics.median(self._steps)
             self._adapt(tokens, seconds - median, median)
 
     def encoded(self, tokens: int, seconds: float) -> None:
-        """So many tokens of a document were encoded between two steps, in this time."""
+        """Records the duration of encoding `tokens` of a document between two steps."""
         if tokens and self._steps:
             self._adapt(tokens, seconds, statistics.median(self._steps))
 
     def begin(self, *, spent: float, alone: bool, only_decodes: bool) -> bool:
-        """Begins the part of a step that fills documents; False: there is no time for it.
+        """Begins the part of a step that fills documents; False: no time is left for it.
 
-        spent: seconds of the step so far. alone: nobody else runs.
-        only_decodes: the step computed no prompts, which take longer than a decode step anyway.
+        spent: seconds of the step so far. alone: no other request runs.
+        only_decodes: the step computed no prompt tokens.
         """
         self._begin = self._last = time.perf_counter()
         if alone:
@@ -205,10 +205,19 @@ class Pace:
             self._share = _TARGET * statistics.median(self._steps) - spent
         else:
             self._share = (_TARGET - 1) * spent
-        return self._share > 0
+        return self._share > 0 and not self._must_wait(spent)
+
+    def _must_wait(self, spent: float) -> bool:
+        """Whether the announced unit would exceed the target only as this step is a slow one.
+
+        Half of the steps are not, so a unit that is longer than any step has left still runs.
+        """
+        assert self._share is not None
+        slow = bool(self._steps) and spent > statistics.median(self._steps)
+        return slow and self._units.get(self._kind, 0.0) > self._share
 
     def goes_on(self, kind: str) -> bool:
-        """Called between two units: whether one of this kind still fits into the step."""
+        """Called before each unit: whether one of this kind still fits into the step."""
         now = time.perf_counter()
         took, self._last = now - self._last, now
         if self._share is None:
@@ -221,29 +230,29 @@ class Pace:
         return now - self._begin + self._units.get(kind, 0.0) <= self._share
 
     def resume(self) -> None:
-        """Goes on with the unit that was announced last, maybe in another step."""
+        """Starts the clock of the unit that was announced last, maybe in an earlier step."""
         self._last = time.perf_counter()
 
     def size(self, left: int, most: int) -> int:
-        """How many of `left` tokens the next forward of filling computes, at most `most`."""
+        """The tokens of the next forward pass of filling: of `left`, at most `most`."""
         return min(left, most) if self._share is None else self.part(left, most)
 
     def part(self, left: int, most: int) -> int:
-        """How many of `left` tokens are computed at once beside decoding, at most `most`.
+        """The tokens of a forward pass beside decoding sequences: of `left`, at most `most`.
 
-        Whole multiples, and no small rest: matrix products of one to three rows round otherwise,
-        and cost as much as of four.
+        A multiple of four, without a small rest: matrix products of one to three rows round
+        differently and cost as much as those of four.
         """
         size = min(most, self.tokens // _MULTIPLE * _MULTIPLE)
         return size if left >= size + _MULTIPLE else min(left, most)
 
     def forward(self, tokens: int, seconds: float) -> None:
-        """A forward of so many tokens took so long."""
+        """Records the duration of a forward pass of filling."""
         if self._share is not None:
             self._adapt(tokens, seconds, statistics.median(self._steps or [self._share]))
 
     def _adapt(self, tokens: int, seconds: float, median: float) -> None:
-        """A quarter fewer tokens next time if they took too long, a quarter more if they did not.
+        """Lowers or raises `tokens` by a quarter if the last ones took too long or short.
 
         median: seconds of a step without them.
         """

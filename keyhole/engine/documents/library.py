@@ -1,4 +1,4 @@
-"""`llm.documents`: texts that are encoded once and stored, for any number of prompts."""
+"""`llm.documents`: documents that are encoded once and stored for any number of prompts."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import RopeShift
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
-# Between looks at whether requests have given pages back.
+# Seconds between checks for free pages.
 _PAUSE_S = 0.01
 #: Called with the tokens that are done, and all.
 Progress = Callable[[int, int], None]
 
 
 def _silent(done: int, tokens: int) -> None:
-    """Progress that nobody asked for."""
+    """Ignores progress."""
 
 
 class Documents:
-    """The stored documents of one place, as one model reads them.
+    """The documents of one store, encoded by one model.
 
     place: a folder, or any URL that fsspec knows. limit_bytes: the least recently used records go
     when there is more; None: no limit.
@@ -87,15 +87,15 @@ class Documents:
                 self.store.describe(name, metadata)
             return self.store.info(name)
         if metadata is not None:
-            metadata_text(metadata)  # wrong ones are told before the work
+            metadata_text(metadata)  # invalid metadata is refused before the work
         record = self._encode(name, source, block_size, progress)
-        overwrite = overwrite or known is not None  # the same text, in other blocks
+        overwrite = overwrite or known is not None  # the same text in other blocks
         return self.store.add(
             name, source, record, overwrite=overwrite, pinned=pinned, metadata=metadata
         )
 
     def get(self, name: str) -> DocumentInfo:
-        """What is known of a document; UnknownNameError with the nearest name."""
+        """The index entry of a document; UnknownNameError with the nearest name."""
         return self.store.info(name)
 
     def list(self) -> builtins.list[DocumentInfo]:
@@ -103,7 +103,7 @@ class Documents:
         return self.store.list()
 
     def text(self, name: str) -> str:
-        """The text that a document was made from; of one made from token ids, what they say."""
+        """The text of a document; for one made from token ids, their decoded text."""
         source = self.store.source(name)
         if isinstance(source, str):
             return source
@@ -111,20 +111,20 @@ class Documents:
         return "" if tokenizer is None else str(tokenizer.decode(source))
 
     def remove(self, name: str) -> None:
-        """Forgets a document."""
+        """Removes a document."""
         self.store.remove(name)
 
     def verify(
         self, names: Sequence[str] | None = None, *, repair: bool = False
     ) -> builtins.list[Problem]:
-        """What is damaged, or of another model; all documents unless `names` says which.
+        """The damaged documents and those of another model, among `names` or all.
 
         repair: encode these again from their texts, where those are whole. What was repaired is in
         the list too.
         """
         problems = self.store.verify(names)
         if repair:
-            # Where the text itself is damaged there is nothing to encode.
+            # A document whose text is damaged cannot be encoded again.
             lost = {problem.name for problem in problems if problem.kind == "source"}
             for name in dict.fromkeys(p.name for p in problems if p.name not in lost):
                 source = self.store.source(name)
@@ -133,7 +133,7 @@ class Documents:
         return problems
 
     def open(self, name: str, *, with_head: bool = False) -> StoredDocument:
-        """A document to read from, in use until it is closed.
+        """Opens a document; it cannot be deleted until it is closed.
 
         with_head: with the keys of this engine's retrieval head, if it has one that needs features.
         A document that was stored without them is encoded again, once, and stored with them.
@@ -153,11 +153,11 @@ class Documents:
         source = self.store.source(name)
         record = self._encode(name, source, document.block_size)
         for head in document.heads:
-            with suppress(RecordError):  # what is damaged is not kept
+            with suppress(RecordError):  # damaged tensors are dropped
                 record.heads.setdefault(head, document.head_record(head))
         try:
             self.store.add(name, source, record, overwrite=True)
-        except ConfigError as error:  # a place that is only read, for one
+        except ConfigError as error:  # for example, a read-only store
             raise ConfigError(
                 f"document {name!r} was stored without keys of this retrieval head, and they "
                 f"cannot be added: {error}; let it be asked once where the place can be written, "
@@ -171,7 +171,7 @@ class Documents:
         block_size: int,
         progress: Progress | None = None,
     ) -> DocumentRecord:
-        """Encodes a document, piece by piece: other threads' steps go on between two of them.
+        """Encodes a document in pieces; other threads can run steps between them.
 
         progress: called between pieces with the tokens that are done, and all; what it raises ends
         the work. With it, a document waits for pages that running requests hold.
@@ -198,7 +198,7 @@ class Documents:
                     begin = time.perf_counter()
                     computed = next(work)
                     engine.pace.encoded(computed, time.perf_counter() - begin)
-                if computed:  # else it is a layer's summary that was made
+                if computed:  # otherwise the piece was a layer's summary
                     done += computed
                     report(done, len(tokens))
         except StopIteration as finished:
@@ -210,7 +210,7 @@ class Documents:
                 engine.scheduler.take_back(pages)
 
     def _pages(self, num_tokens: int, wait: Progress | None) -> builtins.list[int]:
-        """Pages to encode a document in, lent by the scheduler; cached prefixes are evicted.
+        """Allocates pages to encode a document in; evicts cached prefixes if needed.
 
         wait: called again and again while running requests hold the pages; None: not waited for.
         """
@@ -229,7 +229,7 @@ class Documents:
             time.sleep(_PAUSE_S)
 
     def _checked(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:
-        """The tokens of a document that the model can take."""
+        """The tokens of a document, checked against the model's limits."""
         engine = self._engine
         tokens = self._tokens(name, source)
         wrong = [t for t in tokens if not 0 <= t < engine.model.vocab_size]
@@ -247,7 +247,7 @@ class Documents:
 
     def _tokens(self, name: str, source: str | Sequence[int]) -> builtins.list[int]:
         if isinstance(source, str):
-            # Without special tokens: it stands in the middle of a prompt.
+            # Without special tokens, as documents are in the middle of a prompt.
             source = encode_text(self._engine.model.tokenizer, source, special=False)
         tokens = list(source)
         if not tokens:

@@ -1,4 +1,4 @@
-"""Reads stored documents into pages: only what is kept, turned to its place in the prompt.
+"""Loads kept tokens of stored documents into pages, with RoPE shifted to their new positions.
 
 The retrieval head's keys of stored documents: made with a document, and placed in a prompt.
 
@@ -58,7 +58,7 @@ class Loader:
         self._positions = context.positions
         lengths = [document.length for document in context.documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        # How far each token's key is turned: from its place in the document to the one here.
+        # The RoPE shift of each token: from its position in the document to the one in the prompt.
         self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
         self._known: dict[int, list[LayerFacts]] = {}
         self._extremes: dict[int, list[Tensor]] = {}
@@ -68,7 +68,7 @@ class Loader:
     @property
     def bytes_read(self) -> int:
         """Bytes read from the store for this prompt."""
-        # They were opened for this prompt, headers and statistics too. One may stand in it twice.
+        # The documents were opened for this prompt alone. A document may occur twice in it.
         return sum(document.bytes_read for document in set(self._context.documents))
 
     def placed(self) -> list[PlacedDocument]:
@@ -88,7 +88,7 @@ class Loader:
         ]
 
     def load(self, wanted: Tensor, pages: PageList) -> Iterator[None]:
-        """Brings tokens, bool [L, T], into their pages, but for those that are present.
+        """Loads tokens, bool [L, T], into their pages, except those that are present.
 
         A piece of a layer at each step of the iteration.
         """
@@ -98,7 +98,7 @@ class Loader:
         self.present |= missing
 
     def facts(self) -> Iterator[None]:
-        """Reads the facts of all layers, one at each step of the iteration."""
+        """Reads the facts of all layers, one layer per iteration."""
         for layer in range(self.num_layers):
             self._facts(layer)
             yield
@@ -131,7 +131,7 @@ class Loader:
         kernels.append(self._cache.keys[layer], values, key, value, slots)
 
     def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
-        """Stored rows of what is wanted, on the device, document by document."""
+        """The stored rows of the wanted tokens on the device, document by document."""
         edges = np.searchsorted(wanted, self._starts)
         for i, document in enumerate(self._context.documents):
             own = wanted[edges[i] : edges[i + 1]] - self._starts[i]
@@ -154,7 +154,7 @@ class Loader:
             yield key, value
 
     def _facts(self, layer: int) -> list[LayerFacts]:
-        """Facts of one layer, document by document; all of them are turned at once."""
+        """The facts of one layer, per document; all keys are shifted at once."""
         if layer not in self._known:
             stored = [document.statistics(layer) for document in self._context.documents]
             counts = [len(facts.alpha) for facts in stored]
@@ -198,7 +198,7 @@ class Loader:
 
 
 class _Lazy(Sequence[_T]):
-    """What a document has by layer, read when it is asked for."""
+    """The data of a document by layer, read on access."""
 
     def __init__(self, read: Callable[[int], _T], num_layers: int) -> None:
         self._read = read
@@ -214,7 +214,7 @@ class _Lazy(Sequence[_T]):
 
 
 class HeadEncoding:
-    """Takes a document chunk by chunk, as it is encoded."""
+    """Collects the head's keys of a document, chunk by chunk, while it is encoded."""
 
     def __init__(self, lookahead: HeadRunner) -> None:
         self._lookahead = lookahead
@@ -223,7 +223,7 @@ class HeadEncoding:
 
     @torch.no_grad()
     def add(self, token_ids: Tensor, batch: Batch) -> None:
-        """The next chunk's tokens, int64 [T], after their forward."""
+        """Adds the next chunk's tokens, int64 [T], after their forward pass."""
         fused = self._lookahead.fuse(batch)
         assert fused is not None, "only a head with features has something to store"
         last = torch.zeros_like(fused[0]) if self._last is None else self._last
@@ -232,13 +232,13 @@ class HeadEncoding:
         self._last = fused[-1]
 
     def record(self) -> HeadRecord:
-        """What is stored of it, on the CPU."""
+        """The tensors to store, on the CPU."""
         assert self._last is not None, "a document has at least one token"
         return HeadRecord(torch.cat(self._keys), self._last.cpu())
 
 
 class PlacedHead:
-    """One prompt on its way into the pages, as the head sees it; for callers without gradients."""
+    """Writes the head's keys of one prompt; for callers under `torch.no_grad`."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class PlacedHead:
         self._fused: list[Tensor] = []
 
     def take(self, positions: np.ndarray, batch: Batch) -> None:
-        """The tokens at these positions, int64, were computed in this prompt."""
+        """Takes features of tokens, int64 positions, that were computed in this prompt."""
         fused = self._lookahead.fuse(batch)
         if fused is not None:
             self._known.append(positions)
@@ -277,7 +277,7 @@ class PlacedHead:
         order = np.argsort(np.concatenate(self._known))
         known = np.concatenate(self._known)[order]
         fused = torch.cat(self._fused)[torch.from_numpy(order).to(self._device)]
-        # Nothing stands before token 0: zeros.
+        # Token 0 has no preceding token: zeros.
         known, fused = np.append(-1, known), torch.cat([torch.zeros_like(fused[:1]), fused])
         fresh = np.isin(positions - 1, known)
         for places, keys in self._stored(name, positions[~fresh]):
@@ -298,7 +298,7 @@ class PlacedHead:
                 self._fused.append(document.head_last(name).to(self._device)[None])
 
     def _stored(self, name: str, positions: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """Stored keys of what is wanted, and their places, one piece per run of tokens."""
+        """The stored keys of the wanted tokens and their positions, one piece per run of tokens."""
         for document, offset in zip(self._context.documents, self._context.offsets, strict=True):
             inside = (positions >= offset) & (positions < offset + document.length)
             own = positions[inside] - offset

@@ -1,18 +1,13 @@
-"""Fills a prompt's pages with stored documents, as its reuse method says.
+"""Fills a prompt's pages with stored documents, as its reuse method decides.
 
-Brings a prompt of stored documents into the cache, as its reuse method says.
+The method makes up to three decisions: which tokens the question reads first (`glance`), which to
+keep and recompute (`plan`), and a revision of it (`revise`) after a probe layer that is computed
+for all tokens. Everything else of SamKV (arXiv 2508.11661, section 3) is done here: stored keys are
+read block by block, RoPE is re-applied, and they are written into pages; the prefix, the separators
+and the recomputed tokens are computed at their true positions; the retrieval head's keys come last.
+The engine computes the question itself over the result like any other prompt.
 
-The method is asked three times at most: over what the question is read first (`glance`), what to
-keep and to compute again (`plan`), and, after a layer that is computed for all, once more
-(`revise`). Everything else of SamKV (arXiv 2508.11661, section 3) is done here: stored keys are
-read block by block, RoPE is re-applied, and written into pages; the prefix, what separates the
-documents and what the plan names are computed at their true positions; a retrieval head's keys of
-all that some layer has come last. The question itself is left to the engine, which reads it over
-the result like any other prompt.
-
-All of it is cut into units, so that the engine can do it beside other requests' steps.
-
-Goes on with the documents of the prompt that the scheduler named, at the end of each step.
+The work is divided into units, which `DocumentFiller` runs in the remaining time of steps.
 """
 
 from __future__ import annotations
@@ -53,15 +48,15 @@ from keyhole.reuse.base import RecomputePlan
 
 _T = TypeVar("_T")
 
-#: Units of one part of the work, as `Units`, and what comes of them.
+#: The units of one part of the work, as `Units`, and its result.
 _Work = Generator[str, None, _T]
 
 
 class Preparation:
     """Prepares prompts of stored documents for one engine.
 
-    chunk: the most tokens of a forward; `pace` may say less. prefix: known prompts, whose pages
-    make room.
+    chunk: the most tokens of a forward pass; `pace` may allow fewer. prefix: the prefix cache,
+    whose pages are evicted when pages are needed.
     """
 
     def __init__(
@@ -84,9 +79,9 @@ class Preparation:
         self._turns = RopeShift.of(model)
 
     def check(self, context: Context) -> None:
-        """Whether the method goes with the documents.
+        """Checks that the method supports the documents and the policy.
 
-        ConfigError if not; RecordError for a document that has to be encoded again for it.
+        ConfigError if not; RecordError for a document that must be encoded again.
         """
         wanted = getattr(context.reuse, "block_size", None)
         for document in context.documents:
@@ -112,7 +107,7 @@ class Preparation:
             )
 
     def begin(self, request: Request) -> Filling:
-        """What fills the pages of a request up to its question; nothing is done yet."""
+        """The filling of a request's pages up to its question; no unit has run yet."""
         context = request.context
         assert context is not None, "a prompt without documents has nothing to fill"
         pages = PageList(self._cache, len(request.prompt))
@@ -125,11 +120,11 @@ class Preparation:
         return self._cache.page_size
 
     def send(self, array: np.ndarray) -> Tensor:
-        """An array on the model's device."""
+        """Copies an array to the model's device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
 
     def forward(self, tokens: np.ndarray, positions: np.ndarray, batch: Batch) -> None:
-        """Runs the model for what it writes; no logits are wanted."""
+        """Runs the model to write keys and values; its logits are not used."""
         begin = time.perf_counter()
         last = torch.tensor([len(tokens) - 1], device=self._model.device)
         self._model.forward(self.send(tokens), self.send(positions), batch, last)
@@ -150,16 +145,16 @@ class Preparation:
         )
 
     def size(self, left: int) -> int:
-        """Tokens of the next forward: at most `chunk`, and as many as the step has time for."""
+        """The tokens of the next forward pass: at most `chunk`, and as the pace allows."""
         return self._pace.size(left, self._chunk)
 
     def evict(self, count: int) -> None:
-        """Forgets known prompts until `count` pages are free, as far as there are any."""
+        """Evicts cached prefixes until `count` pages are free, if there are enough."""
         if self._known is not None:
             self._known.evict(count - self._cache.available)
 
     def summarise(self, pages: PageList) -> Iterator[None]:
-        """Lets the policy see the pages, as after any append; a layer at each step."""
+        """Calls the policy's `on_append` for the pages, one layer per iteration."""
         if not any(self._cache.data):
             return
         there = self.send(pages.present())
@@ -174,14 +169,14 @@ class Preparation:
         return Loader(context, self._cache, self._turns, self._model.device)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
-        """Brings the retrieval head's keys of a prompt into the cache; None without a head."""
+        """Writes the retrieval head's keys of a prompt; None without a head."""
         if self._lookahead is None:
             return None
         return PlacedHead(self._lookahead, self._cache, context, tokens, self._model.device)
 
 
 class _Prompt:
-    """One prompt on its way into the pages."""
+    """The units that fill the pages of one prompt."""
 
     def __init__(
         self, owner: Preparation, context: Context, pages: PageList, tokens: np.ndarray
@@ -220,7 +215,7 @@ class _Prompt:
         return Filled(self._context.end, self._kept_everywhere(plan), self._report(plan))
 
     def _write(self, plan: RecomputePlan) -> _Work[None]:
-        """Loads and computes what the plan names; gives back all other pages."""
+        """Loads and computes what the plan names; releases all other pages."""
         again = plan.written.any(0)
         needed = plan.kept | again
         places = self._documents[needed.any(0).numpy()]
@@ -237,7 +232,7 @@ class _Prompt:
             yield from _each("head", self._head.write(rows, self._pages))
 
     def _need(self, positions: np.ndarray) -> _Work[None]:
-        """Makes sure that there are pages for these positions; known prompts make room."""
+        """Allocates pages for these positions; evicts cached prefixes if needed."""
         yield "pages"
         if not self._pages.need(positions):
             self._owner.evict(self._pages.num_missing(positions))
@@ -246,7 +241,7 @@ class _Prompt:
         yield from _each("clear", self._pages.clear())
 
     def _kept_everywhere(self, plan: RecomputePlan) -> Tensor | None:
-        """Bool [L, end]: what each layer has before the question; None: all of it."""
+        """Bool [L, end]: the tokens before the question that each layer has; None: all."""
         if plan.kept.all():
             return None
         kept = torch.ones(len(plan.kept), self._context.end, dtype=torch.bool)
@@ -274,7 +269,7 @@ class _Prompt:
         return RecomputePlan(kept, written, plan.shares)
 
     def _prefix(self) -> _Work[None]:
-        """The prefix is an ordinary start of a prompt."""
+        """Computes the prefix like the start of any prompt."""
         owner, table = self._owner, self._owner.send(self._pages.table())
         end = 0
         while end < self._context.num_prefix:
@@ -298,15 +293,15 @@ class _Prompt:
         yield from _each("load", self._loader.load(everywhere, self._pages))
         nothing = np.zeros(0, np.int64)
         yield from self._pass(self._apart, self._seen(everywhere, nothing))
-        queries: dict[int, Tensor] = {}
+        parts: list[list[Tensor]] = [[] for _ in range(layers)]
 
         def note(layer: int, query: Tensor) -> None:
-            queries[layer] = query.float() if self._reuse.extremes else query.float().mean(0)
+            parts[layer].append(query.float() if self._reuse.extremes else query.float().sum(0))
 
-        seen = self._seen(everywhere, question)
-        # One piece, as the mean is over all of its tokens.
-        yield from self._pass(question, seen, queries=note, whole=True)
-        return [queries[layer] for layer in range(layers)]
+        yield from self._pass(question, self._seen(everywhere, question), queries=note)
+        if self._reuse.extremes:
+            return [torch.cat(part) for part in parts]
+        return [torch.stack(part).sum(0) / len(question) for part in parts]
 
     def _deviation(self, plan: RecomputePlan, layer: int) -> _Work[Tensor]:
         """Computes the first layers for all tokens that the plan writes there."""
@@ -328,7 +323,7 @@ class _Prompt:
         return found
 
     def _compute(self, plan: RecomputePlan, again: Tensor) -> _Work[None]:
-        """One forward of what is computed again, and of what separates the documents."""
+        """Computes the recomputed tokens and the separators between the documents."""
         places = self._documents[again.numpy()]
         rows = np.union1d(places, self._apart)
         if not len(rows):
@@ -365,10 +360,9 @@ class _Prompt:
         queries: Callable[[int, Tensor], None] | None = None,
         deviations: dict[int, list[Tensor]] | None = None,
         last_layer: int | None = None,
-        whole: bool = False,
         head: PlacedHead | None = None,
     ) -> _Work[None]:
-        """Runs tokens at `positions`, in ascending parts: each sees what the parts before wrote."""
+        """Runs tokens in ascending parts; each part reads what earlier ones wrote."""
         owner = self._owner
         table = owner.send(self._pages.table())
         every = {id(row): owner.send(row) for row in seen}
@@ -376,9 +370,9 @@ class _Prompt:
         while done < len(positions):
             yield "forward"
             left = len(positions) - done
-            part = positions[done : done + (left if whole else owner.size(left))]
+            part = positions[done : done + owner.size(left)]
             rows = slice(done, done + len(part))
-            # What comes later is not there yet: its places may hold anything.
+            # Later tokens are not written yet: their slots may hold anything.
             sent = {id(row): every[id(row)][: row.searchsorted(part[-1] + 1)] for row in seen}
             chunk = ScatteredChunk(
                 rows=slice(0, len(part)),
@@ -414,9 +408,9 @@ _DONE = object()
 
 
 class DocumentFiller:
-    """Fills documents for one engine, in what time its steps have left.
+    """Fills documents in the remaining time of an engine's steps.
 
-    preparation: what prepares prompts under a policy.
+    preparation: the `Preparation` of a policy.
     """
 
     def __init__(
@@ -430,9 +424,9 @@ class DocumentFiller:
         self._preparation = preparation
 
     def go_on(self, plan: SchedulerOutput, spent: float) -> None:
-        """Units of `plan.filling`; spent: seconds of the step so far, without them.
+        """Runs units of `plan.filling`; spent: seconds of the step so far.
 
-        An error ends that request alone, which `plan.refused` then lists.
+        An error ends that request alone, and adds it to `plan.refused`.
         """
         self._take_time(plan, spent)
         sequence, pace = plan.filling, self._pace
@@ -447,7 +441,7 @@ class DocumentFiller:
             plan.refused.append(sequence)
 
     def _take_time(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Tells the pace how long a step of decoding sequences took."""
+        """Reports the duration of a step with decoding sequences to the pace."""
         if not plan.decodes:
             return
         if not plan.chunks:

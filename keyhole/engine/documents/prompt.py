@@ -1,4 +1,4 @@
-"""A question over stored documents: which tokens it makes, and what comes back."""
+"""The prompt of a question over stored documents, and its answer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from keyhole.errors import RequestError
 from keyhole.reuse.base import Reuse
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
-# Stands in a chat message where the documents go; no template changes it.
+# A placeholder for the documents in a chat message, which no template changes.
 _MARK = "\x00documents\x00"
 
 
 @dataclass(frozen=True)
 class DocumentPrompt:
-    """A request made of documents: its prompt, and where the documents stand in it.
+    """A request over documents: its prompt, and the positions of the documents in it.
 
     context: None for a method that computes the prompt like any other.
     """
@@ -55,7 +55,7 @@ def assemble(
     if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")
     opened: dict[str, StoredDocument] = {}
-    for name in names:  # one that stands twice is opened once
+    for name in names:  # a name that occurs twice is opened once
         if name not in opened:
             opened[name] = stack.enter_context(documents.open(name, with_head=not reuse.exact))
     with engine.lock:  # no two threads at once in the tokenizer
