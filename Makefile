@@ -8,6 +8,8 @@ KVPRESS_READY := .venv-kvpress/.ready
 VLLM_READY := .venv-vllm/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
+PAGE_READY := .venv-page/.ready
+AXE := 4.14.1
 DEPLOY_READY := .venv-deploy/.ready
 WORKFLOWS_READY := .venv-workflows/.ready
 
@@ -17,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm lint types lint-workflows lint-deploy docs reference \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm test-page lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -50,6 +52,10 @@ test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .ven
 # kvpress's compressors on our tasks, in an environment of their own too.
 test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress*.py
+
+# The page of `keyhole serve` in Debian's Chromium, by Playwright; UPDATE_PICTURES=1 takes those of docs/ again.
+test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real browser, with .venv-page
+	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
 
 # Keyhole's policies inside vLLM on the CPU. Its warnings are vLLM's own, so they are no errors here.
 test-vllm: $(VLLM_READY) ## the plugin for vLLM, in .venv-vllm (5 GB); ARGS="-k delta" for some tests
@@ -198,6 +204,13 @@ $(TYPES_READY): constraints.txt
 	@echo "setting up .venv-types"
 	@$(PYTHON) -m venv .venv-types
 	@.venv-types/bin/python -m pip install -qq --constraint constraints.txt 'pyright[nodejs]'
+	@touch $@
+
+$(PAGE_READY): tests/server/page/requirements.txt | $(READY)
+	@echo "setting up .venv-page"
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
+	@.venv/bin/python -m pip install -qq --upgrade --target .venv-page --requirement tests/server/page/requirements.txt
+	@cd .venv-page && npm pack --silent axe-core@$(AXE) > /dev/null && tar -xzf axe-core-$(AXE).tgz --strip-components 1 package/axe.min.js
 	@touch $@
 
 $(WORKFLOWS_READY): requirements/workflows.txt requirements/workflows/package-lock.json

@@ -1,1 +1,21 @@
 """Measurements: each appends a JSON line to `results/`, with all that it needs to be repeated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def results() -> Path:
+    """The folder of the stored lines, in a checkout."""
+    return ROOT / "benchmarks/results"
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Adds one JSON line to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")

@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+import benchmarks
 import keyhole
 from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.bench import measure
@@ -58,7 +59,7 @@ def main() -> None:
         arguments.share,
     )
     settings = {name: value for name, value in vars(arguments).items() if name != "note"}
-    LineFile(measure.results() / "adaptive-layers.jsonl").add(line | settings | {"parts": found})
+    LineFile(benchmarks.results() / "adaptive-layers.jsonl").add(line | settings | {"parts": found})
     for part in found:
         print(part)
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from keyhole.bench import measure
-from keyhole.eval.attention import pictures
-from keyhole.eval.attention.tables import AttentionSetting, markdown, places, tables
-from keyhole.eval.line_file import Line, LineFile
+import benchmarks
+from keyhole.drawing import STYLE, matplotlib, save
+from keyhole.eval.attention.pictures import drawings
+from keyhole.eval.attention.tables import AttentionSetting, places, tables
+from keyhole.eval.line_file import EvalTable, Line, LineFile
 
-LINES = measure.results() / "attention.jsonl"
-PAGE = measure.ROOT / "docs/attention.md"
+LINES = benchmarks.results() / "attention.jsonl"
+PAGE = benchmarks.ROOT / "docs/attention.md"
 IMAGES = PAGE.parent / "images"
 PICTURES = {"loss": "attention-loss.png", "overlap": "attention-overlap.png"}
 BEGIN, END = "<!-- attention: python -m benchmarks.attention -->", "<!-- end of attention -->"
@@ -31,7 +33,7 @@ def main() -> None:
     if not lines:
         sys.exit(f"error: {LINES} holds no lines; the docstring says how they are measured")
     first = places(lines)[0]
-    pictures.write_pictures(first, {name: IMAGES / file for name, file in PICTURES.items()})
+    write_pictures(first, {name: IMAGES / file for name, file in PICTURES.items()})
     PAGE.write_text(with_tables(PAGE.read_text(), lines))
 
 
@@ -78,6 +80,24 @@ def _title(place: AttentionSetting) -> str:
 
 def _numbers(values: set[int]) -> str:
     return " or ".join(map(str, sorted(values)))
+
+
+def markdown(table: EvalTable) -> str:
+    """The table as GitHub shows it."""
+    ends = [":--" if i < table.left else "--:" for i in range(len(table.heads))]
+    rows: Sequence[Sequence[str]] = [table.heads, ends, *table.rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def write_pictures(place: AttentionSetting, paths: dict[str, Path]) -> None:
+    """Writes the pictures "loss" and "overlap" of a place; paths: by these names."""
+    pyplot = matplotlib()[0]
+    for drawing in drawings(place):
+        with pyplot.rc_context(STYLE):
+            figure = pyplot.figure(figsize=drawing.size, layout="constrained")
+            drawing.draw(figure)
+            save(figure, paths[drawing.name])
+            pyplot.close(figure)
 
 
 if __name__ == "__main__":

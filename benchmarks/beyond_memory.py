@@ -36,10 +36,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+import benchmarks
 import keyhole
 from keyhole import LLM, CapacityError, SamplingParams
 from keyhole.bench import measure
-from keyhole.bench.model import give_back
+from keyhole.bench.model import release_memory
 from keyhole.engine.engine import Engine
 from keyhole.eval.tiny_language.tasks import is_correct, make, share_before_first_error
 from keyhole.models.loading import Model, load
@@ -92,8 +93,8 @@ def main() -> int:
         )
         line["results"].append(json.loads(done.stdout.splitlines()[-1]))
         print(_told(line["results"][-1]), flush=True)
-    output = measure.results() / "beyond-memory.jsonl"
-    measure.append(output, line)
+    output = benchmarks.results() / "beyond-memory.jsonl"
+    benchmarks.append(output, line)
     print(f"written: {output}")
     return 0
 
@@ -178,7 +179,7 @@ def _warm_up(model: Model, folder: str) -> None:
     done = llm.generate(item.prompt, SamplingParams(max_tokens=64, temperature=0.0))
     assert done.stats.offloaded_layers, "layers should have moved"
     del llm
-    give_back()
+    release_memory()
 
 
 def _status(name: str) -> int:

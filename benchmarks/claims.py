@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import benchmarks
 from benchmarks import results_page
 from benchmarks.results_page.controls import FILES
-from keyhole.bench import measure
 from keyhole.policies import available_policies
 
 SAMPLES = 100
@@ -114,14 +114,16 @@ def main() -> None:
             if not arguments.dry_run:
                 run(command)
     if not arguments.dry_run:
-        results_page.write(measure.results(), measure.ROOT / "docs")
+        results_page.write(benchmarks.results(), benchmarks.ROOT / "docs")
 
 
 def run(command: Sequence[str]) -> None:
     """By the `keyhole` of this environment, on one core; CalledProcessError if it fails."""
     program = str(Path(sys.executable).with_name(command[0]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run([program, *command[1:]], cwd=measure.ROOT, env=environment, check=False)
+    done = subprocess.run(
+        [program, *command[1:]], cwd=benchmarks.ROOT, env=environment, check=False
+    )
     if done.returncode not in (0, 1):  # 1: a method that this model or these terms cannot have
         raise subprocess.CalledProcessError(done.returncode, command)
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+import benchmarks
 import keyhole
 from benchmarks import results_page
 from benchmarks.results_page import errors as results_errors
@@ -51,8 +52,8 @@ RECALLS = (0.5, 0.7, 0.9, 0.95, 0.99)
 #: The methods of the discussion, and those of them that can follow the text.
 MAIN = ("delta", "quest", "raas", "streaming_llm", "spe_context")
 ADAPTIVE = ("delta", "spe_context")
-OUTPUT = measure.results() / results_page.LINES
-ERRORS = measure.results() / results_page.ERRORS
+OUTPUT = benchmarks.results() / results_page.LINES
+ERRORS = benchmarks.results() / results_page.ERRORS
 #: Answers that are looked into, for each cell with an eighth of so many tokens at most.
 _WRONG, _LONGEST = 8, 2048
 _PAGE_SIZE = EngineConfig().page_size
@@ -215,7 +216,7 @@ def main() -> None:
             end = float("inf") if arguments.hours is None else 3600 * arguments.hours
             run(model, chosen(arguments), file, end, arguments.note)
     if arguments.output == OUTPUT:
-        results_page.write(measure.results(), measure.ROOT / "docs")
+        results_page.write(benchmarks.results(), benchmarks.ROOT / "docs")
 
 
 def chosen(arguments: argparse.Namespace) -> list[GridCell]:

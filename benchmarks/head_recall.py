@@ -20,13 +20,14 @@ from random import Random
 
 import torch
 
+import benchmarks
 import keyhole
 from benchmarks.results_page import head_table
 from keyhole.bench import measure
-from keyhole.eval import head_recall
-from keyhole.eval.head_recall import RecallText
+from keyhole.eval import verify
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.eval.tiny_language.world import BOS, EOS, WORD_IDS
+from keyhole.eval.verify import RecallText
 from keyhole.models.loading import load
 from keyhole.retrieval.head import RetrievalHead
 
@@ -36,8 +37,8 @@ TASKS = ("recall", "multiquery", "docs2", "majority", "derive")
 ITEMS = {8192: 2, 4096: 3}
 MOST_ITEMS = 4
 MOST_ROWS = 64
-OUTPUT = measure.results() / "head-recall.jsonl"
-PICTURE = measure.ROOT / "docs/images/head-recall.png"
+OUTPUT = benchmarks.results() / "head-recall.jsonl"
+PICTURE = benchmarks.ROOT / "docs/images/head-recall.png"
 
 
 def text(task: str, length: int, seed: int) -> RecallText:
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write tables and picture")
     arguments = parser.parse_args()
     if not arguments.render:
-        measure.append(OUTPUT, line(arguments.heads, arguments.note))
+        benchmarks.append(OUTPUT, line(arguments.heads, arguments.note))
     last = json.loads(OUTPUT.read_text().splitlines()[-1])
     head_table.picture(last, PICTURE)
     print(head_table.tables(last))
@@ -76,7 +77,7 @@ def line(named: list[str], note: str) -> dict[str, object]:
         n: [text(task, n, seed) for task in TASKS for seed in range(ITEMS.get(n, MOST_ITEMS))]
         for n in LENGTHS
     }
-    cells = head_recall.measure(model, heads, texts, BUDGETS)
+    cells = verify.measure_recall(model, heads, texts, BUDGETS)
     header = measure.header("head-recall", model.device, note, keyhole.__version__)
     header["command"] = shlex.join(["python", "-m", "benchmarks.head_recall", *sys.argv[1:]])
     settings = {"model": model.name, "budgets": BUDGETS, "lengths": LENGTHS, "tasks": TASKS}

@@ -18,6 +18,7 @@ import sys
 import torch
 from tqdm import tqdm
 
+import benchmarks
 import keyhole
 from benchmarks.results_page import head_table
 from keyhole import LLM, SamplingParams
@@ -29,7 +30,7 @@ from keyhole.policies import make_policy
 CASES = (("recall", 512), ("recall", 2048), ("derive", 512), ("derive", 1024))
 POLICIES = ("spe_context", "delta", "quest", "streaming_llm")
 SHARES = (8, 4)
-OUTPUT = measure.results() / "head-tasks.jsonl"
+OUTPUT = benchmarks.results() / "head-tasks.jsonl"
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
         line["command"] = shlex.join(["python", "-m", "benchmarks.head_tasks", *sys.argv[1:]])
         heads = dict(name.split("=", 1) for name in arguments.heads)
         line["results"] = count(heads, arguments.items)
-        measure.append(OUTPUT, line)
+        benchmarks.append(OUTPUT, line)
     print(head_table.tasks(json.loads(OUTPUT.read_text().splitlines()[-1])))
 
 

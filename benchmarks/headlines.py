@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmarks
 import keyhole
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
@@ -37,12 +38,12 @@ def main() -> None:
     flags.quiet()
     output = arguments.output
     if output is None and not arguments.small:
-        output = measure.results() / "headlines.jsonl"
+        output = benchmarks.results() / "headlines.jsonl"
     for name in arguments.names or HEADLINES:
         line = _line(name, arguments)
         if output is not None:
-            measure.append(output, line)
-        model.give_back()  # the next one needs this one's
+            benchmarks.append(output, line)
+        model.release_memory()  # the next one needs this one's
 
 
 def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

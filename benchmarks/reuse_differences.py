@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import benchmarks
 import keyhole
 from keyhole.bench import measure
 from keyhole.eval.comparisons import gain, wilson
@@ -234,7 +235,7 @@ def main() -> None:
         command = ["python", "-m", "benchmarks.reuse_differences", *sys.argv[1:]]
         line |= {"command": shlex.join(command), "group": group, "kind": GROUPS[group][0]}
         line["results"] = count(network, tokenizer, group, arguments.items)
-        measure.append(measure.results() / f"{name}.jsonl", line)
+        benchmarks.append(benchmarks.results() / f"{name}.jsonl", line)
         print(report(line), flush=True)
 
 

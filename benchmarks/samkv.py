@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import benchmarks
 import keyhole
 from benchmarks.document_reuse import equal as document_equal
 from benchmarks.document_reuse import page
@@ -51,10 +52,10 @@ KINDS = (
     "needs_each_other/middle",
 )
 SHAPES = ("4x512", "8x512", "16x512", "4x1536")
-OUTPUT = measure.results() / "samkv.jsonl"
+OUTPUT = benchmarks.results() / "samkv.jsonl"
 EQUAL_KINDS = ("one/anywhere", "two_hop/anywhere", "needs_each_other/anywhere")
 EQUAL_SHAPE = "4x320"
-EQUAL_OUTPUT = measure.results() / "samkv-equal.jsonl"
+EQUAL_OUTPUT = benchmarks.results() / "samkv-equal.jsonl"
 # With blocks of 64 three of them are already two fifths of 512 words.
 _BLOCK_SIZE = {320: 16, 512: 32}
 # The longest answer has thirteen words.
@@ -93,7 +94,7 @@ def main() -> None:
                         _equal_cell(llm, kind, shape, arguments)
                     else:
                         _cell(llm, kind, shape, variants, arguments)
-    docs = measure.ROOT / "docs"
+    docs = benchmarks.ROOT / "docs"
     page.write(page.stored(OUTPUT), docs)
     document_equal.write(document_equal.stored(EQUAL_OUTPUT), docs)
 
@@ -115,7 +116,7 @@ def _cell(
             variants, items = {"recompute": variants["recompute"]} | missing, known["items"]
     line = _line(kind, shape, items, block_size, arguments)
     line["results"] = count(llm, kind, shape, variants, items, block_size)
-    measure.append(arguments.output, line)
+    benchmarks.append(arguments.output, line)
     print(page.cell(line), flush=True)
 
 
@@ -130,7 +131,7 @@ def _equal_cell(llm: LLM, kind: str, shape: str, arguments: argparse.Namespace) 
     variants = {name: variant for name, (variant, _) in EQUAL.items()}
     matches = {name: other for name, (_, other) in EQUAL.items() if other is not None}
     line["results"] = count(llm, kind, shape, variants, items, block_size, matches)
-    measure.append(arguments.output, line)
+    benchmarks.append(arguments.output, line)
     print(page.cell(line), flush=True)
 
 

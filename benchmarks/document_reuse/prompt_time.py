@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import benchmarks
 import keyhole
 from benchmarks.paper import documents
 from benchmarks.paper.documents import RECOMPUTE
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--note", default="")
-    parser.add_argument("--output", type=Path, default=measure.results() / "documents.jsonl")
+    parser.add_argument("--output", type=Path, default=benchmarks.results() / "documents.jsonl")
     arguments = parser.parse_args()
     settings = DocumentSettings(
         methods=(RECOMPUTE, *(name for name in arguments.methods if name != RECOMPUTE)),
@@ -57,7 +58,7 @@ def main() -> None:
     )
     line |= documents.run(settings, lambda *_: None)
     line["by_recompute"] = ratios(line["results"])
-    measure.append(arguments.output, line)
+    benchmarks.append(arguments.output, line)
     for name, ratio in line["by_recompute"].items():
         print(f"{name}: {ratio:.3f} of the time that computing everything takes")
 

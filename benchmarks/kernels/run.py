@@ -73,7 +73,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     names = settings.paths or backends.paths(device)
     require_known("path", names, backends.paths(device))
     _check_room(settings, device)
-    bandwidth, copying = measure.read_bandwidth(device), measure.copy_bandwidth(device)
+    bandwidth, copying = measure.read_bandwidth(device), _copy_bandwidth(device)
     with device:
         layer = Layer(settings)
     results: list[Result] = []
@@ -220,3 +220,13 @@ def _check_room(settings: KernelSettings, device: torch.device) -> None:
             f"{settings.contexts[-1]:,} tokens, batch {settings.batch}, need {model.gib(need)}, "
             f"{model.gib(free)} are free; give fewer --contexts or a smaller --batch"
         )
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy of a large tensor reads and writes; the best of a few."""
+    numbers = measure.large_tensor(device)
+    copy = torch.empty_like(numbers)
+    best = min(
+        measure.time_ms(lambda: copy.copy_(numbers), device) for _ in range(measure.BANDWIDTH_RUNS)
+    )
+    return 2 * numbers.nbytes / (1e-3 * best)

@@ -52,12 +52,12 @@ class LlamaFile:
 
     def write(self, weights: Weights) -> None:
         """Writes the weights; one is copied at a time."""
-        named = dict(tensors(weights.theirs))
+        named = dict(tensors(weights.transformers))
         about = [
             {"name": name, "shape": list(tensor.shape), "dtype": _dtype(tensor)}
             for name, tensor in named.items()
         ]
-        config = weights.theirs.config
+        config = weights.transformers.config
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
         with WorkerProcess() as worker:
             worker.call(

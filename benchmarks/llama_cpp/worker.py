@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import benchmarks
 from keyhole.bench import measure
 from keyhole.errors import ConfigError, KeyholeError
 
@@ -29,7 +30,7 @@ class WorkerError(KeyholeError):
 
 def interpreter() -> Path:
     """The peers' Python; ConfigError if that environment is not there."""
-    folder = measure.ROOT if measure.in_checkout() else Path.cwd()
+    folder = benchmarks.ROOT if measure.in_checkout() else Path.cwd()
     python = folder / ENVIRONMENT / "bin/python"
     if not python.exists():
         raise ConfigError(

@@ -30,7 +30,7 @@ from keyhole.llm import LLM
 from keyhole.reuse import available_reuse_methods, make_reuse
 
 #: Computes the whole prompt, by attention of transformers.
-PEER = "transformers_sdpa"
+REFERENCE = "transformers_sdpa"
 RECOMPUTE = "recompute"
 
 _WARM_UP = 1
@@ -39,7 +39,7 @@ _FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
     """Measures every method; the part of a line of results that is this benchmark's own."""
-    require_known("method", settings.methods, (PEER, *available_reuse_methods()))
+    require_known("method", settings.methods, (REFERENCE, *available_reuse_methods()))
     device = measure.device(settings.device)
     bandwidth = measure.read_bandwidth(device)
     length = settings.documents * settings.tokens + settings.question
@@ -52,17 +52,17 @@ def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
     weights = make_weights(asked)
     generator = torch.Generator().manual_seed(0)
     size = (settings.documents, settings.tokens)
-    texts = torch.randint(weights.ours.vocab_size, size, generator=generator)
-    question = torch.randint(weights.ours.vocab_size, (settings.question,), generator=generator)
+    texts = torch.randint(weights.keyhole.vocab_size, size, generator=generator)
+    question = torch.randint(weights.keyhole.vocab_size, (settings.question,), generator=generator)
     prompt = torch.cat([texts.flatten(), question])
     error = _compare(weights, prompt)
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        llm = LLM(weights.ours, prefix_cache=False, max_batch=1, documents=folder)
+        llm = LLM(weights.keyhole, prefix_cache=False, max_batch=1, documents=folder)
         names = [f"document {i}" for i in range(settings.documents)]
         for name, text in zip(names, texts.tolist(), strict=True):
             llm.documents.add(name, {"prompt_token_ids": text})
         methods = [
-            _Theirs(weights, prompt) if name == PEER else _Ours(name, llm, names, question)
+            _Theirs(weights, prompt) if name == REFERENCE else _Ours(name, llm, names, question)
             for name in settings.methods
         ]
         turns = {method.name: Turn(call=method.call, told_ms=method.told_ms) for method in methods}
@@ -119,7 +119,7 @@ class _Ours:
 class _Theirs:
     """The whole prompt at once, as a user of transformers computes it."""
 
-    name = PEER
+    name = REFERENCE
     told_ms = None
 
     def __init__(self, weights: Weights, prompt: Tensor) -> None:
@@ -134,19 +134,19 @@ class _Theirs:
 @torch.no_grad()
 def _next_logits(weights: Weights, prompt: Tensor) -> Tensor:
     """Logits [vocabulary] after a prompt, by transformers, which keeps keys as for an answer."""
-    network = weights.theirs
+    network = weights.transformers
     network.set_attn_implementation("sdpa")
-    tokens = prompt[None].to(weights.ours.device)
+    tokens = prompt[None].to(weights.keyhole.device)
     logits: Tensor = network(input_ids=tokens, use_cache=True, logits_to_keep=1).logits[0, -1]
     return logits
 
 
 def _compare(weights: Weights, prompt: Tensor) -> float:
     """The error of our logits after the prompt; DisagreementError if it is too large."""
-    engine = LLM(weights.ours, prefix_cache=False, max_batch=1).engine
+    engine = LLM(weights.keyhole, prefix_cache=False, max_batch=1).engine
     sequence = engine.add(prompt.tolist(), _FIRST_TOKEN, keep_logits=True)
     while not sequence.is_finished:
         engine.step()
     expected = _next_logits(weights, prompt).float().cpu()
-    tolerance = TOLERANCE[weights.ours.dtype]
+    tolerance = TOLERANCE[weights.keyhole.dtype]
     return decode.check(RECOMPUTE, [sequence.logits[0]], [expected], tolerance)

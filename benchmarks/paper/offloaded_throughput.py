@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.paper.kinds import LOWERED, ThroughputSettings
 from keyhole.bench import decode
-from keyhole.bench.model import RandomKV, give_back, prompts
+from keyhole.bench.model import RandomKV, prompts, release_memory
 from keyhole.bench.offload_loading import WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.prefetch import Prefetcher
@@ -134,7 +134,7 @@ class Lowered:
             above.fill(numbers, [text.prompt])
             found = above.logits(text)
         del above
-        give_back()  # the requests need it
+        release_memory()  # the requests need it
         return found
 
     def _loading(self, folder: str, requests: int) -> Loading:

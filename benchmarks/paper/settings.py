@@ -48,7 +48,7 @@ class Headline:
     note: str = ""
 
 
-#: The best dense step of others: see `keyhole.bench.settings.MORE_PEERS`.
+#: The best dense step of others: see `keyhole.bench.settings.MORE_BASELINES`.
 FLASH = "torch_flash"
 #: Kinds of attention in the kernels' table of speeds.
 ALL, PAGES, TOKENS = "attend, all", "attend, pages", "attend, tokens per head"

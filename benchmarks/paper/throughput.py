@@ -20,10 +20,16 @@ from typing import Any
 from benchmarks.paper.kinds import LOWERED, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import Lowered
 from keyhole.bench import measure
-from keyhole.bench.decode import WARM_UP, sit
+from keyhole.bench.decode import WARM_UP, run_together
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.model import RESERVE_BYTES, give_back, make_weights, needed_bytes, passing_layers
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, require_systems
+from keyhole.bench.model import (
+    RESERVE_BYTES,
+    make_weights,
+    needed_bytes,
+    passing_layers,
+    release_memory,
+)
+from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, require_systems
 from keyhole.kernels import operations
 from keyhole.models.loading import Model
 
@@ -33,18 +39,18 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
 
     Gives each length's step times to `report`, with notes on what was left out.
     """
-    require_systems(settings.decode.systems, (*ALL_PEERS, *LOWERED))
+    require_systems(settings.decode.systems, (*ALL_BASELINES, *LOWERED))
     lengths = lengths_along(settings.prompt, settings.answer, settings.points)
     asked = replace(settings.decode, contexts=lengths)
     device = measure.device(asked.device)
     bandwidth = measure.read_bandwidth(device)
     weights = make_weights(asked)
-    weight_bytes = sum(parameter.nbytes for parameter in weights.ours.network.parameters())
+    weight_bytes = sum(parameter.nbytes for parameter in weights.keyhole.network.parameters())
     room = settings.memory - weight_bytes - RESERVE_BYTES
     beside = [name for name in asked.systems if name not in LOWERED]
-    requests = {name: most_requests(name, weights.ours, settings, room) for name in beside}
+    requests = {name: most_requests(name, weights.keyhole, settings, room) for name in beside}
     lowered = {
-        name: Lowered(name, weights.ours, settings, room)
+        name: Lowered(name, weights.keyhole, settings, room)
         for name in asked.systems
         if name in LOWERED
     }
@@ -57,16 +63,16 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
         found: list[Result] = []
         notes: list[str] = []
         times: dict[str, list[float]] = {}
-        for batch, names in sittings(requests):
-            sitting = sit(weights, replace(asked, batch=batch, systems=names), length)
-            for name, measured in sitting.measured.items():
+        for batch, names in joint_runs(requests):
+            joint_run = run_together(weights, replace(asked, batch=batch, systems=names), length)
+            for name, measured in joint_run.measured.items():
                 times.setdefault(name, []).extend(measured.step_ms)
                 launched[name].append(measured.cost["launches"])
-            for name, error in sitting.errors.items():
+            for name, error in joint_run.errors.items():
                 errors[name] = max(error, errors.get(name, 0.0))
-            skipped += [one.as_dict() for one in sitting.skipped]
-            notes += map(str, sitting.skipped)
-            give_back()  # the next one needs this one's
+            skipped += [one.as_dict() for one in joint_run.skipped]
+            notes += map(str, joint_run.skipped)
+            release_memory()  # the next one needs this one's
         for name, system in lowered.items():
             if not system.requests:
                 continue
@@ -75,7 +81,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
             launched[name].append(own.launches)
             errors[name] = max(own.error, errors.get(name, 0.0))
             loads[name].append(own.as_dict())
-            give_back()
+            release_memory()
         for name, spent in times.items():
             step_ms[name].append(statistics.median(spent))
             found.append({"context": length, "system": name, "step_ms": step_ms[name][-1]})
@@ -115,7 +121,7 @@ def answer_seconds(lengths: Sequence[int], step_ms: Sequence[float], answer: int
 def most_requests(name: str, model: Model, settings: ThroughputSettings, room: int) -> int:
     """Whole texts for which a system has room beside the weights."""
     tokens = settings.prompt + settings.answer
-    if name in ALL_PEERS:
+    if name in ALL_BASELINES:
         geometry = model.geometry(PAGE_SIZE)
         past = tokens * geometry.token_bytes
         each = past + passing_layers(name, geometry) * past // geometry.num_layers
@@ -127,16 +133,16 @@ def most_requests(name: str, model: Model, settings: ThroughputSettings, room: i
     return max(0, room // each)
 
 
-def sittings(requests: Mapping[str, int]) -> list[tuple[int, tuple[str, ...]]]:
+def joint_runs(requests: Mapping[str, int]) -> list[tuple[int, tuple[str, ...]]]:
     """Who sits together, with how many requests: our systems beside each peer of the same number.
 
     Those that have room for none are left out.
     """
-    ours = {name: count for name, count in requests.items() if name not in ALL_PEERS}
+    ours = {name: count for name, count in requests.items() if name not in ALL_BASELINES}
     found = [
         (count, (name, *(own for own, same in ours.items() if same == count)))
         for name, count in requests.items()
-        if name in ALL_PEERS and count
+        if name in ALL_BASELINES and count
     ]
     there = {count for count, _ in found}
     return found + [

@@ -156,7 +156,7 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
         "Distance to the oracle, points:",
         _table(lines, keys, beside, distance),
         "<details><summary>Intervals, keys and bytes read, time of a step</summary>",
-        details.common,
+        details.title,
         written(details.heads, [[_cell(text) for text in row] for row in details.rows]),
         "</details>",
     ]

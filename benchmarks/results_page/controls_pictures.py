@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.results_page.controls import TERMS
 from keyhole.drawing import STYLE, matplotlib, save
+from keyhole.errors import ConfigError
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
-from keyhole.eval.report.cells import cells
-from keyhole.eval.report.charts import pareto_chart
+from keyhole.eval.report.cells import Cell, cells, place_name, places
+from keyhole.eval.report.charts import draw_pareto, points
 from keyhole.eval.report.plot_style import Look, looks
 
 #: The derivations whose lengths are shown: those of the longest texts under this budget.
 _TASK, _BUDGET = "tiny_derive", 128
+#: Inches of a panel, and how many stand side by side.
+_PANEL, _PANELS_ACROSS = (3.5, 2.7), 3
 
 
 def names(lines: Mapping[str, Sequence[Line]]) -> dict[str, str]:
@@ -62,5 +67,37 @@ def _lengths(found: Mapping[tuple[str, str], np.ndarray], path: Path) -> None:
         axes.set_xlabel("tokens of an answer")
         axes.set_ylabel("share of answers")
         axes.legend(fontsize=7, ncols=2)
+        save(figure, path)
+        pyplot.close(figure)
+
+
+def pareto_chart(cells: Sequence[Cell], path: str | Path, *, title: str) -> None:
+    """Writes a picture, a panel for each task and length; ConfigError if nothing is to be drawn."""
+    pyplot = matplotlib()[0]
+    by_place = {at: own for at, own in places(cells).items() if points(own)}
+    if not by_place:
+        raise ConfigError("no line has both a score and bytes_per_step; there is nothing to draw")
+    columns = min(_PANELS_ACROSS, len(by_place))
+    rows = math.ceil(len(by_place) / columns)
+    style = looks((cell.policy, cell.name) for cell in cells)
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(
+            rows,
+            columns,
+            figsize=(_PANEL[0] * columns, _PANEL[1] * rows + 0.7),
+            squeeze=False,
+            layout="constrained",
+        )
+        for axis in axes.flat[len(by_place) :]:
+            axis.set_visible(False)
+        handles: dict[str, Any] = {}
+        for axis, (at, own) in zip(axes.flat, by_place.items(), strict=False):
+            draw_pareto(axis, own, style)
+            axis.set_title(place_name(at, by_place))
+            handles.update(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
+        )
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         save(figure, path)
         pyplot.close(figure)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.drawing import FAINT, INK, STYLE, matplotlib
-from keyhole.eval.head_recall import BEST, WINDOW
+from keyhole.eval.verify import BEST, WINDOW
 
 #: What `python -m benchmarks.head_recall`, or head_tasks, adds to benchmarks/results/.
 Line = dict[str, Any]

@@ -13,7 +13,6 @@ import numpy as np
 from benchmarks.results_page.cells import ASKED, TaskCells, columns, methods, of_task
 from benchmarks.results_page.text import month
 from keyhole.drawing import FAINT, STYLE, matplotlib
-from keyhole.eval import policy_trace
 from keyhole.eval.line_file import Line
 from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report import charts
@@ -31,7 +30,7 @@ class Names:
     """File names of the pictures that there is something for; pareto: by task."""
 
     heat_map: str | None = None
-    charts: dict[str, str] = field(default_factory=dict)
+    pareto: dict[str, str] = field(default_factory=dict)
     maps: str | None = None
 
     @property
@@ -137,7 +136,7 @@ def _maps(lines: Sequence[Line], path: Path, date: str) -> None:
     def draw(figure: Any, axes: list[Any]) -> None:
         for axis, line in zip(axes, shown, strict=True):
             kept, look = SelectionMap.from_json(line["map"]), style[line["method"]]
-            policy_trace.draw_selection_map(axis, kept, color=look.color, colors=matplotlib()[1])
+            charts.draw_selection_map(axis, kept, color=look.color, colors=matplotlib()[1])
             axis.axhline(line["map_step"], color=look.color, linewidth=1.2)
             axis.set_title(f"{line['method']}, {kept.subject}", pad=7)
         figure.supxlabel("position in the text", fontsize=9, color=FAINT)

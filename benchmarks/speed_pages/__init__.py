@@ -19,10 +19,10 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from benchmarks import ROOT, results
 from benchmarks.paper import page as headline_page
 from benchmarks.speed_pages import offload as offload_page
 from benchmarks.speed_pages import plot, tables
-from keyhole.bench import measure
 
 BEGIN, END = "<!-- results: python -m benchmarks.speed_pages -->\n", "<!-- end of results -->"
 #: Comments around the part of docs/results.md that `benchmarks.results_page` writes.
@@ -39,7 +39,7 @@ Line = dict[str, Any]
 
 def stored(benchmark: str) -> list[Line]:
     """All lines of a benchmark's results, the oldest first."""
-    file = measure.results() / f"{benchmark}.jsonl"
+    file = results() / f"{benchmark}.jsonl"
     return [json.loads(text) for text in file.read_text().splitlines()] if file.is_file() else []
 
 
@@ -117,7 +117,7 @@ def page(
 def main() -> None:
     """Rewrites pages and pictures of the checkout."""
     decode, offload = stored("decode"), stored("offload")
-    readme, docs = measure.ROOT / "README.md", measure.ROOT / "docs"
+    readme, docs = ROOT / "README.md", ROOT / "docs"
     readme.write_text(inserted(readme.read_text(), render(decode)))
     results = docs / "results.md"
     text = evaluation(results.read_text())

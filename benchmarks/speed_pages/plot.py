@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.llama_cpp.system import SYSTEMS
-from keyhole.bench.settings import MORE_PEERS, PEERS
+from keyhole.bench.settings import BASELINES, MORE_BASELINES
 from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, STYLE, matplotlib
 
 # Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
 _MARKS = "osD^vPX*"
-_OTHERS = (*PEERS, *SYSTEMS, *MORE_PEERS)
+_OTHERS = (*BASELINES, *SYSTEMS, *MORE_BASELINES)
 
 
 def step_times(line: dict[str, Any], path: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.llama_cpp.system import SYSTEMS
-from keyhole.bench.settings import PEERS
+from keyhole.bench.settings import BASELINES
 
 Line = dict[str, Any]
-_PEER = next(iter(PEERS))
+_PEER = next(iter(BASELINES))
 # What is said in words, or is of no use to someone who runs the command again.
 _UNSAID = ("--note", "--output")
 _OUTSIDE_TEXT = "\n(llama.cpp: of its own process, weights and cache)"

@@ -1,10 +1,10 @@
-"""What the others feel while a question over stored documents is admitted.
+"""How much longer steps take while a question over stored documents is admitted.
 
-Some requests decode. A question over stored documents comes, and its documents are filled beside
-their steps. Measured are the steps until its first token: how long the longest took, by the median
-of the steps just before it came. As many steps before are looked at in the same way: what they show
-is the noise of the machine. On a CPU the same is done with the CPU time of this process, in which
-other processes have no part. The same question alone says what cutting the work into parts costs.
+Some requests decode. A question over stored documents arrives, and its documents are filled beside
+their steps. Measured are the steps until its first token: the longest, divided by the median of the
+steps just before the question. As many steps without a question are measured in the same way: they
+show the noise of the machine. On a CPU the same is done with the CPU time of this process, which
+other processes do not affect. The same question alone shows what cutting the work into parts costs.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Case:
         }
 
     def _ask(self) -> float:
-        """Milliseconds from a question to its first token with nobody beside it."""
+        """Milliseconds from a question to its first token when no other request runs."""
         with ExitStack() as stack:
             return sum(wall for wall, _ in self._steps(self._submit(stack)))
 
@@ -138,7 +138,7 @@ class _Case:
         with ExitStack() as stack:
             sequence = self._submit(stack)
             steps, steps_cpu = zip(*self._steps(sequence), strict=True)
-        # As many steps in which nobody came.
+        # As many steps without a new question.
         calm = [self._step()[0] for _ in steps]
         median = statistics.median(control)
         return {

@@ -26,15 +26,28 @@ from keyhole.bench.model import (
     Skipped,
     Weights,
     fitting,
-    give_back,
     make_weights,
     peak_bytes,
     prompts,
+    release_memory,
     reset_peak,
     workspace_bytes,
 )
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings, require_systems
-from keyhole.bench.systems import Baseline, KeyholeSystem, Outside, OutsidePeer, Pages, Past
+from keyhole.bench.settings import (
+    ALL_BASELINES,
+    BASELINES,
+    PAGE_SIZE,
+    DecodeSettings,
+    require_systems,
+)
+from keyhole.bench.systems import (
+    Baseline,
+    BaselineCache,
+    KeyholeSystem,
+    Outside,
+    OutsideSystem,
+    Pages,
+)
 from keyhole.errors import KeyholeError
 from keyhole.kernels import operations
 from keyhole.policies import available_policies, make_policy, policy_name
@@ -44,7 +57,7 @@ _TINY = 1e-30  # two rows of zeros agree
 
 
 class DisagreementError(KeyholeError):
-    """Two systems give different results: no time of theirs means anything."""
+    """Two systems give different results, so their times cannot be compared."""
 
 
 def check(who: str, found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> float:
@@ -68,8 +81,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((a - b).norm(dim=-1).div(b.norm(dim=-1).clamp(min=_TINY)).max())
 
 
-#: The peer that the others' times are divided by.
-PEER = next(iter(PEERS))
+#: The baseline that the others' times are divided by.
+REFERENCE = next(iter(BASELINES))
 #: Steps of every system before those that count: the first ends the prompt, the others bring it to
 #: its pace.
 WARM_UP = 3
@@ -94,32 +107,32 @@ class SystemSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sitting:
-    """Every system of one sitting by name, errors of the compared logits, and who is left out."""
+class JointRun:
+    """Systems measured together: results by name, errors of the logits, and skipped systems."""
 
     measured: dict[str, SystemSteps]
     errors: dict[str, float]
     skipped: list[Skipped]
 
 
-def sit(
+def run_together(
     weights: Weights,
     settings: DecodeSettings,
     context: int,
     outside: Outside | None = None,
     other: str | None = None,
-) -> Sitting:
+) -> JointRun:
     """Measures all systems of this process that `settings` names, and one of `outside`: `other`.
 
-    Full attention and one peer are compared even if nobody asked for their times.
+    The logits of full attention and of one baseline are compared even if neither is timed.
     """
-    model, batch = weights.ours, settings.batch
+    model, batch = weights.keyhole, settings.batch
     steps = _COMPARED + WARM_UP + settings.repeat + 1
     inside = [n for n in settings.systems if outside is None or n not in outside.names]
-    names = ["full", *(n for n in inside if n not in ALL_PEERS and n != "full")]
-    wanted = [n for n in inside if n in ALL_PEERS and n != PEER]
-    if PEER in inside or (other is None and not wanted):
-        wanted.insert(0, PEER)
+    names = ["full", *(n for n in inside if n not in ALL_BASELINES and n != "full")]
+    wanted = [n for n in inside if n in ALL_BASELINES and n != REFERENCE]
+    if REFERENCE in inside or (other is None and not wanted):
+        wanted.insert(0, REFERENCE)
     needs = None
     if outside is not None and other is not None:
         needs = other, outside.needed(model, batch, context, steps)
@@ -127,42 +140,42 @@ def sit(
         model, names, wanted, batch=batch, context=context, steps=steps, outside=needs
     )
     if skipped and skipped[0].system is None:
-        return Sitting(measured={}, errors={}, skipped=skipped)
+        return JointRun(measured={}, errors={}, skipped=skipped)
     numbers = RandomKV(model, batch, context)
     texts, given = prompts(model, batch, context, _COMPARED)
     with contextlib.ExitStack() as stack:
-        others: list[OutsidePeer] = []
+        others: list[OutsideSystem] = []
         if outside is not None and other in fit:
             fit.remove(other)
             others = [outside.start(other, model, batch, context, steps)]
             stack.callback(others[0].close)
             others[0].fill(numbers)  # needs room for a copy, and nothing else is there yet
         pages = Pages(model, names, batch, context, steps, settings.token_budget)
-        kinds = dict.fromkeys(ALL_PEERS[name][1] for name in fit)
-        pasts = {kind: Past(kind, model, context, steps) for kind in kinds}
+        kinds = dict.fromkeys(ALL_BASELINES[name][1] for name in fit)
+        pasts = {kind: BaselineCache(kind, model, context, steps) for kind in kinds}
         _fill([pages, *pasts.values()], numbers)
         pages.know(texts)
-        peers = [Baseline(name, weights, pasts[ALL_PEERS[name][1]], context) for name in fit]
+        peers = [Baseline(name, weights, pasts[ALL_BASELINES[name][1]], context) for name in fit]
         tolerance = TOLERANCE[model.dtype] * max(1.0, numbers.num_layers / _LAYERS)
-        errors = compare(pages.ours[0], [*peers, *others], texts, given, tolerance)
-        everyone: list[Baseline | KeyholeSystem] = [*peers, *pages.ours]
+        errors = compare(pages.systems[0], [*peers, *others], texts, given, tolerance)
+        everyone: list[Baseline | KeyholeSystem] = [*peers, *pages.systems]
         systems = [system for system in everyone if system.name in inside]
-        used = {ALL_PEERS[system.name][1] for system in systems if system.name in ALL_PEERS}
+        used = {ALL_BASELINES[system.name][1] for system in systems if system.name in ALL_BASELINES}
         cache_bytes = pages.num_bytes + sum(pasts[kind].num_bytes for kind in used)
         del peers, everyone
         for kind in pasts.keys() - used:  # was there to be compared only
             del pasts[kind]
-        give_back()  # what filling and comparing took is none of a step's
+        release_memory()  # what filling and comparing took is none of a step's
         measured = _timed(systems, others, texts, settings.repeat, model.device)
     for system in systems:
         cost = measured[system.name].cost
         cost |= {"cache_bytes": cache_bytes, "workspace_bytes": workspace_bytes()}
-    return Sitting(measured=measured, errors=errors, skipped=skipped)
+    return JointRun(measured=measured, errors=errors, skipped=skipped)
 
 
 def compare(
     dense: KeyholeSystem,
-    peers: Sequence[Baseline | OutsidePeer],
+    peers: Sequence[Baseline | OutsideSystem],
     texts: list[list[int]],
     given: list[int],
     tolerance: float,
@@ -182,7 +195,7 @@ def compare(
     }
 
 
-def _fill(caches: Sequence[Pages | Past], numbers: RandomKV) -> None:
+def _fill(caches: Sequence[Pages | BaselineCache], numbers: RandomKV) -> None:
     with numbers.filling(len(caches)):
         for cache in caches:
             cache.fill(numbers)
@@ -190,14 +203,14 @@ def _fill(caches: Sequence[Pages | Past], numbers: RandomKV) -> None:
 
 def allowed(name: str, tolerance: float) -> float:
     """The error that a peer's own way of rounding explains."""
-    if name not in ALL_PEERS:  # outside: has rounded weights, keys and values to float16
+    if name not in ALL_BASELINES:  # outside: has rounded weights, keys and values to float16
         return max(tolerance, TOLERANCE[torch.float16])
-    return tolerance * (_EAGER if ALL_PEERS[name][0] == "eager" else 1.0)
+    return tolerance * (_EAGER if ALL_BASELINES[name][0] == "eager" else 1.0)
 
 
 def _timed(
     systems: Sequence[Baseline | KeyholeSystem],
-    others: Sequence[OutsidePeer],
+    others: Sequence[OutsideSystem],
     texts: list[list[int]],
     repeat: int,
     device: torch.device,
@@ -213,7 +226,7 @@ def _timed(
 
         return Turn(call=system.step, before=lambda: reset_peak(device), after=after)
 
-    def turn_outside(system: OutsidePeer) -> Turn:
+    def turn_outside(system: OutsideSystem) -> Turn:
         def after() -> None:
             peaks[system.name].append(system.peak_bytes)
             system.rest()
@@ -243,7 +256,7 @@ def run(settings: DecodeSettings, report: Report, outside: Outside | None = None
     `settings` may name, too.
     """
     others = () if outside is None else tuple(outside.names)
-    require_systems(settings.systems, (*ALL_PEERS, *others))
+    require_systems(settings.systems, (*ALL_BASELINES, *others))
     device = measure.device(settings.device)
     bandwidth = measure.read_bandwidth(device)
     _load_libraries(settings, others)
@@ -251,7 +264,7 @@ def run(settings: DecodeSettings, report: Report, outside: Outside | None = None
     weights = make_weights(settings)
     if outside is not None:
         outside.write(weights)
-    parameters = list(weights.ours.network.parameters())
+    parameters = list(weights.keyhole.network.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in parameters)
     line: dict[str, Any] = {
         "settings": asdict(settings) | {"page_size": PAGE_SIZE, "warm_up": WARM_UP},
@@ -283,39 +296,39 @@ def run(settings: DecodeSettings, report: Report, outside: Outside | None = None
 def measure_context(
     weights: Weights, settings: DecodeSettings, context: int, outside: Outside | None = None
 ) -> tuple[list[Result], dict[str, float], list[Skipped]]:
-    """Results of every system at one context, errors of the compared logits, and who is left out.
+    """Results of every system at one context, errors of the compared logits, and skipped systems.
 
-    Each system that is outside has a sitting with all the others.
+    Each system in a process of its own is measured together with all the others.
     """
-    sittings = []
+    joint_runs = []
     names = () if outside is None else outside.names
     others: list[str | None] = [name for name in settings.systems if name in names]
     for other in others or [None]:
-        sittings.append(sit(weights, settings, context, outside, other))
-        model.give_back()  # the next one needs this one's
+        joint_runs.append(run_together(weights, settings, context, outside, other))
+        model.release_memory()  # the next one needs this one's
     errors: dict[str, float] = {}
-    for sitting in sittings:
-        for name, error in sitting.errors.items():
+    for joint_run in joint_runs:
+        for name, error in joint_run.errors.items():
             errors[name] = max(error, errors.get(name, 0.0))
-    results = pooled(sittings)
+    results = pooled(joint_runs)
     there = {result["system"] for result in results}
-    skipped = {one.system: one for sitting in sittings for one in sitting.skipped}
+    skipped = {one.system: one for joint_run in joint_runs for one in joint_run.skipped}
     left_out = [one for name, one in skipped.items() if name not in there]
     return [result | {"context": context} for result in results], errors, left_out
 
 
-def pooled(sittings: Sequence[Sitting]) -> list[Result]:
+def pooled(joint_runs: Sequence[JointRun]) -> list[Result]:
     """One result for every system: medians of all its steps, and of ratios within a round."""
-    names = dict.fromkeys(name for sitting in sittings for name in sitting.measured)
+    names = dict.fromkeys(name for joint_run in joint_runs for name in joint_run.measured)
     results = []
-    for name in sorted(names, key=lambda n: (n not in ALL_PEERS, _is_policy(n))):
-        own = [sitting.measured[name] for sitting in sittings if name in sitting.measured]
+    for name in sorted(names, key=lambda n: (n not in ALL_BASELINES, _is_policy(n))):
+        own = [joint_run.measured[name] for joint_run in joint_runs if name in joint_run.measured]
         spent = [ms for one in own for ms in one.step_ms]
         result: Result = {
             "system": name,
             "step_ms": statistics.median(spent),
-            "ratio_to_peer": _ratio(sittings, name, PEER),
-            "ratio_to_full": _ratio(sittings, name, "full"),
+            "ratio_to_peer": _ratio(joint_runs, name, REFERENCE),
+            "ratio_to_full": _ratio(joint_runs, name, "full"),
             "all_step_ms": spent,
             "peak_bytes": max(peak for one in own for peak in one.peak_bytes),
         }
@@ -327,14 +340,14 @@ def _is_policy(system: str) -> bool:
     return policy_name(parse_one(system, "policy").name) in available_policies()
 
 
-def _ratio(sittings: Iterable[Sitting], name: str, other: str) -> float | None:
+def _ratio(joint_runs: Iterable[JointRun], name: str, other: str) -> float | None:
     """Median of the time of one system by that of another in the same round."""
     ratios = [
         a / b
-        for sitting in sittings
-        if name in sitting.measured and other in sitting.measured
+        for joint_run in joint_runs
+        if name in joint_run.measured and other in joint_run.measured
         for a, b in zip(
-            sitting.measured[name].step_ms, sitting.measured[other].step_ms, strict=True
+            joint_run.measured[name].step_ms, joint_run.measured[other].step_ms, strict=True
         )
     ]
     return statistics.median(ratios) if ratios else None
@@ -345,7 +358,7 @@ def _load_libraries(settings: DecodeSettings, outside: Sequence[str]) -> None:
     # Without their settings: layers that these name are not in the small model.
     inside = tuple(
         dict.fromkeys(
-            name if name in ALL_PEERS else make_policy(name).name
+            name if name in ALL_BASELINES else make_policy(name).name
             for name in settings.systems
             if name not in outside
         )
@@ -353,10 +366,10 @@ def _load_libraries(settings: DecodeSettings, outside: Sequence[str]) -> None:
     small = replace(settings, shape="smoke", layers=1, contexts=(PAGE_SIZE,), batch=1, repeat=1)
     small = replace(small, systems=inside or ("full",), token_budget=None)
     measure_context(make_weights(small), small, PAGE_SIZE)
-    model.give_back()
+    model.release_memory()
 
 
 def _uncompared(context: int, errors: dict[str, float], found: Sequence[Result]) -> list[str]:
     if errors or not found:
         return []
-    return [f"at {context:,} tokens no peer was there to compare logits with"]
+    return [f"at {context:,} tokens no baseline was there to compare logits with"]

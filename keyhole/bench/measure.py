@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
@@ -28,7 +27,7 @@ from keyhole.errors import KeyholeError
 #: The repository that this file is in; meaningless where Keyhole is installed without one.
 ROOT = Path(__file__).parents[2]
 
-#: What one system did in one case, as it stands in a line.
+#: What one system did in one case, as a line stores it.
 Result = dict[str, Any]
 #: Takes results as they come, and notes for a reader beside them.
 Report = Callable[[Sequence[Result], Sequence[str]], None]
@@ -37,7 +36,7 @@ Report = Callable[[Sequence[Result], Sequence[str]], None]
 # a launch takes would not be small beside it.
 _BANDWIDTH_BYTES = 1 << 29
 _MORE_ON_GPU = 8
-_BANDWIDTH_RUNS = 7
+BANDWIDTH_RUNS = 7
 
 
 def header(
@@ -49,7 +48,7 @@ def header(
 ) -> dict[str, Any]:
     """What a line says about how, where and when it was measured; version: of Keyhole.
 
-    command: what the flags of this process stand behind.
+    command: the program before the flags of this process.
     """
     return {
         "benchmark": benchmark,
@@ -65,11 +64,6 @@ def header(
 def in_checkout() -> bool:
     """Whether this file is part of a checkout of the repository, not of an installed package."""
     return (ROOT / "pyproject.toml").is_file()
-
-
-def results() -> Path:
-    """The folder of the stored lines, in a checkout."""
-    return ROOT / "benchmarks/results"
 
 
 def device(name: str) -> torch.device:
@@ -141,29 +135,15 @@ def synchronize(device: torch.device) -> None:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second that a sum over a large tensor reads with all threads; the best of a few."""
-    numbers = _much(device)
-    best = min(time_ms(numbers.sum, device) for _ in range(_BANDWIDTH_RUNS))
+    numbers = large_tensor(device)
+    best = min(time_ms(numbers.sum, device) for _ in range(BANDWIDTH_RUNS))
     return numbers.nbytes / (1e-3 * best)
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy of a large tensor reads and writes; the best of a few."""
-    numbers = _much(device)
-    copy = torch.empty_like(numbers)
-    best = min(time_ms(lambda: copy.copy_(numbers), device) for _ in range(_BANDWIDTH_RUNS))
-    return 2 * numbers.nbytes / (1e-3 * best)
-
-
-def _much(device: torch.device) -> torch.Tensor:
+def large_tensor(device: torch.device) -> torch.Tensor:
+    """Ones, float32, far more than any cache holds, so that a sum over them reads memory."""
     size = _BANDWIDTH_BYTES * (_MORE_ON_GPU if device.type == "cuda" else 1)
     return torch.ones(size // 4, device=device)
-
-
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Adds one JSON line to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 _NUMBERS = (("family", "cpu family"), ("model", "model"))
@@ -268,8 +248,8 @@ class Captured:
 # How the steps of a system reach a GPU: repeated as CUDA graphs, or launched one by one.
 #
 # One by one the host may take longer than the device, so that times of both kinds do not compare.
-# Every result of decode steps says which it was, and none is given of ours that should have been
-# repeated and were not.
+# Every result of decode steps says which it was. It is an error if Keyhole's steps should have been
+# replayed and were not.
 
 
 Launches = dict[str, Any]
@@ -281,7 +261,7 @@ OUTSIDE = "another process computes on a CPU"
 
 
 class NotRecordedError(KeyholeError):
-    """Steps of ours were launched one by one where they could be repeated as CUDA graphs."""
+    """Keyhole's steps were launched one by one where they could be replayed as CUDA graphs."""
 
 
 def said(replayed_steps: int, why_not: str | None) -> Launches:

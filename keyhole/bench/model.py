@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from keyhole.bench import measure
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, SHAPES, DecodeSettings
+from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, SHAPES, DecodeSettings
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import bytes_per_page
 from keyhole.engine.head_runner import HeadRunner
@@ -67,7 +67,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Lets the peak begin anew; where the system cannot do that it stays the process's own."""
+    """Resets the peak, where the system can; elsewhere it stays that of the whole process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif os.access(_CLEAR, os.W_OK):
@@ -84,8 +84,8 @@ def peak_bytes(device: torch.device) -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def give_back() -> None:
-    """Returns what is free inside this process to the system, where it would count as used."""
+def release_memory() -> None:
+    """Returns memory that is free inside this process to the system, which counts it as used."""
     gc.collect()
     torch.cuda.empty_cache()  # nothing where no GPU was used
     pinned = getattr(torch.accelerator, "empty_host_cache", None)  # newer than what we ask for
@@ -118,7 +118,7 @@ RESERVE_BYTES = 512 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A system that does not fit; None: ours, and with them the whole context."""
+    """A system that does not fit in memory; None: Keyhole's cache, and so the whole context."""
 
     context: int
     batch: int
@@ -147,11 +147,11 @@ def fitting(
     steps: int,
     outside: tuple[str, Need] | None = None,
 ) -> tuple[list[str], list[Skipped]]:
-    """The peers for which there is room beside our cache, one after the other, and who is left out.
+    """The baselines that fit beside Keyhole's cache, in their order, and those that are skipped.
 
-    `outside`: a system in another process and what it needs, the first to get room beside ours; it
-    is filled before there is anything else. If there is no room for our cache itself, that is the
-    one entry of the second list.
+    `outside`: a system in another process and what it needs. It gets memory first and is filled
+    before anything else. If Keyhole's cache itself does not fit, that is the
+    only entry of the second list.
     """
     free = max(0, free_bytes(model.device) - RESERVE_BYTES)
     geometry = model.geometry(PAGE_SIZE)
@@ -179,8 +179,8 @@ def fitting(
             kept.append(name)
             free -= its.stays
     for name in peers:
-        kind = ALL_PEERS[name][1]
-        is_there = any(ALL_PEERS[other][1] == kind for other in kept if other in ALL_PEERS)
+        kind = ALL_BASELINES[name][1]
+        is_there = any(ALL_BASELINES[other][1] == kind for other in kept if other in ALL_BASELINES)
         need = (0 if is_there else past) + passing_layers(name, geometry) * layer
         if need > free:
             left_out.append(skipped(name, need))
@@ -192,7 +192,7 @@ def fitting(
 
 def passing_layers(name: str, geometry: Geometry) -> int:
     """The most that a peer needs for a moment, in layers of its cache."""
-    attention, kind = ALL_PEERS[name]
+    attention, kind = ALL_BASELINES[name]
     group = geometry.num_query_heads // geometry.layers[0].num_kv_heads
     # A dynamic cache copies one layer at a time; eager repeats keys and values for each head.
     # While a cache is filled, a layer and parts of its copy pass.
@@ -201,7 +201,7 @@ def passing_layers(name: str, geometry: Geometry) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that it takes beside ours, and how many more while its cache is filled."""
+    """Bytes that a system takes beside Keyhole's, and how many more while its cache is filled."""
 
     stays: int
     passes: int
@@ -220,7 +220,7 @@ def num_pages(policies: Sequence[str], batch: int, context: int, steps: int) -> 
     """Pages for the prompts, for what every engine adds to them, and for copies of the prompts."""
     more = -(-(steps + 1) // PAGE_SIZE) + 1
     copies = sum(not make_policy(name).shares_pages for name in policies)
-    # And one that is nobody's, where steps are recorded.
+    # And the page of padding rows, where steps are captured.
     return batch * ((1 + copies) * (context // PAGE_SIZE) + len(policies) * more) + 1
 
 
@@ -254,8 +254,8 @@ _SPARE_POSITIONS = 1024
 class Weights:
     """The same weights in two networks: as Keyhole uses them, and as transformers does."""
 
-    ours: Model
-    theirs: Any
+    keyhole: Model
+    transformers: Any
 
 
 def make_weights(settings: DecodeSettings) -> Weights:
@@ -273,10 +273,10 @@ def make_weights(settings: DecodeSettings) -> Weights:
         network = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     network.tie_weights()  # which goes with initialising them
     _draw_weights(network.eval(), config.initializer_range)
-    theirs = without_copying_weights(network)
+    dense = without_copying_weights(network)
     speed_up(network, device)
     length, reason = families.max_length(config)
-    ours = Model(
+    model = Model(
         name=settings.shape,
         network=network,
         tokenizer=None,
@@ -287,7 +287,7 @@ def make_weights(settings: DecodeSettings) -> Weights:
         eos_token_ids=frozenset(),
         defaults={},
     )
-    return Weights(ours, theirs)
+    return Weights(model, dense)
 
 
 @torch.no_grad()
@@ -310,7 +310,7 @@ def without_copying_weights(network: Any) -> Any:
 
 
 class RandomKV:
-    """The keys and values that every cache is filled with, drawn again whenever they are asked for.
+    """The keys and values that every cache is filled with, drawn again at every call.
 
     A cache of another layout, or in another process, takes them in the order that suits it; no
     more than what is asked for is in memory.

@@ -29,10 +29,17 @@ from tqdm.auto import tqdm
 from keyhole.bench import decode, measure, offload_loading
 from keyhole.bench.decode import TOLERANCE, allowed
 from keyhole.bench.measure import Launches, Report, Result, Turn, together
-from keyhole.bench.model import RESERVE_BYTES, RandomKV, Weights, give_back, make_weights, prompts
+from keyhole.bench.model import (
+    RESERVE_BYTES,
+    RandomKV,
+    Weights,
+    make_weights,
+    prompts,
+    release_memory,
+)
 from keyhole.bench.offload_loading import (
-    ABOVE,
     ELASTIC,
+    RESIDENT,
     SYSTEMS,
     WARM_UP,
     ForcedText,
@@ -43,8 +50,8 @@ from keyhole.bench.offload_loading import (
     recording,
     timed,
 )
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, DecodeSettings, OffloadSettings
-from keyhole.bench.systems import Baseline, Past
+from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, DecodeSettings, OffloadSettings
+from keyhole.bench.systems import Baseline, BaselineCache
 from keyhole.cache.prefetch import Traffic
 from keyhole.config import require
 from keyhole.engine.head_runner import load_head
@@ -67,18 +74,18 @@ def run_large(
 ) -> list[Result]:
     """A result for every policy and system at `settings.context` tokens and the largest budget.
 
-    theirs: peers of full attention that take turns with them, compared with ours over everything
-    above. head_class: of the retrieval head.
+    theirs: baselines of full attention that take turns with them, compared with Keyhole's with all
+    layers resident. head_class: of the retrieval head.
     """
     assert settings.context is not None
     asked = DecodeSettings(
         contexts=(settings.context,), shape=settings.shape, device=settings.device
     )
     weights = make_weights(asked)
-    head = head_class.random(weights.ours.network)
+    head = head_class.random(weights.keyhole.network)
     case = _LargeCase(
         weights=weights,
-        numbers=RandomKV(weights.ours, 1, settings.context),
+        numbers=RandomKV(weights.keyhole, 1, settings.context),
         room=_room(settings, weights, head),
         settings=settings,
         folder=folder,
@@ -90,13 +97,13 @@ def run_large(
         traced = settings.trace if name == settings.policies[0] else None
         found = _measure_large(case, policy, head if policy.wants_head else None, theirs, traced)
         results += [{"policy": name, "budget": budget_of(policy)} | one for one in found]
-        give_back()
+        release_memory()
     return results
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LargeCase:
-    """What all policies have in common. room: for keys and values above; None: no limit."""
+    """What all policies have in common. room: bytes of resident keys and values; None: no limit."""
 
     weights: Weights
     numbers: RandomKV
@@ -109,7 +116,7 @@ def _room(settings: OffloadSettings, weights: Weights, head: RetrievalHead) -> i
     """What `settings.memory` leaves for keys and values, beside weights and what a step needs."""
     if settings.memory is None:
         return None
-    parameters = {id(x): x for net in (weights.ours.network, head) for x in net.parameters()}
+    parameters = {id(x): x for net in (weights.keyhole.network, head) for x in net.parameters()}
     used = sum(parameter.nbytes for parameter in parameters.values()) + RESERVE_BYTES
     right = f"more than {used}, which weights and a step need"
     require(settings.memory > used, "memory", settings.memory, right)
@@ -123,7 +130,7 @@ def _measure_large(
     theirs: Several[str],
     trace_file: str | None,
 ) -> list[Result]:
-    model, repeat = case.weights.ours, case.settings.repeat
+    model, repeat = case.weights.keyhole, case.settings.repeat
     steps = _COMPARED + WARM_UP + repeat + (offload_loading.STEPS if trace_file else 0)
     texts, given = prompts(model, 1, case.numbers.context, steps)
     short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
@@ -136,9 +143,9 @@ def _measure_large(
                 system = stack.enter_context(Loading(kind, *settings))
                 system.fill(case.numbers, texts)
                 systems[name] = system
-        expected = systems[ABOVE].logits(short)
+        expected = systems[RESIDENT].logits(short)
         for name, system in systems.items():
-            found = expected if name == ABOVE else system.logits(short)
+            found = expected if name == RESIDENT else system.logits(short)
             who = f"{policy.name}, {name}"
             errors[name] = decode.check(who, [found], [expected], _LARGE_TOLERANCE)
             system.start(ForcedText(prompt=texts[0], answer=given))
@@ -157,7 +164,7 @@ def _measure_large(
             "system": name,
             "step_ms": statistics.median(times[name]),
             "ratio_to_above": statistics.median(
-                a / b for a, b in zip(times[name], times[ABOVE], strict=True)
+                a / b for a, b in zip(times[name], times[RESIDENT], strict=True)
             ),
             "stall_ms": None if load is None else load.stall_ms / repeat,
             "moved_bytes": None if load is None else load.moved_bytes / repeat,
@@ -176,16 +183,16 @@ def _measure_large(
 def _peers(
     case: _LargeCase, names: Several[str], text: ForcedText, steps: int
 ) -> tuple[list[Baseline], dict[str, float]]:
-    """Other people's systems, filled, compared and about to begin; their errors."""
+    """The baselines, filled, compared and started, and their errors."""
     if not names:
         return [], {}
-    model, context = case.weights.ours, case.numbers.context
+    model, context = case.weights.keyhole, case.numbers.context
     with Loading(None, model, Full(), None, case.folder) as dense:
         dense.fill(case.numbers, [text.prompt])
         expected = dense.logits(text)
     peers, errors = [], {}
     for name in names:
-        past = Past(ALL_PEERS[name][1], model, context, steps)
+        past = BaselineCache(ALL_BASELINES[name][1], model, context, steps)
         past.fill(case.numbers)
         peer = Baseline(name, case.weights, past, context)
         found = peer.logits([text.prompt], text.answer)[0]
@@ -287,10 +294,10 @@ def measure_budget(
             "system": name,
             "step_ms": statistics.median(times[name]),
             "ratio_to_above": statistics.median(
-                a / b for a, b in zip(times[name], times[ABOVE], strict=True)
+                a / b for a, b in zip(times[name], times[RESIDENT], strict=True)
             ),
-            "stall_ms": None if name == ABOVE else stalled[name] / len(times[name]),
-            "moved_bytes": None if name == ABOVE else counted[name].moved_bytes / steps,
+            "stall_ms": None if name == RESIDENT else stalled[name] / len(times[name]),
+            "moved_bytes": None if name == RESIDENT else counted[name].moved_bytes / steps,
             "hit_rate": counted[name].hit_rate,
             "repeat_rate": repeats.repeated / repeats.selected,
             "right_share": right / words,

@@ -94,7 +94,7 @@ class SelectionOverlap:
 
 
 def recording(repeats: SelectionOverlap) -> type[Prefetcher]:
-    """Elastic loading that tells `repeats` of every selection."""
+    """Elastic loading that reports every selection to `repeats`."""
 
     class Recording(Prefetcher):
         def begin(
@@ -110,7 +110,7 @@ def recording(repeats: SelectionOverlap) -> type[Prefetcher]:
     return Recording
 
 
-# More than any text needs: all layers are moved by `Loading`, not when memory is full.
+# More than any sequence needs: `Loading` offloads all layers, not the planner.
 _MEMORY = 1 << 40
 
 
@@ -136,12 +136,12 @@ class Forgetful(Prefetcher):
 #: The first step after a prompt loads everything, the next ones bring the systems to their pace.
 WARM_UP = 4
 
-#: Everything above; the others are divided by it.
-ABOVE = "above"
+#: All layers resident; the times of the others are divided by its.
+RESIDENT = "above"
 ELASTIC, NO_OVERLAP, NO_ELASTIC = "elastic", "elastic_without_overlap", "everything_copied"
-#: How layers below are loaded; None where no layer is below.
+#: How offloaded layers are loaded; None where none is offloaded.
 SYSTEMS: Mapping[str, type[Prefetcher] | None] = {
-    ABOVE: None,
+    RESIDENT: None,
     ELASTIC: Prefetcher,
     NO_OVERLAP: Waiting,
     NO_ELASTIC: Forgetful,
@@ -179,10 +179,10 @@ class ForcedText:
 class Loading:
     """One engine, with `requests` requests at most, for texts whose tokens are given.
 
-    All layers that may are offloaded from the first token on, or as many as must where
-    `memory` is what keys and values may take above; they are loaded as `kind` says. None: all are
-    above. folder: of the files that a CPU offloads to. graphs: whether steps may be
-    repeated from a recording, in which `kind` is not called.
+    All layers that can be offloaded are, from the first token on, or as many as needed where
+    `memory` limits the keys and values of resident layers; they are loaded as `kind` defines. None:
+    all layers are resident. folder: of the files that a CPU offloads to. graphs: whether steps may
+    be replayed as CUDA graphs, in which `kind` is not called.
     """
 
     def __init__(
@@ -231,17 +231,18 @@ class Loading:
 
     @property
     def traffic(self) -> Traffic | None:
-        """What all steps so far have loaded; None where no layer is below."""
+        """What all steps so far have loaded; None where no layer is offloaded."""
         return None if self._prefetcher is None else self._prefetcher.total
 
     def fill(self, numbers: RandomKV, prompts: Several[list[int]]) -> None:
-        """Writes the pages of prompts but for their last tokens, and makes them known.
+        """Writes the pages of prompts without their last tokens, and enters them in the prefix
+        cache.
 
         numbers: of as many sequences at least, `numbers.context` tokens each.
         """
         for sequence, prompt in enumerate(prompts):
             self._fill(numbers, sequence, prompt)
-        # What is known here is to be read, so it stays, though no request has it yet.
+        # These pages will be read: their layers must not move, though no request has them yet.
         if self.engine.placement is not None:
             self.engine.placement.least = self.engine.placement.offloaded
 
@@ -257,7 +258,7 @@ class Loading:
         filled = torch.full_like(pages, PAGE_SIZE)
         for layer in range(numbers.num_layers):
             for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
-                tensor = stored[layer]  # on the host if it is below a GPU
+                tensor = stored[layer]  # on the host if the layer is offloaded from a GPU
                 drawn = draw(layer, sequence).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
                 tensor[pages.to(tensor.device)] = drawn.to(tensor.device)
             policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
@@ -295,7 +296,7 @@ def timed(
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
     """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded.
 
-    others: of other people's, which take turns with them.
+    others: of baselines, which take turns with them.
     """
     turns = {name: Turn(call=system.engine.step) for name, system in systems.items()}
     turns |= others or {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from keyhole.config import is_count, is_number, require, setting
@@ -16,59 +18,9 @@ from keyhole.registry import is_settings_file, parse, parse_one, written
 # A shape is that of a Llama unless `model_type` says otherwise.
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "qwen2.5-1.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "llama-100m": {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "smoke": {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-    },
-}
+SHAPES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("shapes.json").read_text(encoding="utf-8")
+)
 
 
 #: Names that one flag gives: a,b,c.
@@ -79,36 +31,36 @@ PAGE_SIZE = 16
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICES = "auto, cpu, cuda or cuda:0"
 
-#: Other people's systems in the decode benchmark: attention and cache of transformers. The first
-#: is what the others are compared with.
-PEERS = {
+#: Baselines of the decode benchmark: attention and cache of transformers. The others are compared
+#: with the first.
+BASELINES = {
     "transformers_sdpa": ("sdpa", "dynamic"),
     "transformers_eager": ("eager", "dynamic"),
     "transformers_static": ("sdpa", "static"),
 }
 
-#: More of them, only if asked for. The first is torch's flash attention over keys and values that
-#: lie side by side and are written in place, the best dense step that torch has; on a GPU it is a
-#: CUDA graph. The others keep keys and values on the host of a GPU, and copy a layer ahead.
-MORE_PEERS = {
+#: More baselines, measured only if they are named. The first is torch's flash attention over
+#: contiguous keys and values that are written in place, the best dense step that torch has; on a
+#: GPU it is a CUDA graph. The others keep keys and values on the host, and copy a layer ahead.
+MORE_BASELINES = {
     "torch_flash": ("in_place", "in_place"),
     "transformers_offloaded": ("sdpa", "offloaded"),
     "transformers_eager_offloaded": ("eager", "offloaded"),
 }
 
-#: Of these, those that need a GPU.
-BELOW = tuple(name for name, (_, kind) in MORE_PEERS.items() if kind == "offloaded")
+#: Those of them that need a GPU.
+OFFLOADED = tuple(name for name, (_, kind) in MORE_BASELINES.items() if kind == "offloaded")
 
-#: Attention and cache of every system of others that runs in this process.
-ALL_PEERS = PEERS | MORE_PEERS
+#: Attention and cache of every baseline that runs in this process.
+ALL_BASELINES = BASELINES | MORE_BASELINES
 
-#: Policies that are timed unless others are asked for.
+#: Policies that are timed by default.
 POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What all benchmarks have in common; None is settled by each of them."""
+    """Settings of all benchmarks; each replaces None by its own default."""
 
     default_shape: ClassVar[str] = "smoke"
     default_repeat: ClassVar[int] = 1
@@ -152,23 +104,23 @@ class DecodeSettings(BenchSettings):
 
     systems: Names = setting(  # noqa: RUF009
         (),
-        f"{', '.join(PEERS)}, and policies, also with settings such as "
+        f"{', '.join(BASELINES)}, and policies, also with settings such as "
         "delta:token_budget=512,full_layers=0,1; "
         f"default: these and {', '.join(POLICIES)}; "
         "also "
-        f"{', '.join(name for name in MORE_PEERS if name not in BELOW)}, and on a GPU "
-        f"{', '.join(BELOW)}",
+        f"{', '.join(name for name in MORE_BASELINES if name not in OFFLOADED)}, and on a GPU "
+        f"{', '.join(OFFLOADED)}",
     )
     token_budget: int | None = setting(
         None,
-        "tokens that a policy may read in a layer, if none stand behind its name; None: each "
+        "tokens that a policy may read in a layer, unless its name has a token_budget; None: each "
         "policy's own default",
     )
     layers: int | None = setting(None, "layers of the model; None: as the shape has")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "systems", specs(self.systems) or (*PEERS, *POLICIES))
+        object.__setattr__(self, "systems", specs(self.systems) or (*BASELINES, *POLICIES))
         for name in ("layers", "token_budget"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "a whole number >= 1")
@@ -181,13 +133,14 @@ class OffloadSettings:
     budgets: tuple[int, ...] = setting((64, 128, 256, 512, 1024), "token budgets, the least first")
     policies: Names = setting(  # noqa: RUF009
         ("spe_context", "delta"),
-        "policies that select, with settings as in delta:recent_pages=4; one with a token_budget "
-        "of its own is measured at that alone",
+        "policies that select, with settings as in delta:recent_pages=4; one whose name has a "
+        "token_budget is measured at that alone",
     )
     words: int = setting(2048, "words of a derivation, its answer included")
     items: int = setting(2, "derivations")
     folder: str | None = setting(
-        None, "folder of the offloaded layers; None: the system's place; a GPU offloads to RAM"
+        None,
+        "folder of the offloaded layers; None: the temporary folder; a GPU offloads to RAM",
     )
     repeat: int = setting(100, "last steps of each derivation that are timed")
     context: int | None = setting(
@@ -195,7 +148,8 @@ class OffloadSettings:
     )
     shape: str = setting("llama-3.2-1b", "shape of that model")
     memory: int | None = setting(
-        None, "what that model and its cache may take above; None: every layer goes below that may"
+        None,
+        "bytes for that model and its cache in memory; None: all layers are offloaded that can be",
     )
     trace: str | None = setting(
         None, "also write a Chrome trace of some steps to this file; of that model if there is one"
@@ -221,7 +175,9 @@ class OffloadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionSettings:
-    """The benchmark of a question over stored documents that comes while others decode."""
+    """The benchmark of a question over stored documents that arrives while other requests
+    decode.
+    """
 
     methods: Names = setting(  # noqa: RUF009
         ("sam_kv", "reuse"), "methods of reuse, with settings as in sam_kv:update=fusion"
@@ -303,7 +259,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def specs(names: Iterable[str]) -> Names:
-    """Names with their settings, put together again where a comma between two of these parted them.
+    """Names with their settings, joined again where a comma between two settings split them.
 
     Policies get their names in the table: DELTA is delta.
     """
@@ -311,7 +267,7 @@ def specs(names: Iterable[str]) -> Names:
 
 
 def brings_budget(name: str) -> bool:
-    """Whether the name of a policy has a token_budget behind it, or is that of a settings file."""
+    """Whether the name of a policy sets a token_budget, or is a settings file."""
     spec = parse_one(name, "policy")
     given = [setting.replace("-", "_") for setting, _ in spec.settings]
     return "token_budget" in given or is_settings_file(spec.name)

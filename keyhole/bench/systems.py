@@ -37,7 +37,7 @@ from keyhole.bench.model import (
     page_data,
     without_copying_weights,
 )
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, brings_budget
+from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, brings_budget
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig, SamplingParams, require
 from keyhole.engine.engine import Engine
@@ -49,7 +49,7 @@ from keyhole.retrieval.head import RetrievalHead
 
 
 class KeyholeSystem:
-    """One policy's engine over a shared cache. token_budget: None for the policy's own."""
+    """The engine of one policy over a shared cache. token_budget: None for the policy's own."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class KeyholeSystem:
         assert len(done) == len(self.sequences)
 
     def rest(self) -> None:
-        """Nothing: what a step has written is the past of the next one."""
+        """Nothing: the next step continues from what a step has written."""
 
     def cost(self) -> dict[str, Any]:
         """What one step read, summed over the requests, the policy as it was resolved, launches.
@@ -135,7 +135,7 @@ class Pages:
         )
         # Random weights have no head that was trained for them; what a step costs is the same.
         head = RetrievalHead.random(model.network) if self.cache.common else None
-        self.ours = [
+        self.systems = [
             KeyholeSystem(name, model, self.cache, batch, head, token_budget) for name in policies
         ]
         pages = self.cache.allocate(batch * context // PAGE_SIZE)
@@ -153,14 +153,14 @@ class Pages:
                 for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
                     tensor = draw(layer, sequence)
                     stored[layer][pages] = tensor.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
-                for own in self.ours:
+                for own in self.systems:
                     policy = own.engine.policy
                     policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
 
     def know(self, prompts: list[list[int]]) -> None:
-        """Hands the pages over to the engines, as known starts of these prompts."""
+        """Enters the pages in the engines' prefix caches, as prefixes of these prompts."""
         parts = self._pages.view(len(prompts), -1).tolist()
-        for own in self.ours:
+        for own in self.systems:
             assert own.engine.prefix is not None
             for prompt, pages in zip(prompts, parts, strict=True):
                 own.engine.prefix.insert(prompt[:-1], pages, len(prompt))
@@ -173,7 +173,7 @@ class Pages:
 
 
 def _policy(name: str, token_budget: int | None) -> Policy:
-    """A policy, with that budget if it has one at all and brings none of its own."""
+    """A policy, with that budget if it has a budget and its name does not set one."""
     policy = make_policy(name)
     has_budget = "token_budget" in {field.name for field in fields(policy)}
     if token_budget is None or not has_budget or brings_budget(name):
@@ -181,8 +181,8 @@ def _policy(name: str, token_budget: int | None) -> Policy:
     return make_policy(name, {"token_budget": token_budget})
 
 
-class OutsidePeer(Protocol):
-    """One such system with a cache of its own. `step_ms`, `peak_bytes`: of its last step."""
+class OutsideSystem(Protocol):
+    """A system with a cache of its own. `step_ms`, `peak_bytes`: of its last step."""
 
     name: str
     step_ms: float
@@ -234,7 +234,7 @@ class Outside(Protocol):
         """What one of them takes, before it is started."""
         ...
 
-    def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> OutsidePeer:
+    def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> OutsideSystem:
         """Starts one. steps: the most that are added to the context."""
         ...
 
@@ -322,7 +322,7 @@ class _Offloaded(DynamicCache):  # type: ignore[misc] # transformers is not type
         return both
 
 
-class Past:
+class BaselineCache:
     """A cache of transformers. steps: the most that are added to one with room for them.
 
     ConfigError for one on the host without a GPU, and for one that flash attention does not take.
@@ -373,20 +373,20 @@ class Past:
 class Baseline:
     """One way of attention in transformers, over a cache that is filled already."""
 
-    def __init__(self, name: str, weights: Weights, past: Past, context: int) -> None:
+    def __init__(self, name: str, weights: Weights, past: BaselineCache, context: int) -> None:
         self.name = name
-        self._network = without_copying_weights(weights.theirs)
-        self._network.set_attn_implementation(ALL_PEERS[name][0])
+        self._network = without_copying_weights(weights.transformers)
+        self._network.set_attn_implementation(ALL_BASELINES[name][0])
         self._past = past
-        self._token_bytes = weights.ours.geometry(PAGE_SIZE).token_bytes
-        self._device = weights.ours.device
+        self._token_bytes = weights.keyhole.geometry(PAGE_SIZE).token_bytes
+        self._device = weights.keyhole.device
         self._context = context
         self._next = torch.empty(0)
         self._captured: Captured | None = None
         self._replayed = 0
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
-        """As `Ours.logits`."""
+        """As `KeyholeSystem.logits`."""
         tokens = [[prompt[-1], *given] for prompt in prompts]
         rows = [self._forward(torch.tensor(column)) for column in zip(*tokens, strict=True)]
         self._past.take_back(len(rows))

@@ -64,7 +64,7 @@ def _run_methods(arguments: argparse.Namespace) -> int:
             for name, cls in table.items():
                 print(_wrapped(f"{name:{width}}  {summary(cls)}", width + 4))
             print()
-        print("`keyhole methods NAME` tells all about one of them")
+        print("`keyhole methods NAME` describes one of them")
     return 0
 
 
@@ -226,7 +226,7 @@ def _filled(parser: Parser) -> Parser:
 
 
 def _names(prog: str, dest: str) -> list[str]:
-    """What may stand at an argument of a command; nothing where there is no list of it."""
+    """The possible values of an argument of a command; none where they are not listed."""
     policies = list(available_policies())
     if prog == "keyhole methods":
         return [*policies, *reuse_names()] if dest == "name" else []
@@ -242,9 +242,9 @@ def _names(prog: str, dest: str) -> list[str]:
 
 
 class Methods:
-    """Lists the sparse-attention policies and reuse methods, or tells all about one of them.
+    """Lists the sparse-attention policies and reuse methods, or describes one of them.
 
-    With NAME: the idea, the paper, the cost, when to use it, and the settings that may stand behind
+    With NAME: the idea, the paper, the cost, when to use it, and the settings that may follow
     its name in `--policy` or `--reuse`. docs/methods.md has the differences from each paper
     besides.
     """

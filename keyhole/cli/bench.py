@@ -1,7 +1,7 @@
 """Measures this machine: decode steps beside transformers (decode), offloading (offload).
 
-Or what others feel while a question over stored documents comes in (admission); this and offloading
-on the bundled model. Or load against a running server (serve).
+Or how long other requests' steps take while a question over stored documents is admitted
+(admission), both on the bundled model. Or load against a running server (serve).
 
 All systems of a run take turns and must agree before they are timed. Every run adds a line with its
 machine, versions and settings to --output.
@@ -24,8 +24,8 @@ from keyhole.bench.settings import (
     OffloadSettings,
     ServeSettings,
 )
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import LINES, TRACE, Output, check_outputs
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.line_file import LineFile
 
@@ -37,7 +37,7 @@ Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 #: Columns, and how many of them are names.
 Table = tuple[Columns, int]
 
-#: Benchmarks by name: their settings, and the flags that are theirs alone.
+#: Benchmarks by name: their settings, and the flags that only they have.
 SETTINGS: dict[str, type[Any]] = {
     "decode": DecodeSettings,
     "offload": OffloadSettings,
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownNameError("benchmark", name, SETTINGS)
     _check_own(arguments, name)
     settings: Any = SETTINGS[name](**flags.settings_of(arguments, SETTINGS[name]))
-    outputs.check(Output("--trace", arguments.trace, outputs.TRACE))
+    check_outputs(Output("--trace", arguments.trace, TRACE))
     return measured(name, settings, arguments, _RUNS[name])
 
 
@@ -138,9 +138,9 @@ def measured(
 ) -> int:
     """Runs a benchmark and adds its line to --output; what it finds is printed as it comes.
 
-    table: of its results; None: that of `name` here. command: what its flags stand behind.
+    table: of its results; None: that of `name` here. command: the program before its flags.
     """
-    outputs.check(Output("--output", arguments.output, outputs.LINES))
+    check_outputs(Output("--output", arguments.output, LINES))
     file = LineFile(arguments.output)
     terminal.status("loading torch and transformers ...")
     flags.quiet()

@@ -3,11 +3,11 @@
 The model continues the prompts densely; every placement is judged by the same run, and the printed
 table compares them: the attention mass that a sparse layer keeps, the relative error of its output,
 the layers that read everything and the keys read. The output file is for
-`--policy delta:layers=FILE`; named keyhole-delta.json beside the weights, it is used by itself.
+`--policy delta:layers=FILE`; named keyhole-delta.json beside the weights, it is used automatically.
 
 With --stable-layers it measures for SamKV instead which layers should say how much of stored
 documents is kept: those in which the most important block of a document stands out. Its output
-file, keyhole-samkv.json beside the weights, is used by itself; elsewhere
+file, keyhole-samkv.json beside the weights, is used automatically; elsewhere
 `--reuse sam_kv:layers=FILE` takes it.
 """
 
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import LAYERS, PICTURE, Output, check_outputs
 from keyhole.config import is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies.delta import Delta
@@ -107,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
         return run_stable(arguments, stable, texts)
     placement: Any = PlacementSettings(**flags.settings_of(arguments, PlacementSettings))
     settings = flags.settings_of(arguments, Delta)
-    outputs.check(
-        Output("--output", arguments.output, outputs.LAYERS),
-        Output("--plot", placement.plot, outputs.PICTURE),
+    check_outputs(
+        Output("--output", arguments.output, LAYERS),
+        Output("--plot", placement.plot, PICTURE),
     )
     if placement.plot is not None:
         drawing.matplotlib()
@@ -181,7 +181,7 @@ _READS = {
 }
 
 
-#: The paper's ranking as it stands, without the first candidate; not a choice of this command.
+#: The paper's ranking alone, without the first candidate; not a choice of this command.
 _ALONE = "largest shifts alone"
 
 
@@ -291,7 +291,7 @@ def run_stable(
     texts: of --data; None: those of the bundled model.
     """
     output = _output(arguments)
-    outputs.check(Output("--output", output, outputs.LAYERS))
+    check_outputs(Output("--output", output, LAYERS))
     texts = _texts(settings.num_documents) if texts is None else texts
     model = flags.load_model(arguments)
     from keyhole.eval.calibrate import cut, measure

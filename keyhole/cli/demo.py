@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import keyhole
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import PICTURE, Output, check_outputs
 from keyhole.errors import ConfigError
 from keyhole.models.locate import TINY
 
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         default="keyhole-demo.png",
-        help=f"the picture, {', '.join(outputs.PICTURE.starts)}",
+        help=f"the picture, {', '.join(PICTURE.starts)}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table, and writes the picture or says what it needs."""
-    outputs.check(Output("--output", arguments.output, outputs.PICTURE))
+    check_outputs(Output("--output", arguments.output, PICTURE))
     terminal.status(f"loading {TINY} ...")
     flags.quiet()
     missing = _missing()

@@ -1,11 +1,11 @@
 """Asks a model tasks under several policies and budgets, beside full attention.
 
 Names may have settings: `--tasks passkey:depth=0.5`, `--policies delta:recent_pages=2,quest`. For
-the bundled model, tasks in plain English stand for their forms in its own words. perplexity and
+the bundled model, tasks in plain English are replaced by their forms in its words. perplexity and
 attention_recall force the text of --text through decode steps.
 
-Every cell (task, length, setup, policy, budget) becomes a line of --output. What is there already,
-with as many samples, is not measured again, so that after an interruption the same command goes on.
+Every cell (task, length, setup, policy, budget) becomes a line of --output. Cells that are stored
+with as many samples are not measured again: after an interruption, repeat the command.
 Exit status 1 if a policy was refused on this model. docs/evaluation.md says what is measured.
 """
 
@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import keyhole
 from keyhole import drawing, registry
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import LINES, PAGE, Output, check_outputs
 from keyhole.errors import UnknownNameError
-from keyhole.eval.line_file import LineFile
+from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.settings import EvalSettings
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import is_settings_file
 
 if TYPE_CHECKING:
     from keyhole.eval.methods import Method
-    from keyhole.eval.run import EvalOutcome
 
 
 #: Name and one line of help.
@@ -54,18 +53,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_task_arguments(parser)
-    from keyhole.cli import eval_paper
+    from keyhole.cli import eval_suites
 
-    eval_paper.add_arguments(parser)
+    eval_suites.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the suite; returns its exit status."""
     if arguments.suite not in SUITES:
         raise UnknownNameError("suite", arguments.suite, SUITES)
-    from keyhole.cli import eval_attention, eval_paper
+    from keyhole.cli import eval_suites
 
-    runs = {"tasks": _run_tasks, "attention": eval_attention.run, "paper": eval_paper.run}
+    runs = {
+        "tasks": _run_tasks,
+        "attention": eval_suites.run_attention,
+        "paper": eval_suites.run_paper,
+    }
     return runs[arguments.suite](arguments)
 
 
@@ -90,9 +93,9 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
     if settings.controls:  # before hours of work
         require_statistics()
     methods = methods_of(settings)
-    outputs.check(
-        Output("--output", arguments.output, outputs.LINES),
-        Output("--html", arguments.html, outputs.PAGE),
+    check_outputs(
+        Output("--output", arguments.output, LINES),
+        Output("--html", arguments.html, PAGE),
     )
     file = LineFile(arguments.output)
     bundled = flags.is_bundled(arguments.model)
@@ -161,7 +164,7 @@ def _print(outcome: EvalOutcome, settings: EvalSettings, model: str, output: str
     else:
         found = comparisons.results_table(outcome.lines, outcome.refused, terminal.bytes_text)
     terms = "" if settings.terms == "given" else f" ({settings.terms} terms)"
-    print(f"{model}{terms}: {found.common}\n")
+    print(f"{model}{terms}: {found.title}\n")
     print(terminal.table(found.heads, found.rows, left=found.left))
     if settings.terms == "tuned":
         print(f"\nchosen:\n{_chosen(outcome)}")

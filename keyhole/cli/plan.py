@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import PICTURE, Output, check_outputs
 from keyhole.config import EngineConfig, is_count, require, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.models.locate import TINY
@@ -43,7 +43,7 @@ class PlanSettings:
     )
     policy: str | None = setting(
         None,
-        "NAME:SETTING=VALUE; None: all layers may be offloaded, nothing lies beside keys",
+        "NAME:SETTING=VALUE; None: all layers may be offloaded, and no policy keeps data",
     )
     requests: int = setting(1, "texts at once")
     token_budget: int = setting(
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         given["token_budget"] = getattr(policy, "token_budget", PlanSettings.token_budget)
     settings = PlanSettings(**given)
     if arguments.plot is not None:
-        outputs.check(Output("--plot", arguments.plot, outputs.PICTURE))
+        check_outputs(Output("--plot", arguments.plot, PICTURE))
         drawing.matplotlib()
     from keyhole.models import checkpoint
     from keyhole.planner import MemoryPlan
@@ -148,8 +148,8 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
 def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
-    """With what the policy keeps, and its head, if one lies beside the model; loads torch."""
-    from keyhole.engine import memory as memory
+    """With what the policy keeps, and its head, if there is one beside the model; loads torch."""
+    from keyhole.engine import memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
     from keyhole.retrieval import head_files
     from keyhole.retrieval.head_files import HeadCheckpoint as Folder
@@ -223,7 +223,7 @@ def _title(plan: MemoryPlan, shape: Checkpoint) -> str:
 
 
 def _as_given(plan: MemoryPlan, settings: PlanSettings) -> str:
-    """How an engine is told; nothing where the terms are not its own."""
+    """The arguments of `LLM` for this plan; nothing for another preset's terms."""
     if settings.preset == "paper":
         return ""
     batch = f"max_batch={plan.model.requests}"

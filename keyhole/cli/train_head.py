@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.terminal import INTERRUPTED, Interrupt
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import INTERRUPTED, Interrupt, check_output_folder
 from keyhole.errors import ConfigError
 from keyhole.retrieval.training.training_config import TrainingConfig
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains; 130 where Ctrl-C ended it early."""
     given = flags.settings_of(arguments, TrainingConfig)
     folder = _folder(arguments)
-    outputs.check_folder("--output", folder)
+    check_output_folder("--output", folder)
     recipe = TrainingConfig(**given)
     if arguments.data is None and not flags.is_bundled(arguments.model):
         raise ConfigError("give --data FILE with texts for this model")
@@ -106,7 +106,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:
     if arguments.data is None:
-        from keyhole.eval.tiny_language.rows import HeadTexts
+        from keyhole.eval.tiny_language.tasks import HeadTexts
 
         return HeadTexts()
     from keyhole.retrieval.training.training_config import read

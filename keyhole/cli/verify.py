@@ -1,7 +1,7 @@
 """Compares the engine with transformers' eager attention on a model, before you rely on it.
 
-Exit status 1 if any check fails. Where a retrieval head lies beside the weights, also says how much
-of the model's attention it finds at which length.
+Exit status 1 if any check fails. With a retrieval head beside the weights it also reports how much
+of the model's attention the head finds at which length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from keyhole.cli.common import flags, terminal
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keyhole.eval.head_recall import RecallCell
+    from keyhole.eval.verify import RecallCell
     from keyhole.models.loading import Model
     from keyhole.retrieval.head import RetrievalHead
 
@@ -94,8 +94,8 @@ def _head(
     model: Model, arguments: argparse.Namespace
 ) -> tuple[RetrievalHead, list[RecallCell]] | None:
     """The head and its recall; None without a head, or without texts for it."""
-    from keyhole.eval.head_recall import check_head
-    from keyhole.eval.tiny_language.rows import HeadTexts
+    from keyhole.eval.tiny_language.tasks import HeadTexts
+    from keyhole.eval.verify import check_head
     from keyhole.retrieval.training.training_config import read
 
     if model.head is None or (arguments.data is None and not flags.is_bundled(arguments.model)):
@@ -106,15 +106,15 @@ def _head(
 
 
 def _print_head(model: Model, head: tuple[RetrievalHead, list[RecallCell]] | None) -> None:
-    from keyhole.eval import head_recall
+    from keyhole.eval.verify import RECALL_BUDGETS, recall_rows
 
     if head is None:
         if model.head is not None:
             print("give --data FILE to see how much attention the retrieval head finds")
         return
-    heads = ["tokens", *(f"budget {budget}" for budget in head_recall.BUDGETS)]
+    heads = ["tokens", *(f"budget {budget}" for budget in RECALL_BUDGETS)]
     print("\nattention that the retrieval head finds (a window of the same budget):")
-    print(terminal.table(heads, head_recall.rows(head[1]), left=0))
+    print(terminal.table(heads, recall_rows(head[1]), left=0))
     trained = head[0].config.trained_length
     if trained < model.max_length:
         print(

@@ -23,6 +23,7 @@ from keyhole.engine.decode_inputs import (
     numbers_of,
 )
 from keyhole.engine.head_runner import HeadRunner
+from keyhole.engine.read_trace import trace_decodes, trace_prompt
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels.reference.rope import Rotation
@@ -190,11 +191,22 @@ class Runner:
         self._loads = self._prefetcher.end() if loading and self._prefetcher else None
         if victims is not None and batch.step is not None and batch.step.retained is not None:
             self._victims = victims, batch.step.retained.due, plan.decodes
+        self._trace(plan, batch)
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
         return reads
+
+    def _trace(self, plan: SchedulerOutput, batch: Batch) -> None:
+        """Records the reads of those sequences that are traced."""
+        traces = [sequence.trace for sequence in plan.decodes]
+        if any(trace is not None for trace in traces):
+            trace_decodes(traces, batch, self._cache.geometry)
+        for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
+            end = sequence.num_computed + count
+            if sequence.trace is not None and end == len(sequence.tokens):
+                trace_prompt(sequence.trace, chunk, end, self._cache.geometry)
 
     def renumber(self) -> None:
         """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
@@ -264,11 +276,11 @@ class Runner:
         return victims, counted(batch.reads, batch.step, self._cache.geometry, self._policy)
 
     def _is_plain(self, plan: SchedulerOutput) -> bool:
-        """Whether a step is nothing but decoding, over all tokens."""
+        """Whether a step is nothing but decoding, over all tokens, and none is traced."""
         below = self._cache.lower_layers
         if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
             return False
-        return all(sequence.kept is None for sequence in plan.decodes)
+        return all(s.kept is None and s.trace is None for s in plan.decodes)
 
     @torch.no_grad()
     def _decode(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:

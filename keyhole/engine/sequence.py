@@ -13,6 +13,7 @@ from torch import Tensor
 from keyhole.config import SamplingParams
 from keyhole.engine.documents.filling import Context, Filling, Reused
 from keyhole.engine.grammar import GrammarState
+from keyhole.engine.read_trace import ReadTrace, TokenReads
 from keyhole.engine.request import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
 from keyhole.tokenization import Detokenizer
@@ -104,6 +105,7 @@ class Sequence:
     under: the policy that it runs under, from its first step to its last.
     grammar: what its tokens must follow. caller: who asks; the queue lets callers take turns, of
     which this is number `turn`.
+    trace: what was read for its tokens, if its params ask for that.
     arrival, begun, token_times: when it came, when it was first let in, and when each token was
     sampled, in seconds of `time.perf_counter`.
     """
@@ -141,6 +143,7 @@ class Sequence:
     error: KeyholeError | None = None
     counters: Counters = field(default_factory=Counters)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    trace: ReadTrace | None = field(init=False)
     logits: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.perf_counter)
     begun: float | None = None
@@ -153,6 +156,12 @@ class Sequence:
         self.tokens = [*self.prompt, *self.given]
         self.random = random.Random(self.params.seed)
         self.changes_scores = self.params.changes_scores
+        self.trace = ReadTrace(len(self.prompt)) if self.params.trace else None
+
+    @property
+    def reads(self) -> list[TokenReads] | None:
+        """What was read for its generated tokens; None if nobody asks."""
+        return None if self.trace is None else self.trace.tokens
 
     @property
     def generated(self) -> list[int]:
@@ -239,6 +248,8 @@ class Result:
 
     finish_reason: "stop" (end token, stop text or id), "length" or "abort".
     logprobs: per generated token a dict token id -> log-probability, if asked for.
+    reads: per generated token the tokens that each layer read, if asked for (`trace`); of a very
+    long answer those of its first tokens.
     reused: what an answer took from stored documents (`LLM.ask`). others: the other completions of
     the prompt, where `SamplingParams.n` asks for several. arrival: when the request came, seconds
     since 1970, UTC. token_times: seconds from there to each sampled token.
@@ -250,6 +261,7 @@ class Result:
     stats: Stats
     prompt_token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
+    reads: list[TokenReads] | None = None
     reused: Reused | None = None
     others: tuple[Result, ...] = ()
     arrival: float = 0.0
@@ -277,12 +289,16 @@ class Result:
 class Piece:
     """The output of one step of a stream; the last piece has the whole result.
 
-    logprobs: of these tokens, as in `Result`.
+    logprobs, reads: of these tokens, as in `Result`. prompt_token_ids: with the first reads.
+    stats: the counters so far, where reads are asked for.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
+    reads: list[TokenReads] | None = None
+    prompt_token_ids: list[int] | None = None
+    stats: Stats | None = None
     result: Result | None = None
 
 
@@ -299,10 +315,14 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
     if not (done or tokens):
         return None
     wanted = sequence.params.logprobs is not None
+    reads = sequence.reads
     return Piece(
         text=sequence.detokenizer.take(final=done),
         token_ids=tokens,
         logprobs=sequence.logprobs[given : given + len(tokens)] if wanted else None,
+        reads=None if reads is None else reads[given : given + len(tokens)],
+        prompt_token_ids=None if reads is None or given else list(sequence.prompt),
+        stats=None if reads is None else sequence.stats(),
         result=result_of(sequence) if done else None,
     )
 
@@ -319,6 +339,7 @@ def result_of(sequence: Sequence) -> Result:
         stats=sequence.stats(),
         prompt_token_ids=list(sequence.prompt),
         logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+        reads=sequence.reads,
         reused=sequence.reused,
         arrival=time.time() - (time.perf_counter() - sequence.arrival),
         token_times=[at - sequence.arrival for at in sequence.token_times],

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from keyhole.errors import ConfigError
-from keyhole.eval.line_file import Line
+from keyhole.eval.line_file import EvalTable, Line
 from keyhole.eval.methods import CONTROL, CONTROLS, FULL
 from keyhole.eval.settings import FORCED
 from keyhole.eval.tasks import task_name, told
@@ -178,7 +178,7 @@ class Comparison:
 
     @property
     def can_tell(self) -> bool | None:
-        """Whether this place tells methods apart; None where that was not measured."""
+        """Whether methods can be told apart in this setting; None where that was not measured."""
         recent = self.controls.get(RECENT)
         if self.full is None or recent is None:
             return None
@@ -273,16 +273,6 @@ Text = Callable[[Line], str]
 NOT_EQUAL = "not at equal terms"
 
 
-@dataclass(frozen=True)
-class EvalTable:
-    """Heads and rows, the first `left` columns being names; `common` is what all rows share."""
-
-    common: str
-    heads: list[str]
-    rows: list[list[str]]
-    left: int
-
-
 def results_table(
     measured: Sequence[Line], refused: Sequence[Line], bytes_text: Callable[[float], str]
 ) -> EvalTable:
@@ -331,7 +321,7 @@ def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> EvalTable:
     left = len(cells)
     cells |= columns
     rows = [[text(line) for text in cells.values()] for line in lines]
-    return EvalTable(", ".join(shared), list(cells), rows, left)
+    return EvalTable(title=", ".join(shared), heads=list(cells), rows=rows, left=left)
 
 
 def field_text(name: str, text: Callable[[Any], str]) -> Text:
@@ -409,7 +399,9 @@ def controls_table(measured: Sequence[Line], refused: Sequence[Line]) -> EvalTab
 
 
 def note(line: Line, found: Comparison | None) -> str:
-    """What a reader has to know of a row: whether it tells anything, and what the budget lacks."""
+    """What a reader has to know of a row: whether it can tell methods apart, and what it reads
+    beside its budget.
+    """
     parts = []
     if found is not None and found.can_tell is False:
         parts.append("cannot tell")

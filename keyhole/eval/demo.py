@@ -2,11 +2,11 @@
 
 The recall asks for one fact of a long text. The derivation carries out a shuffled program of 40
 steps; each step needs two facts of the prompt and the result of an earlier step that the model
-itself has written, so what a method drops of the generated text is as fatal as what it drops of the
-prompt. Items are those of seed 0, whatever comes out.
+itself has written, so dropping generated text is as fatal as dropping the prompt. The items are
+those of seed 0, whatever the outcome.
 
-Beside each method stands its control: the same dense layers, first tokens and budget, and the
-newest tokens in place of a selection. What the two have in common is not due to the selection.
+Each method has a control: the same dense layers, first tokens and budget, and the newest tokens in
+place of a selection. What the two have in common is not due to the selection.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Demo:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Who answers: a method, or the control of the method of that name."""
+    """A method, or the control of the method of that name, and its engine."""
 
     name: str
     is_control: bool
@@ -105,7 +105,7 @@ def run(model: Model, asked: list[Item]) -> Demo:
 def traced(model: Model, item: Item) -> tuple[Trace, int]:
     """What DELTA reads while it answers an item, and the tokens of the prompt.
 
-    A run of its own, so that no recording slows what is timed.
+    A separate run, so that recording does not slow the timed one.
     """
     policy = Traced(_delta(model))
     result = _answer(item, LLM(model, policy=policy))

@@ -43,7 +43,7 @@ CONTINUATION = 128
 """Decode steps of a window; in short ones a quarter of its tokens."""
 _SHORTEST = 16
 _MOST_UNKNOWN = 0.1
-"""Share of tokens; the bundled model has words of its own, and knows nothing of others."""
+"""Share of tokens; the bundled model knows only its own words."""
 _TAKEN = torch.empty(0)
 """In place of logits that have been read."""
 
@@ -225,7 +225,7 @@ class Texts:
     """
 
     def __init__(self, paths: Sequence[str | Path], model: Model, name: str | None = None) -> None:
-        """name: what stands for the paths where results are stored."""
+        """name: stored with results in place of the paths."""
         self._texts = [WindowedText(path, model) for path in paths]
         self.path: str | None = name or ", ".join(Path(path).name for path in paths)
         joined = " ".join(text.digest for text in self._texts)
@@ -303,7 +303,7 @@ _Read = tuple[np.ndarray, int]
 
 
 class SampleRows:
-    """Which sample stands in which row of a step: a slot is a sample's until it is done."""
+    """Which sample is in which row of a step: a slot belongs to a sample until it is done."""
 
     def __init__(self) -> None:
         self._of_slot: dict[int, int] = {}

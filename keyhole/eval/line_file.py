@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,33 @@ GATE, QUESTIONS = "eval-verify", "eval-documents"
 _INDEXED = ("task", "length", "policy")
 #: What every line begins with, also one that was cut off.
 _BEGIN = b'{"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTable:
+    """Heads and rows of texts, the first `left` columns being names.
+
+    title: what all rows have in common. about: what a reader has to know.
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int
+    about: str = ""
+
+
+@dataclass(kw_only=True)
+class EvalOutcome:
+    """What came of all cells or questions, in their order.
+
+    lines: measured now or before; stored: how many cells, or questions, were there before. refused:
+    cells that this model cannot have, with the fields that are known of them, and `error`.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    stored: int = 0
+    refused: list[Line] = field(default_factory=list)
 
 
 class LineFile:
@@ -40,7 +68,7 @@ class LineFile:
         self._between = b""  # what must stand before the next line
         found = _object(last)
         if found is None and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
-            raise self._wrong(len(whole) + 1)  # not ours: it would be lost
+            raise self._wrong(len(whole) + 1)  # not a line of Keyhole's: it would be lost
         if found is not None:  # somebody's editor left the last line without its end
             self.lines.append(found)
             self._cut_off, self._between = 0, b"\n"

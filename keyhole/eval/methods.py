@@ -318,7 +318,7 @@ class Condition:
     """A policy that is measured at one length, resolved; `error`: why there is none.
 
     control: which one it is, where it is measured only as a control. about: fields of its line that
-    do not say what was measured, but for what.
+    say what it was measured for, not what was measured.
     """
 
     method: Method
@@ -331,7 +331,7 @@ class Condition:
 
     @property
     def known_by(self) -> Line:
-        """What of `about` a stored line must have to stand for this cell."""
+        """The fields of `about` that a stored line must have to be used for this cell."""
         names = (TERMS, CONTROL, *(name for name in (CONTROLS, TUNING) if name in self.about))
         return {name: self.about.get(name) for name in names}
 
@@ -341,7 +341,7 @@ class Condition:
         return {name: value for name, value in line.items() if name not in others} | self.about
 
     def refused(self, error: KeyholeError) -> Line:
-        """What is told of a cell that could not be measured."""
+        """The fields reported of a cell that could not be measured."""
         return {
             "policy": self.method.name,
             "method": self.label,

@@ -12,27 +12,23 @@ are stored with a result.
 
 from __future__ import annotations
 
+import abc
 import base64
 import dataclasses
+import functools
 import math
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import EngineConfig, SamplingParams
-from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
+from keyhole.cache.layout import Geometry
+from keyhole.engine.read_trace import Read, read_of
 from keyhole.errors import ConfigError
-from keyhole.eval.report.plot_style import FILL
 from keyhole.eval.workload import MakeEngine, Shown, serve
-from keyhole.llm import LLM
-from keyhole.models.loading import Model
-from keyhole.policies.base import LowRank, Policy, PromptQueries, ScoreRequest, Selection, Step
-from keyhole.tokenization import Prompt
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
 class PolicyProxy(Policy):
     """Behaves as `inner`, and has its settings as attributes."""
 
-    capturable: ClassVar[bool | str] = "who looks on is called by the host, in every step"
+    capturable: ClassVar[bool | str] = "its observer runs on the host, in every step"
 
     inner: Policy
 
@@ -71,100 +67,22 @@ class PolicyProxy(Policy):
         """Settles the policy inside; everything else stays the same objects."""
         return dataclasses.replace(self, inner=self.inner.resolve(geometry))
 
-    def outside_budget(self) -> str:
-        """As the policy inside."""
-        return self.inner.outside_budget()
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """As the policy inside."""
-        return self.inner.dense_layers(geometry)
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that calls the policy inside."""
 
-    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """As the policy inside."""
-        return self.inner.offloadable(geometry)
+    @functools.wraps(getattr(Policy, name))
+    def hook(self: PolicyProxy, *given: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*given, **named)
 
-    def selection_heads(self, geometry: Geometry) -> int | None:
-        """As the policy inside."""
-        return self.inner.selection_heads(geometry)
-
-    def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
-        """As the policy inside."""
-        return self.inner.page_limit(prompt_pages, page_size)
-
-    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """As the policy inside."""
-        return self.inner.page_data(layout, page_size)
-
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """As the policy inside."""
-        return self.inner.sequence_state(geometry)
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """As the policy inside."""
-        return self.inner.sequence_numbers(geometry)
-
-    def before_step(self, step: Step) -> None:
-        """As the policy inside."""
-        self.inner.before_step(step)
-
-    def on_append(
-        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
-    ) -> None:
-        """As the policy inside."""
-        self.inner.on_append(key_pages, data, pages, filled)
-
-    def reusable(self, known: int, page_size: int) -> int:
-        """As the policy inside."""
-        return self.inner.reusable(known, page_size)
-
-    def on_prompt_queries(
-        self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
-    ) -> None:
-        """As the policy inside."""
-        self.inner.on_prompt_queries(layer, queries, options)
-
-    def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
-        """As the policy inside."""
-        self.inner.on_queries(layer, query, step, options)
-
-    def capture_key(self, step: Step) -> Hashable:
-        """As the policy inside."""
-        return self.inner.capture_key(step)
-
-    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
-        """As the policy inside."""
-        return self.inner.needs_scores(layer, step)
-
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """As the policy inside."""
-        self.inner.on_scores(layer, scores, step)
-
-    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """As the policy inside."""
-        return self.inner.select(layer, query, step)
-
-    def low_rank(self, layer: int, step: Step) -> LowRank | None:
-        """As the policy inside."""
-        return self.inner.low_rank(layer, step)
-
-    def after_step(self, step: Step) -> Tensor | None:
-        """As the policy inside."""
-        return self.inner.after_step(step)
-
-    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """As the policy inside."""
-        return self.inner.overhead_bytes(geometry, step)
+    return hook
 
 
-@dataclass(frozen=True, eq=False)
-class Read:
-    """A Selection on the host: indices int [B, H, n] of the text, -1 is padding.
-
-    H is 1, the KV heads, or the lists of `Policy.selection_heads`.
-    """
-
-    indices: np.ndarray
-    unit: int
+# Every method of a policy: one that was left out would quietly be that of `Policy`.
+for _name, _method in vars(Policy).items():
+    if callable(_method) and not _name.startswith("_") and _name not in vars(PolicyProxy):
+        setattr(PolicyProxy, _name, _forwarded(_name))
+abc.update_abstractmethods(PolicyProxy)
 
 
 @dataclass(eq=False)
@@ -180,11 +98,7 @@ class TracedStep:
         length, read = int(self.lengths[row]), self.reads[layer]
         if read is None:
             return np.ones((1, length), bool)
-        indices = read.indices[row]
-        seen = np.zeros((len(indices), -(-length // read.unit)), bool)
-        for head, chosen in zip(seen, indices, strict=True):
-            head[chosen[chosen >= 0]] = True
-        return seen.repeat(read.unit, axis=1)[:, :length]
+        return read.tokens(row, length)
 
 
 @dataclass(eq=False)
@@ -194,7 +108,7 @@ class Trace:
     steps: list[TracedStep] = field(default_factory=list)
     only: frozenset[int] | None = None
     _step: Step | None = None
-    _shared: tuple[Selection, Read] | None = None
+    _shared: tuple[Selection | None, Read | None] | None = None
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
         """Adds what a layer reads; a step not seen before begins a new row."""
@@ -216,13 +130,8 @@ class Trace:
             selection = (
                 thinned.selection(layer) if selection is None else thinned.within(layer, selection)
             )
-        if selection is None:
-            return None if left is None else Read(left.entries[:, None], step.page_size)
         if self._shared is None or selection is not self._shared[0]:
-            indices = selection.indices.cpu().numpy()
-            if left is not None:
-                indices = _placed(indices, left.entries, step.page_size // selection.unit)
-            self._shared = selection, Read(indices, selection.unit)
+            self._shared = selection, read_of(selection, left, step.page_size)
         return self._shared[1]
 
     @property
@@ -244,15 +153,6 @@ class Trace:
             filled = np.minimum(size, len(tokens) - starts)
             shares[: len(starts), column] = np.add.reduceat(tokens, starts) / filled
         return shares
-
-
-def _placed(indices: np.ndarray, entries: np.ndarray, per_page: int) -> np.ndarray:
-    """Where in the text the indices [B, H, n] stand that count only the pages that are left.
-
-    entries: int64 [B, W], those pages. per_page: how many indices a page has.
-    """
-    pages = np.take_along_axis(entries[:, None], np.maximum(indices, 0) // per_page, 2)
-    return np.where(indices < 0, -1, pages * per_page + indices % per_page)
 
 
 @dataclass(frozen=True)
@@ -277,9 +177,7 @@ class Traced(PolicyProxy):
 
 MOST_COLUMNS, MOST_ROWS = 512, 64
 #: A cell whose tokens were all read; shares are stored as whole numbers from 0 to this.
-_ALL = 255
-#: Inches of a panel, and how many stand side by side.
-_PANEL, _COLUMNS = (2.6, 1.7), 4
+ALL = 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,27 +256,6 @@ class SelectionMap:
             raise ConfigError(f"this is no stored selection map: {error}") from error
 
 
-def record(
-    model: Model,
-    policy: Policy,
-    prompt: Prompt,
-    *,
-    max_tokens: int = MOST_ROWS + 1,
-    page_size: int = EngineConfig.page_size,
-) -> Recorded:
-    """Answers a prompt greedily and records what every layer read.
-
-    The first token comes from the prefill, so there is one step less than tokens; ConfigError if
-    that leaves none.
-    """
-    traced = Traced(policy)
-    llm = LLM(model, policy=traced, page_size=page_size)
-    result = llm.generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
-    if not traced.trace.steps:
-        raise ConfigError("the answer has one token only, which no decode step wrote")
-    return Recorded(traced.trace, result.stats.prompt_tokens, result.text)
-
-
 def selection_map(
     recorded: Recorded,
     *,
@@ -406,7 +283,7 @@ def selection_map(
         there[number // per_row] += np.bincount(columns, minlength=read.shape[1])
     shares = np.divide(read, there, out=np.zeros_like(read), where=there > 0)
     return SelectionMap(
-        shares=np.rint(shares * _ALL).astype(np.uint8),
+        shares=np.rint(shares * ALL).astype(np.uint8),
         prompt_tokens=recorded.prompt_tokens,
         steps=steps,
         tokens_per_column=per_column,
@@ -420,73 +297,13 @@ def selection_map(
 def _of_head(tokens: np.ndarray, head: int | None) -> np.ndarray:
     """Share of each token's KV heads that were read, or of one of them: [length].
 
-    tokens: bool [Hkv or 1, length]; one list for all heads stands for each of them.
+    tokens: bool [Hkv or 1, length]; one list may serve all heads.
     """
     if head is None:
         return np.asarray(tokens.mean(0))
     if len(tokens) > 1 and not 0 <= head < len(tokens):
         raise ConfigError(f"head is {head}; the layer has {len(tokens)} lists of tokens")
     return np.asarray(tokens[head if len(tokens) > 1 else 0], float)
-
-
-def selection_chart(
-    found: Sequence[SelectionMap], path: str | Path, *, title: str, color: str = FILL
-) -> None:
-    """Writes a picture, a panel for each map; ConfigError if it cannot be written."""
-    pyplot, colors, _ = matplotlib()
-    columns = min(_COLUMNS, len(found))
-    rows = math.ceil(len(found) / columns)
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            rows,
-            columns,
-            figsize=(_PANEL[0] * columns, _PANEL[1] * rows + 0.6),
-            squeeze=False,
-            sharey=True,
-            layout="constrained",
-        )
-        for axis in axes.flat[len(found) :]:
-            axis.set_visible(False)
-        for axis, one in zip(axes.flat, found, strict=False):
-            draw_selection_map(axis, one, color=color, colors=colors)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        figure.supxlabel("position in the text", fontsize=9)
-        figure.supylabel("decode step", fontsize=9)
-        save(figure, path)
-        pyplot.close(figure)
-
-
-def draw_selection_map(axis: Any, found: SelectionMap, *, color: str = FILL, colors: Any) -> None:
-    """Draws a map into an axis: position to the right, steps downwards; dark was read.
-
-    colors: `matplotlib.colors`. Read cells are opaque `color` on the pale area of what existed.
-    """
-    rgba = np.empty((*found.shares.shape, 4))
-    rgba[..., :3] = colors.to_rgb(color)
-    rgba[..., 3] = found.shares / _ALL
-    first = found.prompt_tokens + 1
-    axis.fill(
-        [0, first, found.tokens, found.tokens, 0],
-        [0, 0, found.steps - 1, found.steps, found.steps],
-        facecolor=PALE,
-        linewidth=0,
-        zorder=0,
-    )
-    rows, columns = found.shares.shape
-    right, bottom = columns * found.tokens_per_column, rows * found.steps_per_row
-    extent = (0, right, bottom, 0)
-    axis.imshow(rgba, aspect="auto", interpolation="none", extent=extent, zorder=1)
-    axis.axvline(found.prompt_tokens, color=INK, linewidth=0.7, linestyle=(0, (4, 3)))
-    for mark in found.marks:
-        axis.plot(mark, -0.02 * found.steps, "v", color=INK, markersize=3.5, clip_on=False)
-    axis.set_xlim(0, found.tokens)
-    axis.set_ylim(found.steps, 0)
-    axis.xaxis.get_major_locator().set_params(integer=True, nbins=5)
-    axis.yaxis.get_major_locator().set_params(integer=True, nbins=4)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.set_title(found.subject, pad=7)
-    axis.tick_params(length=0, labelcolor=FAINT)
-    axis.spines[:].set_visible(False)
 
 
 _MOST = 4

@@ -1,4 +1,4 @@
-"""Runs an evaluation cell by cell: what is stored is not measured again, what is refused is told.
+"""Runs an evaluation cell by cell; stored cells are not measured again, refused ones are reported.
 
 Full attention comes first in every group of cells that share task, length and setup: the others are
 read beside it.
@@ -11,7 +11,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval import policy_trace
-from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.line_file import EvalOutcome, Line, LineFile
 from keyhole.eval.methods import FULL, GIVEN, TOKEN_BUDGET, Condition, Method, Terms, conditions_at
 from keyhole.eval.workload import Workload
 from keyhole.models.loading import Model
@@ -49,7 +49,7 @@ class EvalGrid:
     controls: bool = False
 
     def is_mapped(self, method: Method) -> bool:
-        """Whether this method's cells get selection maps; one budget shows what there is to see."""
+        """Whether this method's cells get selection maps; one budget is enough."""
         return self.maps and method is next(m for m in self.methods if m.label == method.label)
 
     def groups(self) -> Iterator[Group]:
@@ -78,19 +78,6 @@ class Group:
             "length": self.length,
             "setup": self.setup,
         }
-
-
-@dataclass(kw_only=True)
-class EvalOutcome:
-    """What came of all cells, in their order.
-
-    lines: measured now or before; stored: how many of them before. refused: cells that this model
-    cannot have, with the same fields as far as they are known, and `error`.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    stored: int = 0
-    refused: list[Line] = field(default_factory=list)
 
 
 class Evaluation:
@@ -191,7 +178,7 @@ class Evaluation:
         return line
 
     def _measured(self, group: Group, one: Condition, full: Line | None) -> Line:
-        """A line but for what the cell is known by."""
+        """A line without the fields that identify the cell."""
         found = group.workload.measure(
             self._engine, one.policy, group.length, group.setup, group.samples
         )

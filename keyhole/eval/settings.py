@@ -15,7 +15,7 @@ FORCED = ("perplexity", "attention_recall")
 """Tasks that force a text through decode steps."""
 
 TASKS = "passkey,qa_2,derive"
-"""Asked unless others are: one place, two places, and what the model itself has written."""
+"""The default: one fact, two facts, and what the model itself has written."""
 
 TERMS = {
     "given": "as --policies says, defaults otherwise",
@@ -43,7 +43,7 @@ Budgets = tuple[str, ...]
 class EvalSettings:
     """The cells of an evaluation and how they run. tasks, policies: names with their settings."""
 
-    tasks: str = setting(TASKS, "what is asked")
+    tasks: str = setting(TASKS, "tasks")
     text: str | None = setting(
         None,
         f"the text of {' and '.join(FORCED)}, and of --suite attention (several files with commas "
@@ -56,7 +56,7 @@ class EvalSettings:
         "what is read densely before decoding: the whole prompt, or all but the question, which "
         "then goes through the policy as the answer does; prompt,question: each",
     )
-    policies: str = setting("delta,quest,streaming_llm", "what they are answered under")
+    policies: str = setting("delta,quest,streaming_llm", "policies to compare")
     budgets: Budgets = setting(  # noqa: RUF009
         ("1/8",), "tokens that a step may read, or shares of the length in whole pages"
     )
@@ -78,7 +78,7 @@ class EvalSettings:
         "measure each method's controls, too: its dense layers and budget with the newest tokens, "
         "with random ones, and with those of largest true attention",
     )
-    first_seed: int = setting(0, "number of the first sample; another one is another set of texts")
+    first_seed: int = setting(0, "number of the first sample; another number gives other samples")
     maps: bool = setting(
         False,
         "store what each policy reads of the first sample, step by step, in four layers and under "
@@ -87,7 +87,7 @@ class EvalSettings:
     batch: int = setting(EngineConfig.max_batch, "samples decoded at once")
     prompt_memory: int | None = setting(
         None,
-        "bytes for prompts that were computed once and serve every policy; "
+        "bytes for prompts that are computed once for all policies; "
         "None: a quarter of what is free",
     )
 

@@ -1,21 +1,30 @@
-"""The gate before use: on this model, device and dtype, are Keyhole's logits the model's own?
+"""What `keyhole verify` checks before use: Keyhole's logits, and the recall of a retrieval head.
 
 Every run of the engine is compared with transformers' eager attention over the same weights and the
-same tokens: one request alone, requests of cruel lengths in one batch, a prefill in small chunks,
-every token through the decode path, and every policy of the table with a budget that covers the
-whole length. Token ids are random (fixed seed), so that it works without a tokenizer. Quantised
-weights round by themselves, by how many tokens are in a call: there the tolerance follows from how
-far the eager model is from itself when it decodes token by token, or starts from embeddings whose
-last bits differ.
+same tokens: one request alone, requests of awkward lengths in one batch, a prefill in small chunks,
+every token through the decode path, and every policy with a budget that covers the whole length.
+Token ids are random (fixed seed), so that it works without a tokenizer. Quantised weights round
+differently for different numbers of tokens in a call: there the tolerance follows from how far the
+eager model is from itself when it decodes token by token, or starts from embeddings whose last bits
+differ.
+
+Recall is the share of the model's attention weights on the selected tokens of a dense run, a mean
+over query tokens, full-attention layers and heads. Sinks and the recent window are part of a
+selection and of its budget, as in SpeContext. Two selections need no head:
+
+    window    the first tokens and the newest ones
+    best      the tokens with the largest true weights, per KV head and for all layers alike: what
+              one selection for all layers cannot exceed
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import torch
 from torch import Tensor
@@ -24,12 +33,17 @@ from transformers import DynamicCache
 
 from keyhole.config import EngineConfig, SamplingParams, is_count, require
 from keyhole.engine.engine import Engine
+from keyhole.errors import ConfigError
 from keyhole.models.attention import NAME
 from keyhole.models.loading import Model, load
 from keyhole.policies import available_policies
 from keyhole.policies.base import Policy
 from keyhole.policies.controls import Full
+from keyhole.policies.spe_context import SpeContext
 from keyhole.retrieval.head import RetrievalHead
+from keyhole.retrieval.training import objectives
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
+from keyhole.retrieval.training.training_config import Corpus
 
 #: Largest error allowed, see `Check.error`. Sums in another order cost float32 up to 2e-5 on the
 #: families of our tests; every layer rounds to 2^-11 in float16 and to 2^-8 in bfloat16, which came
@@ -272,3 +286,130 @@ def _typical(ours: Tensor, right: Tensor) -> float:
     """Median over places [T] of the root mean square difference, relative to the logits'."""
     places = (ours - right).square().mean(1).sqrt()
     return float(places.median() / right.square().mean().sqrt())
+
+
+WINDOW, BEST = "window", "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallText:
+    """Token ids, and the query tokens that are asked: places in them, ascending."""
+
+    token_ids: list[int]
+    rows: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallCell:
+    """Mean recall of one chooser over some texts of one length."""
+
+    chooser: str
+    length: int
+    budget: int
+    recall: float
+    texts: int
+
+
+@torch.no_grad()
+def measure_recall(
+    model: Model,
+    heads: Mapping[str, RetrievalHead],
+    texts: Mapping[int, Sequence[RecallText]],
+    budgets: Iterable[int],
+) -> list[RecallCell]:
+    """A cell for each chooser, length and smaller budget; each text counts alike.
+
+    texts: by the length that they stand for. The model may be loaded for the engine or not.
+    """
+    geometry = model.geometry(EngineConfig.page_size)
+    policies = [SpeContext(token_budget=budget).resolve(geometry) for budget in budgets]
+    layers = sorted({layer for head in heads.values() for layer in head.config.feature_layers})
+    teacher = Teacher(model.network, tuple(layers))
+    found: dict[tuple[str, int, int], list[float]] = {}
+    work = [(length, text) for length, some in texts.items() for text in some]
+    for length, text in tqdm(work, unit="text", disable=None, leave=False):
+        token_ids = torch.tensor(text.token_ids, device=model.device)
+        lesson = teacher.lesson(token_ids, torch.tensor(text.rows, device=model.device))
+        hidden = dict(zip(layers, lesson.hidden, strict=True))
+        scores = {name: _scores(head, lesson, hidden) for name, head in heads.items()}
+        scores[BEST] = lesson.mass
+        for policy in (policy for policy in policies if policy.token_budget < length):
+            budget, first = policy.token_budget, policy.sink_size
+            choices = {
+                name: objectives.chosen(of, lesson.rows, budget, first, policy.window_size or 1)
+                for name, of in scores.items()
+            }
+            choices[WINDOW] = objectives.recent(lesson.rows, budget, first)
+            for name, choice in choices.items():
+                share = float(objectives.share(lesson.mass, choice).mean())
+                found.setdefault((name, length, budget), []).append(share)
+    return [
+        RecallCell(
+            chooser=name,
+            length=length,
+            budget=budget,
+            recall=round(sum(shares) / len(shares), 4),
+            texts=len(shares),
+        )
+        for (name, length, budget), shares in found.items()
+    ]
+
+
+def _scores(
+    head: RetrievalHead, lesson: TeacherTargets, hidden: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """The head's weights per KV head of the target, as logs: [Hkv, R, n]."""
+    own = tuple(hidden[layer] for layer in head.config.feature_layers)
+    logs = objectives.log_weights(head, dataclasses.replace(lesson, hidden=own))
+    return objectives.best(logs, len(lesson.mass))
+
+
+HEAD = "head"
+RECALL_BUDGETS = (64, 256)
+_RECALL_LENGTHS = (512, 1024, 2048)
+_TEXTS, _QUERIES = 3, 24
+
+
+def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[RecallCell]]:
+    """The head beside the model's weights, and its recall beside that of a window.
+
+    ConfigError if the texts are all shorter than what is to be chosen among.
+    """
+    assert model.head is not None
+    head = RetrievalHead.from_pretrained(model.head, model.network).to(model.device, model.dtype)
+    rng, texts = Random(0), {}
+    for length in _RECALL_LENGTHS:
+        if length <= model.max_length:
+            found = [corpus.text(rng, length) for _ in range(_TEXTS)]
+            texts[length] = [_asked(ids) for ids in found if len(ids) > length // 2]
+    texts = {length: some for length, some in texts.items() if some}
+    if not texts:
+        raise ConfigError(
+            f"the texts of --data are shorter than {_RECALL_LENGTHS[0] // 2} tokens; give longer "
+            "ones"
+        )
+    return head.eval(), measure_recall(model, {HEAD: head}, texts, RECALL_BUDGETS)
+
+
+def recall_rows(cells: list[RecallCell]) -> list[list[str]]:
+    """Length, and for each budget the recall of the head and of the window."""
+    found = {(c.chooser, c.budget, c.length): c.recall for c in cells}
+    return [
+        [
+            f"{length:,}",
+            *(
+                f"{found[HEAD, b, length]:.1%} ({found[WINDOW, b, length]:.1%})"
+                if (HEAD, b, length) in found
+                else "-"
+                for b in RECALL_BUDGETS
+            ),
+        ]
+        for length in sorted({c.length for c in cells})
+    ]
+
+
+def _asked(token_ids: list[int]) -> RecallText:
+    """The query tokens are spread over the second half, as those of generated text are."""
+    half, count = len(token_ids) // 2, len(token_ids)
+    step = max(1, (count - half) // _QUERIES)
+    return RecallText(token_ids=token_ids, rows=list(range(half, count, step)))

@@ -165,7 +165,7 @@ class Workload(ABC):
 
 
 class Answered(Workload):
-    """A task of the table: the model answers by itself. first_seed: of its first sample."""
+    """A task of the table, answered by generation. first_seed: of its first sample."""
 
     def __init__(self, task: Task, model: Model, first_seed: int = 0) -> None:
         if model.tokenizer is None:
@@ -180,7 +180,7 @@ class Answered(Workload):
         self._made: dict[int, list[Sample]] = {}  # of the length that was asked for last
 
     def samples(self, length: int, number: int) -> list[Sample]:
-        """The first samples of a length; kept, as all policies are asked the same."""
+        """The first samples of a length; kept, because all policies get the same ones."""
         made = self._made.get(length, [])
         count = token_counter(self._tokenizer)
         made += [

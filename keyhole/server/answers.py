@@ -118,7 +118,7 @@ class Answer:
         if self.is_chat:
             reply = self.replies[index]
             delta = reply.delta(reply.add(piece))
-            if not (delta or first or piece.result is not None or piece.logprobs):
+            if not (delta or first or piece.result or piece.logprobs or piece.reads):
                 return []
             body = {"delta": ({"role": "assistant", "content": ""} if first else {}) | delta}
         reason = None if piece.result is None else self._reason(index, piece.result)

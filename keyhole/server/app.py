@@ -20,6 +20,7 @@ from keyhole.server.bodies import DetokenizeBody, TokenizeBody
 from keyhole.server.documents import routes as documents
 from keyhole.server.errors import ApiError
 from keyhole.server.gate import Gate
+from keyhole.server.page import routes as page
 from keyhole.server.responses import routes as responses
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State, state_of
@@ -39,6 +40,9 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.include_router(completions.router)
     app.include_router(responses.router)
     app.include_router(documents.router)
+    app.include_router(page.about_router)
+    if config.page:
+        app.include_router(page.router)
     for path, handler in _PLAIN.items():
         app.add_api_route(path, handler, methods=["GET"])
     app.add_api_route("/tokenize", tokenize, methods=["POST"])

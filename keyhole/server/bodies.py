@@ -46,6 +46,7 @@ class KeyholeBody(BaseModel):
     """What a request reads: a policy by name, None is the server's, and a budget up to its own.
 
     timeout: seconds that it may take, at most the server's.
+    trace: whether the answer says which tokens each layer read for every generated token.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -53,6 +54,7 @@ class KeyholeBody(BaseModel):
     policy: str | None = None
     token_budget: int | None = Field(None, ge=1)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    trace: bool = False
 
 
 class SamplingBody(BaseModel):
@@ -105,7 +107,8 @@ class SamplingBody(BaseModel):
         if given.get("top_k") == -1:  # vLLM's word for all
             given["top_k"] = 0
         given.setdefault("max_tokens", None)
-        return SamplingParams(**given, logprobs=logprobs, grammar=grammar)
+        trace = self.keyhole is not None and self.keyhole.trace
+        return SamplingParams(**given, logprobs=logprobs, grammar=grammar, trace=trace)
 
     def policy(self, own: Policy) -> PolicySpec | None:
         """The policy that the request asks for; None is `own`, the server's.
@@ -126,7 +129,7 @@ class SamplingBody(BaseModel):
         settings = {} if budget is None else {"token_budget": budget}
         name = None if asked.policy is None else policy_name(asked.policy)
         if name is None or name == own.name:
-            return settings
+            return settings or None
         known = available_policies()
         if name not in known:
             raise UnknownNameError("policy", name, known)

@@ -23,6 +23,7 @@ from keyhole.server.chat.prompt import prepared, reply_to_question
 from keyhole.server.documents.passages import passages_of
 from keyhole.server.documents.routes import search
 from keyhole.server.errors import ApiError, api_error
+from keyhole.server.reads import AnswerReads
 from keyhole.server.state import State, state_of
 
 logger = logging.getLogger("keyhole.server")
@@ -198,7 +199,12 @@ async def _whole(
                 state.finished(piece.result)
     ordered = [results[index] for index in range(len(streams))]
     documents = None if told is None else await asyncio.to_thread(told, ordered[0])
-    return JSONResponse(answer.whole(ordered, documents))
+    said = answer.whole(ordered, documents)
+    for choice, result in zip(said.get("choices", ()), ordered, strict=False):
+        if result.reads is not None:
+            of = AnswerReads(state.tokenizer)
+            choice["keyhole"] = await asyncio.to_thread(of.whole, result)
+    return JSONResponse(said)
 
 
 async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
@@ -231,6 +237,7 @@ async def _events(
     """Server-sent events; stack: left when the stream is."""
     results: dict[int, Result] = {}
     begun: set[int] = set()
+    reads: dict[int, AnswerReads] = {}
     with stack:
         async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
@@ -238,6 +245,9 @@ async def _events(
                 for said in [] if begun else answer.begin():
                     yield answer.frame(said)
                 for said in answer.piece(index, piece, first=index not in begun):
+                    if piece.reads is not None and "choices" in said:
+                        of = reads.setdefault(index, AnswerReads(state.tokenizer))
+                        said["choices"][0]["keyhole"] = await asyncio.to_thread(of.piece, piece)
                     yield answer.frame(said)
                 begun.add(index)
                 if piece.result is not None:

@@ -19,8 +19,9 @@ from keyhole.server.state import State
 
 logger = logging.getLogger("keyhole.server")
 
-#: Paths that need no key: health checks and monitoring.
-OPEN_PATHS = {"/health", "/ready"}
+#: Paths that need no key: health checks, and the page, which asks for one.
+OPEN_PATHS = {"/health", "/ready", "/"}
+_PAGE = "/page/"
 _REQUEST_ID = "x-request-id"
 _MAX_ID = 128
 
@@ -76,7 +77,9 @@ class Gate:
                 "start it with --api-key, or with --insecure",
                 kind="permission_error",
             )
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(headers):
+        path = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(_PAGE)
+        if self._keys and not is_open and not self._knows(headers):
             return ApiError(
                 401,
                 "no valid API key; send it as 'Authorization: Bearer KEY'",

@@ -31,6 +31,7 @@ class ServerConfig:
     )
     log_format: str = setting("text", "lines of the log: text or json")
     log_prompts: bool = setting(False, "write prompts to the log")
+    page: bool = setting(True, "serve the page at /")
     otlp_endpoint: str | None = setting(
         None, "URL of an OpenTelemetry collector that gets a trace of each request"
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from keyhole.eval.tiny_language.rows import LONGEST_WALK, ROWS, Row, append_words
+from keyhole.eval.tiny_language.tasks import LONGEST_WALK, ROWS, Row, append_words
 from keyhole.eval.tiny_language.world import BOS, NAMES, NUMBERS, OBJECTS, PAD, PLACES, WORD_IDS
 
 MAX_POSITION = 16384

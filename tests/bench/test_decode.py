@@ -13,13 +13,13 @@ from keyhole.bench import decode as bench_decode
 from keyhole.bench import model as bench_model
 from keyhole.bench.decode import DisagreementError
 from keyhole.bench.model import Skipped, Weights, fitting, needed_bytes
-from keyhole.bench.settings import ALL_PEERS, PAGE_SIZE, PEERS, DecodeSettings
-from keyhole.bench.systems import Baseline, KeyholeSystem, Pages, Past
+from keyhole.bench.settings import ALL_BASELINES, BASELINES, PAGE_SIZE, DecodeSettings
+from keyhole.bench.systems import Baseline, BaselineCache, KeyholeSystem, Pages
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, UnknownNameError
 
 CONTEXT = 64
-THEIRS = (*PEERS, "torch_flash")
+THEIRS = (*BASELINES, "torch_flash")
 STEPS = 12
 KINDS = ("dynamic", "static", "in_place")
 
@@ -38,7 +38,7 @@ def reported() -> list[Any]:
 def ran() -> tuple[dict[str, Any], list[Any]]:
     """The line of a run with two contexts, and what it reported on its way."""
     reported: list[Any] = []
-    asked = settings(contexts=(48, 64), batch=2, systems=(*PEERS, "delta", "quest"))
+    asked = settings(contexts=(48, 64), batch=2, systems=(*BASELINES, "delta", "quest"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
         return decode.run(asked, lambda *given: reported.append(given)), reported
@@ -52,7 +52,7 @@ def line(ran: tuple[dict[str, Any], list[Any]]) -> dict[str, Any]:
 def test_a_line_has_a_result_for_every_system_and_context(line: dict[str, Any]) -> None:
     results = line["results"]
     assert [(r["context"], r["system"]) for r in results] == [
-        (context, system) for context in (48, 64) for system in (*PEERS, "delta", "quest")
+        (context, system) for context in (48, 64) for system in (*BASELINES, "delta", "quest")
     ]
     for result in results:
         assert len(result["all_step_ms"]) == 2
@@ -60,11 +60,11 @@ def test_a_line_has_a_result_for_every_system_and_context(line: dict[str, Any]) 
         assert result["launches"]["why_not"]
         for field in ("step_ms", "gb_per_s", "bandwidth_share", "kv_bytes", "ratio_to_peer"):
             assert result[field] > 0
-        if result["system"] in PEERS:
+        if result["system"] in BASELINES:
             assert result["policy"] is None
         else:
             assert result["policy"]["name"] == result["system"]
-    assert all(r["ratio_to_peer"] == 1 for r in results if r["system"] == decode.PEER)
+    assert all(r["ratio_to_peer"] == 1 for r in results if r["system"] == decode.REFERENCE)
 
 
 def test_a_line_says_what_was_measured(ran: tuple[dict[str, Any], list[Any]]) -> None:
@@ -75,7 +75,7 @@ def test_a_line_says_what_was_measured(ran: tuple[dict[str, Any], list[Any]]) ->
     assert line["kernels"]
     assert line["skipped"] == []
     for errors in line["relative_error"].values():
-        assert set(errors) == set(PEERS)
+        assert set(errors) == set(BASELINES)
         assert max(errors.values()) < 0.05  # bfloat16
     assert [found for found, _ in reported] == [line["results"][:5], line["results"][5:]]
 
@@ -109,23 +109,23 @@ def small() -> Weights:
 @pytest.fixture
 def systems(small: Weights) -> tuple[Pages, list[Baseline], list[list[int]], list[int]]:
     """All policies and peers over the same 64 tokens of two prompts."""
-    pages = Pages(small.ours, ["full", "quest"], 2, CONTEXT, STEPS)
-    pasts = {kind: Past(kind, small.ours, CONTEXT, STEPS) for kind in KINDS}
-    numbers = model.RandomKV(small.ours, 2, CONTEXT)
+    pages = Pages(small.keyhole, ["full", "quest"], 2, CONTEXT, STEPS)
+    pasts = {kind: BaselineCache(kind, small.keyhole, CONTEXT, STEPS) for kind in KINDS}
+    numbers = model.RandomKV(small.keyhole, 2, CONTEXT)
     for cache in (pages, *pasts.values()):
         cache.fill(numbers)
-    peers = [Baseline(name, small, pasts[ALL_PEERS[name][1]], CONTEXT) for name in THEIRS]
-    return pages, peers, *model.prompts(small.ours, 2, CONTEXT, 3)
+    peers = [Baseline(name, small, pasts[ALL_BASELINES[name][1]], CONTEXT) for name in THEIRS]
+    return pages, peers, *model.prompts(small.keyhole, 2, CONTEXT, 3)
 
 
 def test_full_attention_and_the_peers_agree_over_the_same_cache(systems: Any) -> None:
     pages, peers, texts, given = systems
     pages.know(texts)
-    errors = bench_decode.compare(pages.ours[0], peers, texts, given, 1e-4)
+    errors = bench_decode.compare(pages.systems[0], peers, texts, given, 1e-4)
     assert list(errors) == list(THEIRS)
     assert max(errors.values()) < 1e-5
     again = [*peers[:2], peers[3]]  # a static cache keeps what was added
-    errors = bench_decode.compare(pages.ours[0], again, texts, given, 1e-4)
+    errors = bench_decode.compare(pages.systems[0], again, texts, given, 1e-4)
     assert list(errors) == [peer.name for peer in again]
 
 
@@ -134,13 +134,13 @@ def test_a_wrong_page_is_refused(systems: Any) -> None:
     pages.cache.keys[1][3, 0, 3] *= -1
     pages.know(texts)
     with pytest.raises(DisagreementError, match="transformers_sdpa: relative error"):
-        bench_decode.compare(pages.ours[0], peers, texts, given, 1e-4)
+        bench_decode.compare(pages.systems[0], peers, texts, given, 1e-4)
 
 
 def test_nothing_is_prefilled_and_every_step_reads_all(systems: Any) -> None:
     pages, _, texts, _ = systems
     pages.know(texts)
-    ours: KeyholeSystem = pages.ours[0]
+    ours: KeyholeSystem = pages.systems[0]
     ours.start(texts, 3)
     for _ in range(4):
         ours.step()
@@ -154,9 +154,9 @@ def test_nothing_is_prefilled_and_every_step_reads_all(systems: Any) -> None:
 def test_engines_that_share_a_cache_do_not_disturb_each_other(systems: Any) -> None:
     pages, _, texts, given = systems
     pages.know(texts)
-    alone = [own.logits(texts, given) for own in pages.ours]
+    alone = [own.logits(texts, given) for own in pages.systems]
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engines = [own.engine for own in pages.ours]
+    engines = [own.engine for own in pages.systems]
     requests = [
         [engine.add(text, params, given=given, keep_logits=True) for text in texts]
         for engine in engines
@@ -183,17 +183,17 @@ def test_a_peer_has_the_same_past_at_every_step(systems: Any) -> None:
 def test_there_is_room_for_one_cache_of_transformers_but_not_for_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    deep = model.make_weights(settings(layers=8)).ours
+    deep = model.make_weights(settings(layers=8)).keyhole
     sizes = {"batch": 3, "context": 1024, "steps": STEPS}
     past = 3 * (1024 + STEPS) * deep.geometry(PAGE_SIZE).token_bytes
     ours = needed_bytes(deep, ["full", "quest"], **sizes)
     monkeypatch.setattr(bench_model, "free_bytes", lambda _: (512 << 20) + ours + 3 * past // 2)
-    kept, left_out = fitting(deep, ["full", "quest"], list(PEERS), **sizes)
+    kept, left_out = fitting(deep, ["full", "quest"], list(BASELINES), **sizes)
     assert kept == ["transformers_sdpa", "transformers_eager"]  # these two share a cache
     assert [entry.system for entry in left_out] == ["transformers_static"]
     assert left_out[0].need_bytes > left_out[0].free_bytes
     monkeypatch.setattr(bench_model, "free_bytes", lambda _: (512 << 20) + ours)
-    kept, left_out = fitting(deep, ["full", "quest"], list(PEERS), **sizes)
+    kept, left_out = fitting(deep, ["full", "quest"], list(BASELINES), **sizes)
     assert (kept, left_out[0].system) == ([], None)
 
 
@@ -202,7 +202,7 @@ def test_who_does_not_fit_is_left_out_and_named(
 ) -> None:
     sizes = {"need_bytes": 3 << 30, "free_bytes": 2 << 30}
     skipped = Skipped(context=64, batch=1, system="transformers_static", **sizes)
-    monkeypatch.setattr(bench_decode, "fitting", lambda *_, **__: ([decode.PEER], [skipped]))
+    monkeypatch.setattr(bench_decode, "fitting", lambda *_, **__: ([decode.REFERENCE], [skipped]))
     asked = settings(systems=("transformers_sdpa", "transformers_static", "full"))
     found = decode.run(asked, lambda *given: reported.append(given))
     assert [r["system"] for r in found["results"]] == ["transformers_sdpa", "full"]
@@ -233,7 +233,7 @@ def test_without_a_peer_nothing_is_compared_and_that_is_said(
     monkeypatch.setattr(bench_decode, "fitting", lambda *_, **__: ([], []))
     found = decode.run(settings(systems=("full",)), lambda *given: reported.append(given))
     assert [(r["system"], r["ratio_to_peer"]) for r in found["results"]] == [("full", None)]
-    assert reported[0][1] == ["at 64 tokens no peer was there to compare logits with"]
+    assert reported[0][1] == ["at 64 tokens no baseline was there to compare logits with"]
 
 
 def test_unknown_systems_are_named() -> None:
@@ -243,12 +243,12 @@ def test_unknown_systems_are_named() -> None:
 
 def test_keys_on_the_host_are_for_a_gpu(small: Weights) -> None:
     with pytest.raises(ConfigError, match="device 'cpu' must be cuda"):
-        Past("offloaded", small.ours, CONTEXT, STEPS)
+        BaselineCache("offloaded", small.keyhole, CONTEXT, STEPS)
 
 
 def test_a_token_budget_is_for_those_that_have_one(small: Weights) -> None:
-    pages = Pages(small.ours, ["full", "delta"], 1, CONTEXT, STEPS, token_budget=48)
-    assert [asdict(own.engine.policy).get("token_budget") for own in pages.ours] == [None, 48]
+    pages = Pages(small.keyhole, ["full", "delta"], 1, CONTEXT, STEPS, token_budget=48)
+    assert [asdict(own.engine.policy).get("token_budget") for own in pages.systems] == [None, 48]
     with pytest.raises(ConfigError, match="token_budget 0 must be"):
         settings(token_budget=0)
 
@@ -257,7 +257,7 @@ def test_a_qwen_has_a_bias_where_qwen_has_one() -> None:
     asked = settings(shape="qwen2.5-1.5b", layers=1)
     with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "device", lambda _: torch.device("meta"))
-        network = model.make_weights(asked).ours.network
+        network = model.make_weights(asked).keyhole.network
     layer = network.model.layers[0]
     assert layer.self_attn.q_proj.bias.shape == (1536,)
     assert layer.self_attn.k_proj.bias.shape == (256,)

@@ -14,13 +14,13 @@ from benchmarks.paper import page, setting
 from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.settings import HEADLINES, Bar, Headline, judged
 from keyhole.bench import model
-from keyhole.bench.settings import ALL_PEERS, DecodeSettings
+from keyhole.bench.settings import ALL_BASELINES, DecodeSettings
 from keyhole.errors import UnknownNameError
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "give_back", lambda: None)  # slow, and nothing is large here
+    monkeypatch.setattr(model, "release_memory", lambda: None)  # slow, and nothing is large here
 
 
 @pytest.mark.parametrize("name", [n for n in HEADLINES if "_24gb_" not in n and "prompt" not in n])
@@ -67,7 +67,7 @@ def test_what_is_wanted_is_said_of_systems_that_are_measured() -> None:
             continue
         for bar in one.bars:
             assert {bar.of, bar.by} <= systems, name
-            assert bar.of not in ALL_PEERS
+            assert bar.of not in ALL_BASELINES
 
 
 def test_bars_are_ratios_of_speeds() -> None:

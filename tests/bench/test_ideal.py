@@ -26,7 +26,7 @@ def small() -> ThroughputSettings:
 
 def test_weights_and_requests_are_those_of_a_run() -> None:
     asked = small()
-    model = make_weights(replace(asked.decode, contexts=(64,))).ours
+    model = make_weights(replace(asked.decode, contexts=(64,))).keyhole
     assert num_weights("smoke") == sum(x.numel() for x in model.network.parameters())
     room = asked.memory - RESERVE_BYTES - 4 * num_weights("smoke")
     most = throughput.most_requests("full", model, asked, room)

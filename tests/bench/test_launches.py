@@ -13,7 +13,7 @@ from keyhole.bench import measure, model
 from keyhole.bench.measure import NotRecordedError, checked, said, together
 from keyhole.bench.offload_loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
-from keyhole.bench.systems import Baseline, KeyholeSystem, Pages, Past
+from keyhole.bench.systems import Baseline, BaselineCache, KeyholeSystem, Pages
 from keyhole.engine import engine as core
 from keyhole.engine.cuda_graph_runner import Work
 from keyhole.policies.delta import Delta
@@ -40,15 +40,15 @@ def weights() -> model.Weights:
 
 @pytest.fixture
 def texts(weights: model.Weights) -> list[list[int]]:
-    return model.prompts(weights.ours, 2, CONTEXT, 3)[0]
+    return model.prompts(weights.keyhole, 2, CONTEXT, 3)[0]
 
 
 def ours(weights: model.Weights, texts: list[list[int]]) -> KeyholeSystem:
     """Of a policy that selects, over a cache that is filled."""
-    pages = Pages(weights.ours, ["quest"], 2, CONTEXT, STEPS, token_budget=32)
-    pages.fill(model.RandomKV(weights.ours, 2, CONTEXT))
+    pages = Pages(weights.keyhole, ["quest"], 2, CONTEXT, STEPS, token_budget=32)
+    pages.fill(model.RandomKV(weights.keyhole, 2, CONTEXT))
     pages.know(texts)
-    return pages.ours[0]
+    return pages.systems[0]
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_an_engine_that_was_told_not_to_is_not_refused(
     weights: model.Weights, texts: list[list[int]]
 ) -> None:
     policy = Delta(token_budget=32)
-    with Loading(None, weights.ours, policy, None, "", graphs=False) as system:
+    with Loading(None, weights.keyhole, policy, None, "", graphs=False) as system:
         system.start(ForcedText(prompt=texts[0], answer=[1, 2]))
         assert system.launches("above") == said(0, "graphs=False")
         assert checked("above", system.engine, 0, CUDA) == said(0, "graphs=False")
@@ -129,8 +129,8 @@ def test_an_engine_that_was_told_not_to_is_not_refused(
 def test_peers_say_what_they_do(
     weights: model.Weights, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    past = Past("in_place", weights.ours, CONTEXT, STEPS)
-    past.fill(model.RandomKV(weights.ours, 2, CONTEXT))
+    past = BaselineCache("in_place", weights.keyhole, CONTEXT, STEPS)
+    past.fill(model.RandomKV(weights.keyhole, 2, CONTEXT))
     peer = Baseline("torch_flash", weights, past, CONTEXT)
     peer.start(texts, 2)
     peer.step()

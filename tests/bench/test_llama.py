@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+import benchmarks
 from benchmarks.llama_cpp import file as llama_file
 from benchmarks.llama_cpp import run, state, worker
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama, LlamaCpp
 from benchmarks.llama_cpp.worker import WorkerError, WorkerProcess
 from keyhole.bench import decode, measure, model
-from keyhole.bench.decode import DisagreementError, Sitting, SystemSteps
+from keyhole.bench.decode import DisagreementError, JointRun, SystemSteps
 from keyhole.bench.model import Need
 from keyhole.bench.settings import SHAPES, DecodeSettings
 from keyhole.errors import ConfigError
@@ -52,7 +53,7 @@ def any_llama(request: pytest.FixtureRequest) -> None:
     """Both, where the peers' environment is there."""
     if request.param == "stand-in":
         request.getfixturevalue("stand_in")
-    elif not (measure.ROOT / worker.ENVIRONMENT / "bin/python").exists():
+    elif not (benchmarks.ROOT / worker.ENVIRONMENT / "bin/python").exists():
         pytest.skip("needs what `make bench-peers` sets up")
 
 
@@ -98,11 +99,11 @@ def test_keys_or_weights_in_another_order_are_refused(
 def test_every_step_has_the_same_past() -> None:
     asked = settings()
     weights = model.make_weights(asked)
-    texts, _ = model.prompts(weights.ours, 2, CONTEXT, 0)
+    texts, _ = model.prompts(weights.keyhole, 2, CONTEXT, 0)
     with LlamaFile() as file:
         file.write(weights)
-        system = Llama("llama_cpp_flash", weights.ours, file, 2, CONTEXT, 4)
-        system.fill(model.RandomKV(weights.ours, 2, CONTEXT))
+        system = Llama("llama_cpp_flash", weights.keyhole, file, 2, CONTEXT, 4)
+        system.fill(model.RandomKV(weights.keyhole, 2, CONTEXT))
         first = system.logits(texts, [])
         system.start(texts, 2)
         for _ in range(2):
@@ -176,14 +177,14 @@ def test_a_process_that_is_killed_is_told(program: WorkerProcess) -> None:
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_state_has_the_size_that_was_said(transposed: bool) -> None:
     weights = model.make_weights(settings())
-    numbers = model.RandomKV(weights.ours, 3, CONTEXT)
+    numbers = model.RandomKV(weights.keyhole, 3, CONTEXT)
     for sequence in range(3):
         pieces = state.pieces(numbers, sequence, transposed)
         assert sum(len(piece) for piece in pieces) == state.num_bytes(numbers)
 
 
 def test_numbers_are_the_same_whenever_they_are_asked_for() -> None:
-    ours = model.make_weights(settings()).ours
+    ours = model.make_weights(settings()).keyhole
     one, other = (model.RandomKV(ours, 2, CONTEXT) for _ in range(2))
     assert torch.equal(one.keys(1, 1), other.keys(1, 1))
     drawn = [draw(layer, b) for draw in (one.keys, one.values) for layer in (0, 1) for b in (0, 1)]
@@ -196,7 +197,7 @@ def test_ratios_are_taken_within_a_sitting() -> None:
     def measured(ms: float) -> SystemSteps:
         return SystemSteps(step_ms=[ms, ms], peak_bytes=[1], cost={})
 
-    first = Sitting(
+    first = JointRun(
         measured={"full": measured(10), "llama_cpp": measured(20)}, errors={}, skipped=[]
     )
     second = replace(first, measured={"full": measured(30), "llama_cpp_flash": measured(60)})

@@ -37,14 +37,14 @@ def smoke() -> model.Weights:
 
 
 def head_bytes(weights: model.Weights) -> int:
-    head = Steady.random(weights.ours.network)
+    head = Steady.random(weights.keyhole.network)
     return sum(parameter.nbytes for parameter in head.parameters())
 
 
 def make(weights: model.Weights, room: float, **given: Any) -> Lowered:
     """room: in texts with everything above."""
     return Lowered(
-        NAME, weights.ours, settings(**given), head_bytes(weights) + int(room * TEXT_BYTES)
+        NAME, weights.keyhole, settings(**given), head_bytes(weights) + int(room * TEXT_BYTES)
     )
 
 
@@ -76,7 +76,7 @@ def test_steps_of_all_requests_are_timed_with_layers_below(smoke: model.Weights)
 
 def test_a_steady_head_chooses_most_tokens_again(smoke: model.Weights) -> None:
     torch.manual_seed(0)
-    head, tokens, budget = Steady.random(smoke.ours.network).float(), 2048, 512
+    head, tokens, budget = Steady.random(smoke.keyhole.network).float(), 2048, 512
     keys = torch.randn(tokens // 16, head.config.num_kv_heads, 16, head.config.head_dim)
     table = torch.arange(tokens // 16, dtype=torch.int32)[None]
     chosen = []
@@ -92,7 +92,7 @@ def test_a_steady_head_chooses_most_tokens_again(smoke: model.Weights) -> None:
 def test_other_logits_are_noticed(smoke: model.Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     system = make(smoke, 2, host_memory=TEXT_BYTES)
     monkeypatch.setattr(
-        system, "_logits_above", lambda numbers, text: torch.randn(4, smoke.ours.vocab_size)
+        system, "_logits_above", lambda numbers, text: torch.randn(4, smoke.keyhole.vocab_size)
     )
     with pytest.raises(DisagreementError, match=NAME):
         system.measure(64)
@@ -100,9 +100,11 @@ def test_other_logits_are_noticed(smoke: model.Weights, monkeypatch: pytest.Monk
 
 def test_a_line_tells_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
-    monkeypatch.setattr(bench_model, "give_back", lambda: None)  # slow, and nothing is large here
+    monkeypatch.setattr(
+        bench_model, "release_memory", lambda: None
+    )  # slow, and nothing is large here
     weights = model.make_weights(replace(settings().decode, contexts=(512,)))
-    used = sum(parameter.nbytes for parameter in weights.ours.network.parameters())
+    used = sum(parameter.nbytes for parameter in weights.keyhole.network.parameters())
     room = used + RESERVE_BYTES + head_bytes(weights) + 2 * TEXT_BYTES
     line = throughput.run(settings(memory=room, host_memory=4 * TEXT_BYTES), lambda *_: None)
     full, below = line["results"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks
 from keyhole.bench import measure
 from keyhole.bench.measure import Turn, take_turns
 from keyhole.errors import ConfigError
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def test_results_go_to_the_checkout() -> None:
-    assert measure.results() == Path(__file__).parents[2] / "benchmarks/results"
+    assert benchmarks.results() == Path(__file__).parents[2] / "benchmarks/results"
 
 
 def test_a_repository_of_somebody_else_is_no_commit_of_ours(
@@ -67,7 +68,7 @@ def test_a_line_says_how_where_and_when(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert line["versions"]["keyhole"] == "1.2.3"
     assert {"date", "commit", "note", "benchmark"} <= line.keys()
     for _ in range(2):
-        measure.append(tmp_path / "new" / "lines.jsonl", line)
+        benchmarks.append(tmp_path / "new" / "lines.jsonl", line)
     first, second = map(json.loads, (tmp_path / "new" / "lines.jsonl").read_text().splitlines())
     assert first == second == line
 

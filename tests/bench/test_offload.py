@@ -18,10 +18,10 @@ from keyhole.bench.decode import DisagreementError
 from keyhole.bench.model import RESERVE_BYTES, Weights, make_weights
 from keyhole.bench.offload import run_large
 from keyhole.bench.offload_loading import (
-    ABOVE,
     ELASTIC,
     NO_ELASTIC,
     NO_OVERLAP,
+    RESIDENT,
     SYSTEMS,
     ForcedText,
     SelectionOverlap,
@@ -68,7 +68,7 @@ def line(model: Model, head: RetrievalHead) -> dict[str, Any]:
 def test_numbers_add_up(line: dict[str, Any], policy: str, layers: int) -> None:
     results = {r["system"]: r for r in line["results"] if r["policy"] == policy}
     assert list(results) == list(SYSTEMS)
-    above, elastic = results[ABOVE], results[ELASTIC]
+    above, elastic = results[RESIDENT], results[ELASTIC]
     waiting, everything = results[NO_OVERLAP], results[NO_ELASTIC]
     assert above["moved_bytes"] is above["hit_rate"] is above["stall_ms"] is None
     assert above["ratio_to_above"] == 1
@@ -105,15 +105,15 @@ def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
         (policy, system) for policy in ("spe_context", "quest") for system in SYSTEMS
     ]
     for result in large:
-        assert (result["layers_below"] > 0) == (result["system"] != ABOVE)
-        if result["system"] != ABOVE:
+        assert (result["layers_below"] > 0) == (result["system"] != RESIDENT)
+        if result["system"] != RESIDENT:
             assert result["moved_bytes"] > 0
             assert result["relative_error"] == 0
 
 
 def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: Path) -> None:
-    weights = 2 * sum(x.numel() for x in smoke().ours.network.parameters())
-    head = RetrievalHead.random(smoke().ours.network)
+    weights = 2 * sum(x.numel() for x in smoke().keyhole.network.parameters())
+    head = RetrievalHead.random(smoke().keyhole.network)
     weights += sum(x.nbytes for name, x in head.named_parameters() if "embedding" not in name)
     cache = 2 * 4 * 2 * 16 * 2 * 272  # keys and values, layers, heads, numbers, bytes, tokens
     memory = weights + RESERVE_BYTES + cache
@@ -122,7 +122,7 @@ def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: P
     results = {result["system"]: result for result in found}
     assert list(results) == [*SYSTEMS, "torch_flash"]
     # The head's keys and the buffers take the room of some layers, not of all.
-    (below,) = {results[name]["layers_below"] for name in SYSTEMS if name != ABOVE}
+    (below,) = {results[name]["layers_below"] for name in SYSTEMS if name != RESIDENT}
     assert 0 < below < 4
     assert results["torch_flash"]["step_ms"] > 0
     assert results["torch_flash"]["relative_error"] < 0.1

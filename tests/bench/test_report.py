@@ -11,8 +11,7 @@ from benchmarks import speed_pages
 from benchmarks.paper.settings import HEADLINES
 from benchmarks.speed_pages import offload as offload_page
 from benchmarks.speed_pages import plot, tables
-from keyhole.bench import measure
-from keyhole.bench.settings import ALL_PEERS
+from keyhole.bench.settings import ALL_BASELINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +156,7 @@ def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
 def test_a_picture_is_written_and_says_when_it_was_measured(tmp_path: Path) -> None:
     line = decode_line()
     line["results"].append(line["results"][0] | {"system": "somebody_else"})
-    line["results"].append(line["results"][0] | {"system": list(ALL_PEERS)[-1]})
+    line["results"].append(line["results"][0] | {"system": list(ALL_BASELINES)[-1]})
     plot.step_times(line, tmp_path / "images" / "a.png")
     picture = (tmp_path / "images" / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -210,7 +209,7 @@ def test_kernels_of_a_gpu_stand_beside_those_of_its_processor() -> None:
 def test_without_stored_lines_there_is_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(measure, "results", lambda: tmp_path)
+    monkeypatch.setattr(speed_pages, "results", lambda: tmp_path)
     assert speed_pages.stored("decode") == []
     assert "##" not in speed_pages.page([], [])
     assert speed_pages.render([]) == ""

@@ -30,7 +30,7 @@ def smoke() -> model.Weights:
 
 
 def weight_bytes(weights: model.Weights) -> int:
-    return sum(parameter.nbytes for parameter in weights.ours.network.parameters())
+    return sum(parameter.nbytes for parameter in weights.keyhole.network.parameters())
 
 
 def test_lengths_go_from_the_prompt_to_the_whole_text_in_pages() -> None:
@@ -52,7 +52,7 @@ def test_requests_are_what_fits_beside_the_weights(smoke: model.Weights) -> None
     text = 160 * TOKEN_BYTES
 
     def most(name: str, room: int) -> int:
-        return throughput.most_requests(name, smoke.ours, asked, room)
+        return throughput.most_requests(name, smoke.keyhole, asked, room)
 
     # Two of four layers may be twice there for a moment under sdpa, three under eager.
     assert most("transformers_sdpa", 15 * text) == 10
@@ -68,7 +68,7 @@ def test_requests_are_what_fits_beside_the_weights(smoke: model.Weights) -> None
 
 def test_ours_sit_beside_every_peer_with_as_many_requests() -> None:
     requests = {"transformers_sdpa": 4, "transformers_eager": 3, "full": 4, "delta": 3, "quest": 2}
-    assert throughput.sittings(requests | {"torch_flash": 0, "streaming_llm": 0}) == [
+    assert throughput.joint_runs(requests | {"torch_flash": 0, "streaming_llm": 0}) == [
         (4, ("transformers_sdpa", "full")),
         (3, ("transformers_eager", "delta")),
         (2, ("quest",)),
@@ -79,7 +79,9 @@ def test_a_line_has_a_throughput_for_every_system(
     monkeypatch: pytest.MonkeyPatch, smoke: model.Weights
 ) -> None:
     monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
-    monkeypatch.setattr(bench_model, "give_back", lambda: None)  # slow, and nothing is large here
+    monkeypatch.setattr(
+        bench_model, "release_memory", lambda: None
+    )  # slow, and nothing is large here
     room = weight_bytes(smoke) + RESERVE_BYTES + 3 * 160 * TOKEN_BYTES
     reported: list[Any] = []
     asked = settings(memory=room, points=2)

@@ -11,11 +11,11 @@ import pytest
 
 import keyhole
 from keyhole import LLM
-from keyhole.cli import eval_paper
+from keyhole.cli import eval_suites
 from keyhole.eval.paper import suite
 from keyhole.eval.paper import suite as paper_suite
 from keyhole.eval.paper.documents import DocumentEvaluation
-from keyhole.eval.paper.estimate import LinearTime, Speed
+from keyhole.eval.paper.suite import LinearTime, Speed
 from keyhole.eval.verify import Check
 from keyhole.eval.workload import Answered
 from tests.checkpoints import make_model
@@ -70,7 +70,7 @@ def test_a_model_that_answers_nothing_gets_no_recommendation(
     reader: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the gate to the page, with nothing left out; and nothing is measured twice."""
-    monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_2")
+    monkeypatch.setattr(eval_suites, "_DOCUMENTS", "multi_document_2")
     command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     ran = run(*command)
     assert ran.status == 0, ran.err
@@ -123,7 +123,7 @@ def test_the_bundled_model_from_end_to_end(
 ) -> None:
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
     kinds = "multi_document_1,tiny_documents_needs_each_other"
-    monkeypatch.setattr(eval_paper, "_BUNDLED_DOCUMENTS", kinds)
+    monkeypatch.setattr(eval_suites, "_BUNDLED_DOCUMENTS", kinds)
     ran = run("eval", *LITTLE, "--lengths", "1024", *outputs(tmp_path))
     assert ran.status == 0, ran.err
     questions = lines(tmp_path, "eval-documents")
@@ -158,7 +158,7 @@ def test_an_interrupted_run_goes_on_under_the_same_command(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suite, "probe", lambda *_: _speed())
-    monkeypatch.setattr(eval_paper, "_DOCUMENTS", "multi_document_1")
+    monkeypatch.setattr(eval_suites, "_DOCUMENTS", "multi_document_1")
     command = ("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     monkeypatch.setattr(Answered, "measure", interrupted)
     ran = run(*command)

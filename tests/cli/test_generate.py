@@ -11,7 +11,6 @@ import pytest
 from tqdm import tqdm
 
 from keyhole import LLM, Delta, Result, SamplingParams, Stats
-from keyhole.cli.common import terminal
 from tests.cli.conftest import Run
 
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again and again."
@@ -98,7 +97,7 @@ def test_a_long_prompt_shows_how_far_it_is(
             seen.append(("computed", int(n or 0)))
             super().update(n)
 
-    monkeypatch.setattr(terminal, "tqdm", Bar)
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
     ran = run("generate", PROMPT, "--model", path, *OPTIONS, "--prefill-chunk", "16")
     assert ran.status == 0
     (_, total), *steps = seen

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.cli.common import outputs
-from keyhole.cli.common.outputs import Kind, Output
+from keyhole.cli.common import terminal
+from keyhole.cli.common.terminal import Output, OutputKind
 from keyhole.errors import ConfigError
 from keyhole.registry import SettingsFile
 from tests.cli.conftest import Run
 
 KINDS = [
-    outputs.PICTURE,
-    outputs.LINES,
-    outputs.LAYERS,
-    outputs.POLICY,
-    outputs.TRACE,
-    outputs.PAGE,
+    terminal.PICTURE,
+    terminal.LINES,
+    terminal.LAYERS,
+    terminal.POLICY,
+    terminal.TRACE,
+    terminal.PAGE,
 ]
 
 #: Commands that write, before the flag and the name of the file.
@@ -71,7 +71,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(outputs.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(terminal.tempfile, "TemporaryFile", refuse)
     ran = run(*line.split())
     assert (ran.status, ran.out) == (2, "")
     assert "nothing can be written to" in ran.err
@@ -98,35 +98,37 @@ def test_the_head_needs_a_place_for_its_folder(run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_file_of_its_kind_is_accepted(kind: Kind) -> None:
+def test_a_file_of_its_kind_is_accepted(kind: OutputKind) -> None:
     for ending, start in kind.starts.items():
         for content in (b"", start[:3], start, start + b" and more"):
             path = Path(f"file{ending}")
             path.write_bytes(content)
-            outputs.check(Output("--output", path, kind))
+            terminal.check_outputs(Output("--output", path, kind))
             assert path.read_bytes() == content
 
 
 def test_what_is_written_is_of_its_kind() -> None:
     SettingsFile(policy="quest").save("policy.json")
-    outputs.check(Output("--settings", "policy.json", outputs.POLICY))
+    terminal.check_outputs(Output("--settings", "policy.json", terminal.POLICY))
     for name in ("delta", "samkv"):
         path = Path(__file__).parents[2] / f"keyhole/models/tiny/keyhole-tiny/keyhole-{name}.json"
-        assert path.read_bytes().startswith(outputs.LAYERS.starts[""])
+        assert path.read_bytes().startswith(terminal.LAYERS.starts[""])
     for page in ("page.html", "attention.html"):
         path = Path(__file__).parents[2] / "keyhole/eval/report" / page
-        assert path.read_bytes().startswith(outputs.PAGE.starts[""])
+        assert path.read_bytes().startswith(terminal.PAGE.starts[""])
 
 
 def test_two_flags_do_not_name_one_file() -> None:
     with pytest.raises(ConfigError, match="--output and --html name one file, 'a'"):
-        outputs.check(Output("--output", "a", outputs.LINES), Output("--html", "a", outputs.PAGE))
+        terminal.check_outputs(
+            Output("--output", "a", terminal.LINES), Output("--html", "a", terminal.PAGE)
+        )
 
 
 @pytest.mark.parametrize(("name", "says"), [("notes.txt", "must end in .png"), ("", "is empty")])
 def test_a_name_that_is_no_picture_is_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        outputs.check(Output("--plot", name, outputs.PICTURE))
+        terminal.check_outputs(Output("--plot", name, terminal.PICTURE))
 
 
 def test_the_last_line_of_somebody_else_is_not_taken_for_half_a_line(run: Run) -> None:

@@ -12,7 +12,6 @@ import tqdm
 from benchmarks.kernels import __main__ as kernels
 from keyhole.bench import measure
 from keyhole.cli import main
-from keyhole.cli.common import terminal
 from tests.cli.conftest import Run
 from tests.cli.terminal import run_on_terminal
 
@@ -102,4 +101,3 @@ def test_a_pipe_gets_no_bars(path: str, run: Run) -> None:
     said = run("verify", "--device", "cpu", "--model", path).err
     assert "%|" not in said
     assert "loading" not in said
-    assert terminal.tqdm is tqdm.auto.tqdm

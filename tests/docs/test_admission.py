@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from keyhole.bench import measure
+import benchmarks
 from tests.docs.markdown import DOCS
 
 TEXT = (DOCS / "architecture.md").read_text()
 LINE: dict[str, Any] = json.loads(
-    (measure.results() / "admission.jsonl").read_text().splitlines()[-1]
+    (benchmarks.results() / "admission.jsonl").read_text().splitlines()[-1]
 )
 
 
@@ -51,7 +51,7 @@ def test_the_page_says_which_targets_are_met() -> None:
 
 
 def test_the_line_of_a_busy_machine_is_told_too() -> None:
-    busy = json.loads((measure.results() / "admission.jsonl").read_text().splitlines()[-2])
+    busy = json.loads((benchmarks.results() / "admission.jsonl").read_text().splitlines()[-2])
     assert busy["machine"]["load_average"] > 10
     found = busy["results"][0]
     assert found["method"] == "sam_kv"

@@ -11,10 +11,12 @@ import torch
 
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
-from keyhole.eval.policy_trace import record, selection_map
+from keyhole.eval.policy_trace import Recorded, Traced, selection_map
 from keyhole.eval.tasks import make_task, token_counter
 from keyhole.models.loading import Model
 from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.tokenization import Prompt
 
 
 def lines(
@@ -99,3 +101,13 @@ def _line(
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def record(
+    model: Model, policy: Policy, prompt: Prompt, *, max_tokens: int, page_size: int = 16
+) -> Recorded:
+    """Answers a prompt greedily and records what every layer read."""
+    traced = Traced(policy)
+    llm = LLM(model, policy=traced, page_size=page_size)
+    result = llm.generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    return Recorded(traced.trace, result.stats.prompt_tokens, result.text)

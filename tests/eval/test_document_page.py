@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import benchmarks
 import keyhole
 from benchmarks import samkv
 from benchmarks.document_reuse import equal as document_equal
@@ -146,7 +147,7 @@ def test_only_what_a_cell_lacks_is_measured(
 
 def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
     lines = document_page.stored(samkv.OUTPUT)
-    text = (samkv.measure.ROOT / "docs" / document_page.PAGE).read_text()
+    text = (benchmarks.ROOT / "docs" / document_page.PAGE).read_text()
     assert document_page.inserted(text, document_page.render(lines)) == text
     equal = document_equal.stored(samkv.EQUAL_OUTPUT)
     begin, end = document_equal.BEGIN, document_equal.END

@@ -10,9 +10,9 @@ import pytest
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError
 from keyhole.eval.comparisons import compared, controls_table
-from keyhole.eval.line_file import LineFile
+from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.methods import FULL, GIVEN, Budget, Equal, Method, Published, Terms, under_budgets
-from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
+from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.suite import HELD_OUT, sibling, tune
 from keyhole.eval.workload import MakeEngine, Shown, Workload
 from keyhole.models.loading import Model

@@ -14,10 +14,10 @@ from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.errors import CapacityError
 from keyhole.eval.comparisons import results_table
-from keyhole.eval.line_file import LineFile
+from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.methods import Budget, Method, under_budgets
 from keyhole.eval.policy_trace import SelectionMap, mapped_layers
-from keyhole.eval.run import EvalGrid, EvalOutcome, Evaluation
+from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.workload import MakeEngine, Request, Shown, Workload
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
@@ -125,7 +125,7 @@ def test_a_cell_that_cannot_be_is_told_beside_the_others(
     shown = results_table(found.lines, found.refused, str)
     assert [row[shown.left + 1] == "refused" for row in shown.rows] == [False, False, True]
     assert shown.rows[-1][1] == fails
-    assert shown.common == "length 64 tokens, setup prompt, samples 5"
+    assert shown.title == "length 64 tokens, setup prompt, samples 5"
     # What failed is tried again, and only that.
     work.fails = ""
     again = run(model, tmp_path / "a", work)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.results_page import head_table
-from keyhole.eval.head_recall import BEST, WINDOW, RecallCell, RecallText, measure
+from keyhole.eval.verify import BEST, WINDOW, RecallCell, RecallText, measure_recall
 from keyhole.models.loading import load
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_config, make_model, make_network
@@ -25,7 +25,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[RecallCell]:
     heads = {
         x: RetrievalHead.random(model.network, inputs=x) for x in ("tokens", "tokens+features")
     }
-    return measure(model, heads, {80: [RecallText(token_ids=IDS, rows=ROWS)]}, (16, 32, 80))
+    return measure_recall(model, heads, {80: [RecallText(token_ids=IDS, rows=ROWS)]}, (16, 32, 80))
 
 
 def test_window_and_best_are_those_of_plain_loops(cells: list[RecallCell]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from keyhole.errors import ConfigError
 from keyhole.eval.report.cells import cells
-from keyhole.eval.report.charts import needle_chart, needle_grid, recall_chart, recall_grid
+from keyhole.eval.report.charts import needle_grid, recall_grid
 from tests.eval.eval_lines import full, line
 
 NAN = np.nan
@@ -59,19 +56,3 @@ def test_many_depths_fall_into_ten_bins() -> None:
 @pytest.mark.parametrize("depths", [None, [], [None] * 4, ["a"] * 4, [-1, 2, NAN, None]])
 def test_without_depths_there_is_no_grid(depths: object) -> None:
     assert needle_grid(cells([line(depths=depths)])) is None
-
-
-def test_charts_are_pictures(tmp_path: Path) -> None:
-    found = cells([full(), line(recall_per_layer=[0.5] * 40), line(length=4096)])
-    recall_chart(found[:2], tmp_path / "recall.png", title="Recall")
-    needle_chart([found[:1], found[1:]], tmp_path / "needle.png", title="Needle")
-    for name in ("recall", "needle"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
-    found = cells([line(recall_per_layer=None, depths=None)])
-    with pytest.raises(ConfigError, match="no line has recall_per_layer"):
-        recall_chart(found, tmp_path / "x.png", title="")
-    with pytest.raises(ConfigError, match="no line has depths"):
-        needle_chart([found], tmp_path / "x.png", title="")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.results_page.controls_pictures import pareto_chart
 from keyhole.drawing import matplotlib
 from keyhole.errors import ConfigError
 from keyhole.eval.report import charts
@@ -79,10 +80,10 @@ def test_marks_stand_where_the_numbers_are() -> None:
 
 def test_a_chart_is_a_picture(tmp_path: Path) -> None:
     found = cells([full(), line(), line(length=2048), line(task="tiny_derive", scores=None)])
-    charts.pareto_chart(found, tmp_path / "x.png", title="Score")
+    pareto_chart(found, tmp_path / "x.png", title="Score")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
-        charts.pareto_chart(cells([line(bytes_per_step=None)]), tmp_path / "x.png", title="")
+        pareto_chart(cells([line(bytes_per_step=None)]), tmp_path / "x.png", title="")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import benchmarks
 from benchmarks import results_page, speed_pages
 from benchmarks.results_page import controls
 from benchmarks.results_page import errors as results_errors
@@ -22,7 +23,6 @@ from benchmarks.results_page.cells import (
     gain_over_fixed,
     of_task,
 )
-from keyhole.bench import measure
 from keyhole.eval.policy_trace import SelectionMap
 from tests.eval import eval_lines
 
@@ -83,7 +83,7 @@ def rows(text: str, title: str) -> dict[str, list[str]]:
 
 
 def test_the_page_and_its_pictures_are_those_of_the_stored_lines() -> None:
-    results, docs = measure.results(), ROOT / "docs"
+    results, docs = benchmarks.results(), ROOT / "docs"
     found = results_page.stored(results / results_page.LINES)
     errors = results_page.stored(results / results_page.ERRORS)
     scope = results_page.stored(results / results_page.SCOPE)

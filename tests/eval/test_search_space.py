@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keyhole.eval.methods import Budget, Method
-from keyhole.eval.tuning import SPACE, Chosen, Share, best_trial, combinations, dense_sets, trials
+from keyhole.eval.suite import SPACE, Chosen, Share, best_trial, combinations, dense_sets, trials
 from keyhole.policies import available_policies, make_policy
 from tests.policies.shapes import shape
 

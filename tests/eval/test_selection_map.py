@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,10 @@ from keyhole.eval.policy_trace import (
     SelectionMap,
     Trace,
     TracedStep,
-    record,
-    selection_chart,
     selection_map,
 )
 from keyhole.models.loading import Model
+from tests.eval.measured import record
 
 TOKENS, STEPS = 61, 11
 PROMPT: Any = {"prompt_token_ids": [3 + 37 * i % 251 for i in range(TOKENS)]}
@@ -117,12 +115,3 @@ def test_what_is_not_there_is_told(model: Model) -> None:
         selection_map(answer, layer=9)
     with pytest.raises(ConfigError, match="head is 7"):
         selection_map(answer, layer=2, head=7)
-    with pytest.raises(ConfigError, match="one token only"):
-        record(model, Full(), PROMPT, max_tokens=1)
-
-
-def test_a_chart_is_a_picture(model: Model, tmp_path: Path) -> None:
-    answer = recorded(model, StreamingLLM(token_budget=23))
-    maps = [selection_map(answer, layer=layer, marks=[7]) for layer in range(3)]
-    selection_chart(maps, tmp_path / "x.png", title="What is read")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

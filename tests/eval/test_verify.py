@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keyhole.errors import ConfigError
-from keyhole.eval import verify as module
+from keyhole.eval import verify as eval_verify
 from keyhole.eval.verify import verify
 from keyhole.models.attention import NAME
 from keyhole.models.loading import Model, load
@@ -58,16 +58,16 @@ def test_a_policy_that_forgets_a_page_is_found(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        module, "available_policies", lambda: {"full": Full, "forgetful": Forgetful}
+        eval_verify, "available_policies", lambda: {"full": Full, "forgetful": Forgetful}
     )
-    monkeypatch.setattr(module, "_LENGTHS", (63, 111))
+    monkeypatch.setattr(eval_verify, "_LENGTHS", (63, 111))
     checks = verify(make_model("llama", tmp_path), device="cpu", dtype=dtype)
     assert {check.policy for check in checks if not check.passed} == {"forgetful"}
     assert checks[-1].same_tokens < 1
 
 
 def test_the_model_keeps_its_attention(model: Model) -> None:
-    eager = module._Eager(model)
+    eager = eval_verify._Eager(model)
     assert eager.logits((5, 6), 2).shape == (2, model.vocab_size)
     assert model.network.config._attn_implementation == NAME
     with pytest.raises(IndexError):
@@ -113,8 +113,8 @@ def test_quantised_weights_are_judged_by_the_models_own_noise(
 ) -> None:
     """A right checkpoint of bitsandbytes in 4 bits failed 15 of 15 checks."""
     table = {"full": Full} | ({"forgetful": Forgetful} if forgets else {})
-    monkeypatch.setattr(module, "available_policies", lambda: table)
-    monkeypatch.setattr(module, "_LENGTHS", (63, 111))
+    monkeypatch.setattr(eval_verify, "available_policies", lambda: table)
+    monkeypatch.setattr(eval_verify, "_LENGTHS", (63, 111))
     model = load(make_model("llama", tmp_path), device="cpu")
     for layer in model.network.model.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -129,17 +129,17 @@ def test_a_length_looks_beyond_the_cruel_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window or a scaled RoPE that is wrong beyond 128 tokens passed."""
-    monkeypatch.setattr(module, "available_policies", lambda: {"full": Full})
-    monkeypatch.setattr(module, "_LENGTHS", (1, 17))
+    monkeypatch.setattr(eval_verify, "available_policies", lambda: {"full": Full})
+    monkeypatch.setattr(eval_verify, "_LENGTHS", (1, 17))
     model = load(make_model("gemma3", tmp_path, sliding_window=150), device="cpu")
     assert all(check.passed for check in verify(model, length=200))
-    eager = module._Eager.logits
+    eager = eval_verify._Eager.logits
 
-    def wrong(self: module._Eager, tokens: tuple[int, ...], count: int) -> Tensor:
+    def wrong(self: eval_verify._Eager, tokens: tuple[int, ...], count: int) -> Tensor:
         """As of a model whose tokens do not see what lies more than 150 tokens back."""
         return eager(self, tokens[-150:] if len(tokens) > 150 else tokens, count)
 
-    monkeypatch.setattr(module._Eager, "logits", wrong)
+    monkeypatch.setattr(eval_verify._Eager, "logits", wrong)
     assert all(check.passed for check in verify(model))
     assert not all(check.passed for check in verify(model, length=200))
     with pytest.raises(ConfigError, match="length 600 must be from 1 to 495"):

@@ -11,8 +11,8 @@ from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import offload_loading
 from keyhole.bench.model import RandomKV, make_weights, prompts
-from keyhole.bench.settings import ALL_PEERS, MORE_PEERS, DecodeSettings
-from keyhole.bench.systems import Baseline, Past
+from keyhole.bench.settings import ALL_BASELINES, MORE_BASELINES, DecodeSettings
+from keyhole.bench.systems import Baseline, BaselineCache
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher
@@ -38,13 +38,13 @@ def peers() -> tuple[list[Baseline], list[list[int]], list[int]]:
     """All peers over the same numbers, each with a cache of its own."""
     asked = DecodeSettings(contexts=(CONTEXT,), shape="smoke", device="cuda")
     weights = make_weights(asked)
-    numbers = RandomKV(weights.ours, 2, CONTEXT)
+    numbers = RandomKV(weights.keyhole, 2, CONTEXT)
     found = []
-    for name, (_, kind) in ALL_PEERS.items():
-        past = Past(kind, weights.ours, CONTEXT, STEPS)
+    for name, (_, kind) in ALL_BASELINES.items():
+        past = BaselineCache(kind, weights.keyhole, CONTEXT, STEPS)
         past.fill(numbers)
         found.append(Baseline(name, weights, past, CONTEXT))
-    return found, *prompts(weights.ours, 2, CONTEXT, 3)
+    return found, *prompts(weights.keyhole, 2, CONTEXT, 3)
 
 
 def test_all_peers_agree(peers: tuple[list[Baseline], list[list[int]], list[int]]) -> None:
@@ -58,7 +58,7 @@ def test_a_captured_step_is_the_step_again_and_again(
     peers: tuple[list[Baseline], list[list[int]], list[int]],
 ) -> None:
     found, texts, _ = peers
-    (flash,) = (peer for peer in found if peer.name == next(iter(MORE_PEERS)))
+    (flash,) = (peer for peer in found if peer.name == next(iter(MORE_BASELINES)))
     flash.start(texts, STEPS)
     assert flash._captured is not None
     for _ in range(3):

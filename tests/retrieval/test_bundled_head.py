@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 import keyhole
-from keyhole.eval.head_recall import WINDOW, RecallText, measure
 from keyhole.eval.tiny_language.tasks import is_correct, make
 from keyhole.eval.tiny_language.world import BOS, WORD_IDS
+from keyhole.eval.verify import WINDOW, RecallText, measure_recall
 from keyhole.models.loading import load
 from keyhole.retrieval.head import RetrievalHead
 
@@ -28,7 +28,7 @@ def margins(words: int, texts: list[RecallText], budgets: tuple[int, ...]) -> li
     model = load(keyhole.tiny(), "cpu")
     assert model.head is not None
     heads = {"ours": RetrievalHead.from_pretrained(model.head, model.network)}
-    cells = measure(model, heads, {words: texts}, budgets)
+    cells = measure_recall(model, heads, {words: texts}, budgets)
     found = {(cell.chooser, cell.budget): cell.recall for cell in cells}
     return [found["ours", budget] - found[WINDOW, budget] for budget in budgets]
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from keyhole.errors import ConfigError
-from keyhole.eval.tiny_language.rows import HeadTexts
+from keyhole.eval.tiny_language.tasks import HeadTexts
 from keyhole.retrieval.training.training_config import FileCorpus, read
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 

@@ -95,14 +95,14 @@ def _add_method(
 ) -> None:
     group = parser.add_argument_group(f"{kind}: {what}")
     text = (
-        f"{', '.join(names)}; with settings behind the name, NAME:SETTING=VALUE,SETTING=VALUE, as "
+        f"{', '.join(names)}; with settings after the name, NAME:SETTING=VALUE,SETTING=VALUE, as "
         "`keyhole methods NAME` lists them; or a settings file, NAME.json"
     )
     group.add_argument(f"--{kind}", default=default, metavar="NAME", help=text)
 
 
 def find_model(arguments: argparse.Namespace) -> ModelFiles:
-    """Where the model is that the arguments name; the hub is asked once.
+    """The files of the model that the arguments name; the hub is queried once.
 
     `load_model` begins with it, before torch and transformers are imported, so that a wrong name
     is answered at once. Commands that import them earlier call it themselves.
@@ -146,7 +146,7 @@ def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:
 
 
 def quiet() -> None:
-    """No progress bars of libraries where nobody watches them."""
+    """Turns progress bars of libraries off where stderr is not a terminal."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         from transformers.utils import logging

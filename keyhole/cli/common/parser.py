@@ -248,7 +248,7 @@ def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> No
     if near:
         hint = f"did you mean '--{near[0]}'?"
     elif owners:
-        hint = f"settings stand behind a method's name: {owners[0]}"
+        hint = f"settings follow a method's name: {owners[0]}"
     else:
         hint = help_text
     command = parser.prog.partition(" ")[2]

@@ -1,4 +1,8 @@
-"""What a command shows on a terminal: colours, tables, JSON, streamed answers, and Ctrl-C."""
+"""What a command prints and writes: colours, tables, JSON, streamed answers, and checked files.
+
+Output files are checked before a command's work begins, and no file of anything else is
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Piece, Result, Stats
@@ -32,7 +41,7 @@ ERROR = "bold red"
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """The text as it is to be written to a stream: in a style, or as it stands."""
+    """The text as it is written to a stream: styled on a terminal, else unchanged."""
     if not style or not stream.isatty():
         return text
     from rich.console import Console  # only here, so that `documents list` pays nothing for it
@@ -218,3 +227,91 @@ def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
                     return
         finally:
             llm.engine.abort(sequence)
+
+
+@dataclass(frozen=True)
+class OutputKind:
+    """What a file holds.
+
+    name: as errors say it. starts: the first bytes of such a file by the ending of its name; the
+    ending "" is for every name.
+    """
+
+    name: str
+    starts: Mapping[str, bytes]
+
+
+PICTURE = OutputKind("a picture", {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"})
+LINES = OutputKind("lines of `keyhole eval` or `keyhole bench`", {"": b'{"benchmark": "'})
+LAYERS = OutputKind("layers of `keyhole calibrate`", {"": b'{\n  "model": "'})
+POLICY = OutputKind("a settings file of `keyhole eval`", {".json": b'{\n  "policy": "'})
+TRACE = OutputKind("a Chrome trace", {"": b'{\n  "schemaVersion"'})
+PAGE = OutputKind(
+    "a page of `keyhole eval`",
+    {
+        "": b'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        b'<meta name="generator" content="keyhole">'
+    },
+)
+
+
+class Output(NamedTuple):
+    """A file that a command will write; flag: what named it. Nothing is checked without a path."""
+
+    flag: str
+    path: str | Path | None
+    kind: OutputKind
+
+
+def check_outputs(*outputs: Output) -> None:
+    """ConfigError unless every file can be written, is of its kind if it is there, and no other."""
+    flags: dict[Path, str] = {}
+    for flag, path, kind in outputs:
+        if path is None:
+            continue
+        _check_output(flag, path, kind)
+        other = flags.setdefault(Path(path).resolve(), flag)
+        if other != flag:
+            raise ConfigError(f"{other} and {flag} name one file, {str(path)!r}")
+
+
+def check_output_folder(flag: str, path: str | Path) -> None:
+    """ConfigError unless this is a folder that can be written to, or one can be made there."""
+    place = Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    _require_folder(flag, path, place)
+
+
+def _check_output(flag: str, path: str | Path, kind: OutputKind) -> None:
+    place, shown = Path(path), f"{flag} {str(path)!r}"
+    endings = [ending for ending in kind.starts if ending]
+    if str(path) == "":
+        raise ConfigError(f"{flag} is empty; name a file")
+    if place.is_dir():
+        raise ConfigError(f"{shown} is a folder; name a file")
+    if endings and place.suffix.lower() not in endings:
+        raise ConfigError(f"{shown}: {kind.name} must end in {', '.join(endings)}")
+    if not place.exists():
+        return _require_folder(flag, path, place.parent)
+    start = kind.starts.get(place.suffix.lower()) or kind.starts[""]
+    try:
+        with place.open("r+b") as file:
+            found = file.read(len(start)) if place.is_file() else b""
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be written: {error.strerror}") from error
+    if not start.startswith(found):
+        raise ConfigError(f"{shown} is there and not {kind.name}; it stays as it is")
+    return None
+
+
+def _require_folder(flag: str, path: str | Path, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r}: there is no folder {str(folder)!r}")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {str(path)!r}: nothing can be written to {str(folder)!r}: {error.strerror}"
+        ) from error

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents add`."""
     parser.add_argument("name", metavar="NAME", help="what questions call it")
     parser.add_argument("files", nargs="+", metavar="FILE", help='UTF-8 text; "-" is stdin')
-    parser.add_argument("--pin", action="store_true", help="never let it make room for others")
+    parser.add_argument("--pin", action="store_true", help="never evict it")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace what has this name and another text"
     )

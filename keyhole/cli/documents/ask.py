@@ -10,9 +10,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
-from keyhole.cli.common import flags, outputs, terminal
-from keyhole.cli.common.outputs import Output
-from keyhole.cli.common.terminal import INTERRUPTED
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.terminal import INTERRUPTED, PICTURE, Output, check_outputs
 from keyhole.cli.documents.manage import about, add_store, blocks, expand, open_llm
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.errors import ConfigError
@@ -41,7 +40,7 @@ def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     flags.add_policy(parser)
     flags.add_reuse(parser)
-    flags.add_settings(parser, SamplingParams, "sampling", without=("n",))
+    flags.add_settings(parser, SamplingParams, "sampling", without=("n", "trace"))
     flags.add_settings(parser, EngineConfig, "engine")
 
 
@@ -182,11 +181,11 @@ def _run_show(arguments: argparse.Namespace) -> int:
     """Prints, and draws."""
     reuse = make_reuse(arguments.reuse)
     if arguments.question is None and arguments.documents:
-        raise ConfigError("--documents needs a --question that is asked over them")
+        raise ConfigError("--documents needs a --question")
     if arguments.question is not None and arguments.output is None:
         arguments.output = _PICTURE
     if arguments.output is not None:
-        outputs.check(Output("--output", arguments.output, outputs.PICTURE))
+        check_outputs(Output("--output", arguments.output, PICTURE))
         drawing.matplotlib()
     llm = open_llm(arguments)
     info = llm.documents.get(arguments.name)
@@ -300,10 +299,11 @@ def _show_question(arguments: argparse.Namespace, llm: LLM, reuse: Reuse) -> int
 class Ask:
     """Answers a question over stored documents and streams the text; the counters follow on stderr.
 
-    Documents stand in the order given between --prefix and the question, which is an argument or
-    comes on stdin ("-", or nothing and a pipe). --reuse says what is kept of what is stored and
-    what is computed again, --policy what each step of the answer reads of that. With --json, `kept`
-    and `written` list, per layer, the runs [start, stop) of tokens, all documents in a row.
+    Documents follow each other in the order given, between --prefix and the question, which is an
+    argument or comes on stdin ("-", or nothing and a pipe). --reuse says what is kept of what is
+    stored and what is computed again, --policy what each step of the answer reads of that. With
+    --json, `kept` and `written` list, per layer, the runs [start, stop) of tokens, all documents in
+    a row.
     """
 
     add_arguments = staticmethod(_add_ask_arguments)

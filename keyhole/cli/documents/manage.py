@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keyhole.llm import LLM
 
 
-# Who looks at a store without a model: nobody encodes with this fingerprint.
+# The fingerprint of a store that is opened without a model; no record has it.
 _NO_MODEL = {"model": "none"}
 
 
@@ -49,8 +49,8 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit",
         metavar="SIZE",
-        help="most that the store may take, such as 20GiB; least recently used records leave, "
-        "but for pinned ones; default: no limit",
+        help="largest size of the store, such as 20GiB; least recently used records are evicted, "
+        "except pinned ones; default: no limit",
     )
 
 
@@ -195,7 +195,7 @@ def _run_remove(arguments: argparse.Namespace) -> int:
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents verify`."""
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="all documents unless said; NAME/ is all below it"
+        "names", nargs="*", metavar="NAME", help="default: all documents; NAME/ is all below it"
     )
     parser.add_argument("--repair", action="store_true", help="encode again what is wrong")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -273,7 +273,8 @@ class Remove:
 
 
 class Verify:
-    """Reads all that is stored of documents, compares it with its digests, and tells what is wrong.
+    """Reads all that is stored of documents, compares it with its digests, and reports what is
+    wrong.
 
     Damaged records and those of another model (revision, dtype, RoPE, tokenizer) are named with
     what differs. --repair encodes them again from their texts; only a damaged text cannot be

@@ -164,7 +164,7 @@ class StepView:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates(Policy):
-    """Full attention with `policies` beside it; what they see of a step stands in `progress`.
+    """Full attention, observed by `policies`; `progress` holds their views of the step.
 
     look: called by every full-attention layer of a decode step, before its attention.
     """
@@ -235,7 +235,7 @@ class Candidates(Policy):
                 one.on_queries(layer, query, own, options)
 
     def before_step(self, step: Step) -> None:
-        """Gives each policy a step of its own, and lets it choose before the first layer."""
+        """Makes a step for each policy, and lets it select before the first layer."""
         retained = self.progress.retained
         self.progress.steps = [
             dataclasses.replace(
@@ -260,7 +260,7 @@ class Candidates(Policy):
         return None
 
     def after_step(self, step: Step) -> Tensor | None:
-        """Takes from each policy that evicts the pages that it gives up; the cache keeps them."""
+        """Notes the pages that each evicting policy evicts; the cache keeps them."""
         for number, (one, own) in enumerate(zip(self.policies, self.progress.steps, strict=True)):
             victims = one.after_step(own)
             if victims is not None:

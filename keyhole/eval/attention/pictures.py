@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
+from keyhole.drawing import FAINT, INK, PALE, matplotlib
 from keyhole.errors import ConfigError
 from keyhole.eval.attention import tables
 from keyhole.eval.attention.suite import METHOD, RANDOM, TRAINED
@@ -25,7 +25,7 @@ from keyhole.eval.attention.tables import (
     places,
 )
 from keyhole.eval.line_file import Line
-from keyhole.eval.report.page import environment, style_sheet
+from keyhole.eval.report.page import environment, save_page, style_sheet
 from keyhole.eval.report.plot_style import FILL, SVG_STYLE, Look, inline_svg, looks
 
 #: Inches of a panel, panels beside each other, and inches for title and legend.
@@ -199,10 +199,7 @@ def _recency(axis: Any, kind: str, place: AttentionSetting) -> None:
 
 def write_page(lines: Sequence[Line], path: str | Path) -> None:
     """Writes the page of the suite's lines; ConfigError without lines, or if it cannot."""
-    try:
-        Path(path).write_text(render(lines), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the report {str(path)!r}: {error}") from error
+    save_page(render(lines), path)
 
 
 def render(lines: Sequence[Line]) -> str:
@@ -229,17 +226,6 @@ def render(lines: Sequence[Line]) -> str:
             run=_run(lines),
         )
     )
-
-
-def write_pictures(place: AttentionSetting, paths: dict[str, Path]) -> None:
-    """Writes the pictures "loss" and "overlap" of a place; paths: by these names."""
-    pyplot = matplotlib()[0]
-    for drawing in drawings(place):
-        with pyplot.rc_context(STYLE):
-            figure = pyplot.figure(figsize=drawing.size, layout="constrained")
-            drawing.draw(figure)
-            save(figure, paths[drawing.name])
-            pyplot.close(figure)
 
 
 def _inline(place: AttentionSetting, number: int) -> list[Markup]:

@@ -28,7 +28,7 @@ from keyhole.errors import KeyholeError
 from keyhole.eval.attention.dense_run import LayerStep, Take, run
 from keyhole.eval.attention.sums import LossSums, OverlapSums, kinds
 from keyhole.eval.forced_text import Windows, forced
-from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.line_file import EvalOutcome, Line, LineFile
 from keyhole.eval.methods import (
     GIVEN,
     Budget,
@@ -235,19 +235,6 @@ def _make(model: Model) -> Model:
     return dataclasses.replace(model, network=network, watched={})
 
 
-@dataclass(kw_only=True)
-class AttentionOutcome:
-    """What came of all cells, in their order.
-
-    lines: measured now or before; stored: how many of them before. refused: cells that this model
-    cannot have, with the fields that are known of them, and `error`.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    stored: int = 0
-    refused: list[Line] = field(default_factory=list)
-
-
 class AttentionSuite:
     """A grid over a model, and the file that its lines go to.
 
@@ -271,9 +258,9 @@ class AttentionSuite:
         self._geometry = model.geometry(grid.config.page_size)
         self._digest = model_digest(model)
 
-    def run(self) -> AttentionOutcome:
+    def run(self) -> EvalOutcome:
         """Measures the cells that the file lacks and adds each to it as soon as it is done."""
-        outcome, cells = AttentionOutcome(), self._grid.cells(self._geometry)
+        outcome, cells = EvalOutcome(), self._grid.cells(self._geometry)
         gc.freeze()  # what is there now stays, and need not be looked at after each cell
         try:
             with tqdm(total=2 * len(cells), unit="cell", disable=None) as bar:
@@ -295,7 +282,7 @@ class AttentionSuite:
         return nullcontext(self._model)
 
     def _run_cell(
-        self, model: Model, cell: AttentionCell, weights: str, outcome: AttentionOutcome
+        self, model: Model, cell: AttentionCell, weights: str, outcome: EvalOutcome
     ) -> None:
         try:
             if cell.error is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from keyhole.eval import comparisons
 from keyhole.eval.attention.suite import LOSS, METHOD, OVERLAP, RANDOM, TRAINED
-from keyhole.eval.line_file import Line
+from keyhole.eval.line_file import EvalTable, Line
 
 #: A policy that reads so much more than its control cannot be compared with it.
 _MORE = 1.02
@@ -42,9 +42,9 @@ class SummaryRow:
     """A policy at one length and budget on one kind of weights, over its sparse layers.
 
     mass, error: of the policy (METHOD) and of each control. read: tokens of the policy, and of its
-    controls. gain: the share of its recent control's error that it does without; None where it has
-    no control, or reads more. way: how far it comes from its recent control to the oracle, 1 being
-    there; None where the oracle is no better. repeats: share of a selection that is selected again
+    controls. gain: the share of its recent control's error that it avoids; None where it has no
+    control, or reads more. way: how far it gets from its recent control to the oracle, 1 being the
+    oracle; None where the oracle is no better. repeats: share of a selection that is selected again
     in the next step.
     """
 
@@ -100,7 +100,7 @@ class AttentionSetting:
 def places(lines: Iterable[Line]) -> list[AttentionSetting]:
     """The lines, sorted into what is compared; of two that measure the same the last one counts.
 
-    Overlaps stand in every place of their length and budget.
+    Overlaps belong to every setting of their length and budget.
     """
     known = list(lines)
     found: dict[tuple[Any, ...], AttentionSetting] = {}
@@ -203,7 +203,7 @@ _NAMES = {
     "head_tokens": "tokens per KV head",
 }
 HOW_TO_READ = (
-    "gain: the share of the recent control's error that the method does without (same dense "
+    "gain: the share of the recent control's error that the method avoids (same dense "
     "layers, sinks and budget, newest tokens elsewhere), with a 95 % interval over texts. better, "
     "worse: the interval leaves out 0. twin too: so it does with random weights, where nothing was "
     "learnt, and the gain is no result. way: how far the method comes from that control to the "
@@ -211,17 +211,7 @@ HOW_TO_READ = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionTable:
-    """A title, heads and rows, the first `left` columns being names."""
-
-    title: str
-    heads: list[str]
-    rows: list[list[str]]
-    left: int
-
-
-def tables(place: AttentionSetting) -> list[AttentionTable]:
+def tables(place: AttentionSetting) -> list[EvalTable]:
     """All tables of one length, budget and terms."""
     found = [_errors(place), _masses(place), _layers(place), _overlaps(place)]
     return [table for table in found if table.rows]
@@ -248,7 +238,7 @@ def verdict(row: SummaryRow, twin: SummaryRow | None = None) -> str:
     return "worse" if row.gain.high < 0 else "undecided"
 
 
-def _errors(place: AttentionSetting) -> AttentionTable:
+def _errors(place: AttentionSetting) -> EvalTable:
     heads = ["method", "dense layers", "read", "error", "recent", "random", "oracle", "gain"]
     heads += ["verdict", "way", "random weights: error", "recent", "gain"]
     rows = []
@@ -265,7 +255,7 @@ def _errors(place: AttentionSetting) -> AttentionTable:
             beside = [_number(twin.error.get(who)) for who in (METHOD, "recent")]
             beside.append(_signed(twin.gain))
         rows.append([name, layers, read, *own, _signed(row.gain), verdict(row, twin), way, *beside])
-    return AttentionTable(
+    return EvalTable(
         title="Relative error of the attention output, mean over the layers that are not dense",
         heads=heads,
         rows=rows,
@@ -273,7 +263,7 @@ def _errors(place: AttentionSetting) -> AttentionTable:
     )
 
 
-def _masses(place: AttentionSetting) -> AttentionTable:
+def _masses(place: AttentionSetting) -> EvalTable:
     heads = ["method", "mass kept", "recent", "random", "oracle", "selected again next step"]
     heads += ["random weights: mass kept", "oracle"]
     rows = []
@@ -287,7 +277,7 @@ def _masses(place: AttentionSetting) -> AttentionTable:
         if twin is not None:
             beside = [_percent(twin.mass.get(who)) for who in (METHOD, "oracle")]
         rows.append([name, *own, again, *beside])
-    return AttentionTable(
+    return EvalTable(
         title="Attention mass kept, mean over the layers that are not dense",
         heads=heads,
         rows=rows,
@@ -295,7 +285,7 @@ def _masses(place: AttentionSetting) -> AttentionTable:
     )
 
 
-def _layers(place: AttentionSetting) -> AttentionTable:
+def _layers(place: AttentionSetting) -> EvalTable:
     """A row per layer, a column per method: its error, and that of its recent control."""
     rows_of = {name: place.row(name) for name in place.methods}
     there = {name: row for name, row in rows_of.items() if row is not None}
@@ -304,7 +294,7 @@ def _layers(place: AttentionSetting) -> AttentionTable:
         [str(layer), *(_layer(row.line, number) for row in there.values())]
         for number, layer in enumerate(layers)
     ]
-    return AttentionTable(
+    return EvalTable(
         title="Error by layer: the method's / its recent control's",
         heads=["layer", *there],
         rows=rows,
@@ -322,7 +312,7 @@ def _layer(line: Line, number: int) -> str:
     return " / ".join(shown)
 
 
-def _overlaps(place: AttentionSetting) -> AttentionTable:
+def _overlaps(place: AttentionSetting) -> EvalTable:
     lines = [(weights, place.overlaps.get(weights)) for weights in (TRAINED, RANDOM)]
     depth = max((len(line["layers"]) for _, line in lines if line), default=0)
     distances = [d for d in dict.fromkeys((1, 2, depth // 2, depth - 1)) if 0 < d < depth]
@@ -340,7 +330,7 @@ def _overlaps(place: AttentionSetting) -> AttentionTable:
             newest = sum(found["newest"]) / len(found["newest"])
             shown = [NOTHING if x is None else f"{x:.0%}" for x in (*cells, newest)]
             rows.append([name, weights, *shown, f"{found['chance']:.0%}"])
-    return AttentionTable(
+    return EvalTable(
         title="Overlap of the entries of largest attention, under full attention",
         heads=heads,
         rows=rows,
@@ -361,10 +351,3 @@ def _signed(found: Estimate | None) -> str:
         return NOTHING
     width = "" if found.half is None else f" ± {100 * found.half:.1f}"
     return f"{100 * found.mean:+.1f}{width} %"
-
-
-def markdown(table: AttentionTable) -> str:
-    """The table as GitHub shows it."""
-    ends = [":--" if i < table.left else "--:" for i in range(len(table.heads))]
-    rows: Sequence[Sequence[str]] = [table.heads, ends, *table.rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

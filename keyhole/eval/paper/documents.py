@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.sequence import Result
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.eval.line_file import QUESTIONS, Line, LineFile
+from keyhole.eval.line_file import QUESTIONS, EvalOutcome, Line, LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.tasks import TINY, Sample, Task, token_counter
 from keyhole.eval.tasks.base import exact_match, token_f1
@@ -115,18 +115,6 @@ class DocumentGrid:
         return range(self.first_seed, self.first_seed + self.samples)
 
 
-@dataclass(kw_only=True)
-class DocumentOutcome:
-    """The lines of all questions, those stored before among them, and what was refused.
-
-    stored: questions that nothing had to be measured for. refused: task, length, method and error.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    stored: int = 0
-    refused: list[Line] = field(default_factory=list)
-
-
 class DocumentEvaluation:
     """A grid of questions over a model with a tokenizer, and the file that their lines go to.
 
@@ -162,9 +150,9 @@ class DocumentEvaluation:
         """Questions of a place that are not stored under every method."""
         return sum(bool(self._lacking(task, length, seed)) for seed in self._grid.seeds)
 
-    def run(self) -> DocumentOutcome:
+    def run(self) -> EvalOutcome:
         """Asks what the file lacks, and adds a line to it after each question."""
-        asked = DocumentOutcome()
+        asked = EvalOutcome()
         total = len(self._grid.places) * self._grid.samples
         with (
             tempfile.TemporaryDirectory() as folder,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keyhole.errors import ConfigError
+from keyhole.eval.line_file import EvalTable
 from keyhole.eval.methods import FULL
 from keyhole.eval.paper import verdicts
 from keyhole.eval.paper.suite import PaperOutcome
@@ -76,18 +75,7 @@ def told(one: MethodVerdict) -> dict[str, Any]:
 _NOTHING = "-"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperTable:
-    """Heads and rows, the first `left` columns being names; about: what a reader has to know."""
-
-    title: str
-    about: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int
-
-
-def tables(outcome: PaperOutcome) -> list[PaperTable]:
+def tables(outcome: PaperOutcome) -> list[EvalTable]:
     """The verdicts, what they rest on, and the documents; those with rows."""
     found = [
         verdict_table(outcome.policies),
@@ -97,7 +85,7 @@ def tables(outcome: PaperOutcome) -> list[PaperTable]:
     return [table for table in found if table.rows]
 
 
-def verdict_table(policies: Sequence[MethodVerdict]) -> PaperTable:
+def verdict_table(policies: Sequence[MethodVerdict]) -> EvalTable:
     """A row for each policy: its verdict and the settings to use."""
     rows = []
     for one in policies:
@@ -115,7 +103,7 @@ def verdict_table(policies: Sequence[MethodVerdict]) -> PaperTable:
                 f"{tried.read_share:.1%}",
             ]
         rows.append([one.label, _policy_words(one.found.verdict), one.found.why, *settings])
-    return PaperTable(
+    return EvalTable(
         title="Verdicts",
         about=(
             "A method is to be used if it is shown to lose at most 2 points to full attention, and "
@@ -136,7 +124,7 @@ def verdict_table(policies: Sequence[MethodVerdict]) -> PaperTable:
     )
 
 
-def budget_table(policies: Sequence[MethodVerdict]) -> PaperTable:
+def budget_table(policies: Sequence[MethodVerdict]) -> EvalTable:
     """A row for each budget of each policy: what its verdict rests on."""
     rows = [
         [
@@ -153,7 +141,7 @@ def budget_table(policies: Sequence[MethodVerdict]) -> PaperTable:
         if one.found is not None
         for tried, judged in one.found.budgets
     ]
-    return PaperTable(
+    return EvalTable(
         title="Every budget",
         about=(
             "Points of a hundred, with 95 % intervals of the paired differences. The gain counts "
@@ -175,7 +163,7 @@ def budget_table(policies: Sequence[MethodVerdict]) -> PaperTable:
     )
 
 
-def document_table(reuses: Sequence[ReuseResult]) -> PaperTable:
+def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
     """A row for each reuse method: its verdict, scores and costs."""
     rows = []
     for one in reuses:
@@ -194,7 +182,7 @@ def document_table(reuses: Sequence[ReuseResult]) -> PaperTable:
                 f"{one.questions:,}",
             ]
         )
-    return PaperTable(
+    return EvalTable(
         title="Stored documents",
         about=(
             "Token F1 and exact match in percent; loss and gain are of F1, in points with 95 % "
@@ -232,10 +220,7 @@ _TEMPLATE = "paper.html"
 
 def write_page(outcome: PaperOutcome, settings: SettingsFile, path: str | Path) -> None:
     """Writes the page; ConfigError if it cannot be written."""
-    try:
-        Path(path).write_text(render_page(outcome, settings), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the report {str(path)!r}: {error}") from error
+    page.save_page(render_page(outcome, settings), path)
 
 
 def render_page(outcome: PaperOutcome, settings: SettingsFile) -> str:

@@ -26,7 +26,7 @@ from keyhole.eval.tasks import Told, task_name, told
 
 Line = dict[str, Any]
 UNNAMED = "unnamed"
-#: Settings that say the budget, which stands in a column of its own.
+#: Settings that are the budget, which has its own column.
 _BUDGETS = ("token_budget",)
 _DEPTH = "depth"
 
@@ -134,7 +134,7 @@ class Cell:
 
     @property
     def tells(self) -> bool:
-        """Whether it may stand in a ranking: not where its recent control is as good as full."""
+        """Whether it may be ranked: not where its recent control is as good as full attention."""
         return self.comparison is None or self.comparison.can_tell is not False
 
     def _control(self, name: str) -> float | None:
@@ -190,7 +190,7 @@ def places(found: Iterable[Cell]) -> dict[EvalSetting, list[Cell]]:
 
 
 def place_name(at: EvalSetting, among: Iterable[EvalSetting]) -> str:
-    """What tells a place from the others: "tiny_needle:depth=0.5, 2,048 tokens"."""
+    """What distinguishes a setting from the others: "tiny_needle:depth=0.5, 2,048 tokens"."""
     others = list(among)
     of_task = {other.settings for other in others if other.task == at.task}
     shown = [
@@ -317,7 +317,7 @@ class Run:
 
     @property
     def when(self) -> str:
-        """The first and the last date, to the minute, as they stand in the lines."""
+        """The first and the last date of the lines, to the minute."""
         known = sorted(date[:16].replace("T", " ") for date in self.dates)
         if not known:
             return NOTHING

@@ -14,20 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
-from keyhole.errors import ConfigError
+from keyhole.drawing import FAINT, INK, PALE
 from keyhole.eval.comparisons import ORACLE, RECENT
-from keyhole.eval.report.cells import Cell, number, place_name, places
-from keyhole.eval.report.plot_style import FILL, HALF, PAPER, Look, looks, size_text
+from keyhole.eval.policy_trace import ALL, SelectionMap
+from keyhole.eval.report.cells import Cell, number
+from keyhole.eval.report.plot_style import FILL, HALF, PAPER, Look, size_text
 
 FULL = "full"
-#: Inches of a panel, and how many stand side by side.
-_PANEL, _PANELS_ACROSS = (3.5, 2.7), 3
 #: Marks of the controls.
 _CONTROLS = {RECENT: "x", ORACLE: "+"}
 
@@ -95,40 +92,8 @@ def points(cells: Sequence[Cell]) -> dict[str, list[Point]]:
     return found
 
 
-def pareto_chart(cells: Sequence[Cell], path: str | Path, *, title: str) -> None:
-    """Writes a picture, a panel for each task and length; ConfigError if nothing is to be drawn."""
-    pyplot = matplotlib()[0]
-    by_place = {at: own for at, own in places(cells).items() if points(own)}
-    if not by_place:
-        raise ConfigError("no line has both a score and bytes_per_step; there is nothing to draw")
-    columns = min(_PANELS_ACROSS, len(by_place))
-    rows = math.ceil(len(by_place) / columns)
-    style = looks((cell.policy, cell.name) for cell in cells)
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            rows,
-            columns,
-            figsize=(_PANEL[0] * columns, _PANEL[1] * rows + 0.7),
-            squeeze=False,
-            layout="constrained",
-        )
-        for axis in axes.flat[len(by_place) :]:
-            axis.set_visible(False)
-        handles: dict[str, Any] = {}
-        for axis, (at, own) in zip(axes.flat, by_place.items(), strict=False):
-            draw_pareto(axis, own, style)
-            axis.set_title(place_name(at, by_place))
-            handles.update(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
-        )
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        save(figure, path)
-        pyplot.close(figure)
-
-
 def draw_pareto(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[str, str]:
-    """Draws the cells of one place into an axis; gives what each point says, by its SVG id."""
+    """Draws the cells of one place into an axis; returns the text of each point by its SVG id."""
     found = points(cells)
     texts: dict[str, str] = {}
     for name, own in found.items():
@@ -235,7 +200,7 @@ def gain_in_words(cell: Cell) -> str:
 
 
 def draw_gains(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[str, str]:
-    """Draws cells with a gain, the first on top; gives what each row says, by its SVG id."""
+    """Draws cells with a gain, the first on top; returns the text of each row by its SVG id."""
     texts: dict[str, str] = {}
     axis.axvline(0, color=INK, linewidth=0.8, zorder=1)
     for row, cell in enumerate(cells):
@@ -265,9 +230,8 @@ def draw_gains(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> d
 _MOST_DEPTHS, _BINS = 11, 10
 #: Cells more than these across have no room for numbers.
 _MOST_NUMBERS = 20
-#: From these shares on, a cell is half dark, or so dark that what stands in it is white.
+#: From these shares on, a cell is half dark, or so dark that its number is white.
 _HALF, _DARK = 0.58, 0.78
-_MAPS_ACROSS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,51 +290,6 @@ def needle_grid(cells: Sequence[Cell]) -> Grid | None:
     return Grid(values, counts, names, tuple(f"{length:,}" for length in lengths))
 
 
-def recall_chart(cells: Sequence[Cell], path: str | Path, *, title: str) -> None:
-    """Writes the picture of one place's recall; ConfigError if nothing is to be drawn."""
-    grid = recall_grid(cells)
-    if grid is None:
-        raise ConfigError("no line has recall_per_layer; there is nothing to draw")
-    pyplot, _, patches = matplotlib()
-    with pyplot.rc_context(STYLE):
-        figure, axis = pyplot.subplots(figsize=recall_size(grid), layout="constrained")
-        draw_heat_map(axis, grid, patches)
-        axis.set_xlabel("layer")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        save(figure, path)
-        pyplot.close(figure)
-
-
-def needle_chart(groups: Sequence[Sequence[Cell]], path: str | Path, *, title: str) -> None:
-    """Writes a panel for each group of cells (`needle_grid`); ConfigError without depths."""
-    grids = [(group[0].label, grid) for group in groups if (grid := needle_grid(group))]
-    if not grids:
-        raise ConfigError("no line has depths with its scores; there is nothing to draw")
-    pyplot, _, patches = matplotlib()
-    columns = min(_MAPS_ACROSS, len(grids))
-    rows = math.ceil(len(grids) / columns)
-    width, height = needle_size(grids[0][1])
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            rows,
-            columns,
-            figsize=(width * columns, height * rows + 0.4),
-            squeeze=False,
-            layout="constrained",
-        )
-        for axis in axes.flat[len(grids) :]:
-            axis.set_visible(False)
-        for axis, (label, grid) in zip(axes.flat, grids, strict=False):
-            draw_heat_map(axis, grid, patches)
-            axis.set_title(label)
-            axis.set_xlabel("tokens of the text")
-        for axis in axes[:, 0]:
-            axis.set_ylabel("depth of the needle")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        save(figure, path)
-        pyplot.close(figure)
-
-
 def recall_size(grid: Grid) -> tuple[float, float]:
     """Inches of a recall map."""
     return max(3.4, min(9.0, 2.2 + 0.42 * len(grid.columns))), 0.8 + 0.24 * len(grid.rows)
@@ -421,3 +340,36 @@ def _squares(places: Sequence[tuple[int, int]], patches: Any, **look: Any) -> An
     path = patches.Path
     codes = [path.MOVETO, path.LINETO, path.LINETO, path.LINETO, path.CLOSEPOLY] * len(places)
     return patches.PathPatch(path(corners, codes), linewidth=0, **look)
+
+
+def draw_selection_map(axis: Any, found: SelectionMap, *, color: str = FILL, colors: Any) -> None:
+    """Draws a map into an axis: position to the right, steps downwards; dark was read.
+
+    colors: `matplotlib.colors`. Read cells are opaque `color` on the pale area of what existed.
+    """
+    rgba = np.empty((*found.shares.shape, 4))
+    rgba[..., :3] = colors.to_rgb(color)
+    rgba[..., 3] = found.shares / ALL
+    first = found.prompt_tokens + 1
+    axis.fill(
+        [0, first, found.tokens, found.tokens, 0],
+        [0, 0, found.steps - 1, found.steps, found.steps],
+        facecolor=PALE,
+        linewidth=0,
+        zorder=0,
+    )
+    rows, columns = found.shares.shape
+    right, bottom = columns * found.tokens_per_column, rows * found.steps_per_row
+    extent = (0, right, bottom, 0)
+    axis.imshow(rgba, aspect="auto", interpolation="none", extent=extent, zorder=1)
+    axis.axvline(found.prompt_tokens, color=INK, linewidth=0.7, linestyle=(0, (4, 3)))
+    for mark in found.marks:
+        axis.plot(mark, -0.02 * found.steps, "v", color=INK, markersize=3.5, clip_on=False)
+    axis.set_xlim(0, found.tokens)
+    axis.set_ylim(found.steps, 0)
+    axis.xaxis.get_major_locator().set_params(integer=True, nbins=5)
+    axis.yaxis.get_major_locator().set_params(integer=True, nbins=4)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_title(found.subject, pad=7)
+    axis.tick_params(length=0, labelcolor=FAINT)
+    axis.spines[:].set_visible(False)

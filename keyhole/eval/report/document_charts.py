@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from keyhole.documents.record import LayerStatistics
-from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib
+from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
 from keyhole.engine.documents.filling import Reused
-from keyhole.errors import ConfigError
 from keyhole.reuse.block_scores import outliers
 
 _DARK, _MARK = "#0b6e75", "#e08e4f"
@@ -61,9 +60,7 @@ def document_chart(
         axes[1].set_xlabel("block")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+            save(figure, path)
         finally:
             pyplot.close(figure)
 
@@ -96,7 +93,7 @@ def _frame_outliers(axis: Any, where: np.ndarray) -> None:
     axis.legend(frameon=False, fontsize=8, **place)
 
 
-#: As in the other pictures: what is read, what is worked on anew, and what is not read.
+#: As in the other pictures: kept, recomputed, and dropped.
 _KEPT, _WRITTEN, _DROPPED = "#0b6e75", "#e08e4f", "#dde3e9"
 #: Inches: the picture, what is around the cells, and a line's name above and share below.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 9.0, 0.5, 0.1, 0.62, 0.38
@@ -183,15 +180,13 @@ def kept_chart(
             note = "numbers: places in the prompt"
             figure.text(0.99, 0.1 / whole, note, ha="right", fontsize=8, color=FAINT)
         try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+            save(figure, path)
         finally:
             pyplot.close(figure)
 
 
 def _legend(reused: Reused) -> Iterator[tuple[str, str]]:
-    """Color and words of what there is."""
+    """Colours and labels of the kinds of cells in the picture."""
     stored = reused.kept & ~reused.written
     again = reused.written
     if bool(stored.any()):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from keyhole.drawing import DPI, FAINT, INK, PALE, STYLE, matplotlib, save
-from keyhole.errors import ConfigError
 from keyhole.eval.calibrate import Measurement
 from keyhole.eval.policy_trace import Trace
 from keyhole.planner import MemoryPlan
@@ -235,9 +234,7 @@ def plan_chart(plan: MemoryPlan, lengths: Sequence[int], path: str | Path, *, ti
         axis.set_title(subtitle, loc="left", fontsize=8, color=FAINT)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+            save(figure, path)
         finally:
             pyplot.close(figure)
 

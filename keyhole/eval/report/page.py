@@ -45,9 +45,13 @@ _COMPRESSORS = "kvpress:"
 
 def write_report(lines: list[Line], path: str | Path) -> None:
     """Writes the page of an evaluation's lines; ConfigError without lines, or if it cannot."""
-    page = render(lines)
+    save_page(render(lines), path)
+
+
+def save_page(text: str, path: str | Path) -> None:
+    """Writes a page; ConfigError if it cannot be written."""
     try:
-        Path(path).write_text(page, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the report {str(path)!r}: {error}") from error
 

@@ -12,13 +12,12 @@ from markupsafe import Markup
 
 from keyhole.drawing import FAINT, matplotlib
 from keyhole.errors import ConfigError
-from keyhole.eval import policy_trace
 from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report import charts
 from keyhole.eval.report.cells import Cell, place_name, places
 from keyhole.eval.report.plot_style import NOTHING, SVG_STYLE, Look, inline_svg
 
-#: Inches from which on a picture has a row of its own.
+#: Width in inches above which a picture has its own row.
 _WIDE = 5.3
 #: Inches of the pictures whose size does not depend on what they show.
 _PARETO, _MAP = (3.7, 2.7), (2.9, 1.75)
@@ -41,7 +40,7 @@ class Picture:
 
 @dataclass(eq=False)
 class Studio:
-    """Makes pictures, each with ids of its own."""
+    """Makes pictures, each with its own ids."""
 
     style: Mapping[str, Look]
     count: int = 0
@@ -57,7 +56,7 @@ class Studio:
         look: Look | None = None,
         image_color: str = "",
     ) -> Picture:
-        """An SVG of one axis; size in inches; `draw` gives texts by SVG id."""
+        """An SVG of one axis; size in inches; `draw` returns texts by SVG id."""
         pyplot = self.tools[0]
         self.count += 1
         with pyplot.rc_context(SVG_STYLE):
@@ -166,7 +165,7 @@ def map_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, list[Pictur
                     continue
 
                 def draw(axis: Any, kept: SelectionMap = kept, color: str = look.color) -> None:
-                    policy_trace.draw_selection_map(axis, kept, color=color, colors=studio.tools[1])
+                    charts.draw_selection_map(axis, kept, color=color, colors=studio.tools[1])
                     axis.set_title("")
                     axis.set_xlabel("position in the text", color=FAINT)
                     axis.set_ylabel("decode step", color=FAINT)

@@ -21,7 +21,7 @@ from typing import Any
 from keyhole.drawing import FAINT, INK, PALE, POLICY_COLORS, SPARE_COLORS, STYLE
 
 #: What heat-maps are filled with, and numbers in cells that are full and in cells half full. They
-#: differ from other colours a little, so that a page can change each by itself.
+#: differ slightly from other colours, so that a page can change each separately.
 FILL, PAPER, HALF = "#0b6e76", "#ffffff", "#22303d"
 #: Stands where there is no number.
 NOTHING = "–"

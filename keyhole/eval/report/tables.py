@@ -6,8 +6,11 @@ Nothing here knows HTML; `page.html` writes what stands here.
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from keyhole.eval.comparisons import note, p_text
 from keyhole.eval.report.cells import SETUPS, Cell, EvalSetting, Run, place_name, places
@@ -30,114 +33,18 @@ class Column:
     best: Callable[[Iterable[float]], float] | None = None
 
 
-SCORE, PERPLEXITY, RECENT, RANDOM, ORACLE, GAIN, *_ = COLUMNS = (
-    Column(
-        key="score",
-        head="Score",
-        unit="%",
-        meaning="Mean over the samples of how right the answer is. Where every sample is simply "
-        "right or wrong, the bar and the small numbers are the 95 % Wilson interval: what a larger "
-        "number of samples may well have given. Where two intervals overlap, the difference may be "
-        "chance.",
-        text=lambda value: f"{100 * value:.1f}",
-        best=max,
-    ),
-    Column(
-        key="perplexity",
-        head="Perplexity",
-        unit="",
-        meaning="How unlikely the text's next token is after each step, as the number of equally "
-        "likely tokens it might as well be one of; less is better.",
-        text=lambda value: f"{value:,.2f}",
-        best=min,
-    ),
-    Column(
-        key="recent",
-        head="Recent",
-        unit="%",
-        meaning="The same dense layers, sinks and budget, and elsewhere the newest tokens: the "
-        "score without any selection. Where it is within 5 points of full attention the row says "
-        "“cannot tell”, and is in no ranking.",
-        text=lambda value: f"{100 * value:.1f}",
-    ),
-    Column(
-        key="random",
-        head="Random",
-        unit="%",
-        meaning="The same with tokens drawn by chance, the newest one always.",
-        text=lambda value: f"{100 * value:.1f}",
-    ),
-    Column(
-        key="oracle",
-        head="Oracle",
-        unit="%",
-        meaning="The same with the tokens of largest true attention in each step, for each KV "
-        "head: what a perfect selection of so many tokens scores.",
-        text=lambda value: f"{100 * value:.1f}",
-    ),
-    Column(
-        key="gain",
-        head="Gain",
-        unit="points",
-        meaning="Score less that of the recent control on the same samples: what the selection is "
-        "worth. Beside it stand the 95 % interval of the paired difference (Newcombe's; of scores "
-        "between right and wrong a bootstrap) and p of McNemar's exact test. Of twenty comparisons "
-        "without any difference one has a p below 0.05.",
-        text=lambda value: f"{100 * value:+.1f}",
-        best=max,
-    ),
-    Column(
-        key="distance",
-        head="To oracle",
-        unit="points",
-        meaning="How far the score is below the oracle's: what a better selection could win.",
-        text=lambda value: f"{100 * value:.1f}",
-    ),
-    Column(
-        key="tokens_generated",
-        head="Generated",
-        unit="tokens",
-        meaning="Mean number of tokens that the model wrote. A method that loses the thread often "
-        "writes more, which costs time even where each step is cheap.",
-        text=lambda value: f"{value:,.1f}",
-    ),
-    Column(
-        key="read_share",
-        head="Keys read",
-        unit="%",
-        meaning="Of all keys there are, the share that a decode step attends to; mean over layers "
-        "and steps, layers that read everything among them.",
-        text=lambda value: f"{100 * value:.1f}",
-        best=min,
-    ),
-    Column(
-        key="bytes_per_step",
-        head="Read per step",
-        unit="",
-        meaning="Bytes of keys and values, and of the summaries and scores that choose among them, "
-        "that one decode step reads.",
-        is_size=True,
-        best=min,
-    ),
-    Column(
-        key="step_ms",
-        head="Step",
-        unit="ms",
-        meaning="Time of a decode step on the machine named below. Times of runs on different "
-        "machines, or under different load, cannot be compared.",
-        text=lambda value: f"{value:,.2f}",
-        best=min,
-    ),
-    Column(
-        key="peak_bytes",
-        head="Peak memory",
-        unit="",
-        meaning="The most that the KV cache held at once while it answered: keys, values, and what "
-        "the method keeps to choose by.",
-        is_size=True,
-        best=min,
-    ),
-)
+def _read(form: str = "{}", factor: int = 1, best: str = "", **said: Any) -> Column:
+    """A column of `columns.toml`."""
+    ends = {"max": max, "min": min}
+    return Column(text=lambda value: form.format(factor * value), best=ends.get(best), **said)
+
+
+SCORE, PERPLEXITY, RECENT, RANDOM, ORACLE, GAIN, *_ = COLUMNS = [
+    _read(**said)
+    for said in tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))[
+        "column"
+    ]
+]
 
 
 #: Columns in which methods are ranked.
@@ -196,7 +103,7 @@ class ReportTable:
 class Overview:
     """Scores of each method and budget (row) at each place (column), and their mean.
 
-    columns: what stands in a head, part by part.
+    columns: the parts of each column's head.
     """
 
     columns: tuple[list[str], ...]

@@ -118,8 +118,8 @@ def names() -> str:
 def parse(text: str, *, bundled: bool) -> list[Task | str]:
     """The tasks in their order, none twice; of those over a text (`FORCED`), the name.
 
-    bundled: tasks in plain English stand for their forms in the words of the bundled model. Raises
-    UnknownNameError for a task or a setting of one that is not there.
+    bundled: replaces tasks in plain English by their forms in the words of the bundled model.
+    Raises UnknownNameError for a task or a setting of one that is not there.
     """
     found: list[Task | str] = []
     for spec in registry.parse(text):

@@ -48,7 +48,7 @@ class CommonWords(Task):
 
     RULER's common words (`cwe`): the ten words that a long numbered list has most often.
 
-    Ten words stand there 30 times each, the others 3 times; below 4,096 tokens 6 times and once. A
+    Ten words occur 30 times each, the others 3 times; below 4,096 tokens 6 times and once. A
     solved example stands first: 40 words, 10 and 3 times (20, 3 and 1). RULER (COLM 2024), section
     3.3; 120 new tokens, scored by string_match_all.
 
@@ -129,12 +129,12 @@ class FrequentWords(Task):
 
     RULER's frequent words (`fwe`): the three most frequent words of a text in code.
 
-    Words of six random letters follow a zeta distribution: the k-th of them stands there with a
+    Words of six random letters follow a zeta distribution: the k-th of them occurs with a
     share of k^-2 / zeta(2). The first is written as dots, and does not count; the next three are
     the answer. There are as many different words as a fiftieth of the tokens. RULER (COLM 2024),
     section 3.3 and its `synthetic.yaml` (alpha 2); 50 new tokens, scored by string_match_all.
 
-    Differences: templates are reworded; each sample is filled by itself.
+    Differences: templates are reworded; each sample is filled separately.
     """
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:

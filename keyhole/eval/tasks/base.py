@@ -39,7 +39,7 @@ def token_counter(tokenizer: Any) -> CountTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question with what there is to read, and what would be right.
+    """One question with its context and its right answers.
 
     The three pieces of the prompt are joined as they are; separators belong to the later one. Where
     a chat template is used, `answer_prefix` is the beginning of the assistant's turn.
@@ -59,7 +59,7 @@ class Sample:
     """Where in the context the needed sentences begin, from 0 to 1 of its characters; empty where
     the task has no such sentences, or needs all of the context."""
     documents: tuple[str, ...] = ()
-    """The documents that stand in the context, in order; empty where there are none."""
+    """The documents in the context, in order; empty where there are none."""
 
     @property
     def prompt(self) -> str:
@@ -91,7 +91,7 @@ class Task(ABC):
     def random(self, length: int, seed: int, what: str = "") -> Random:
         """The random numbers of a sample; settings such as a depth leave them as they are.
 
-        what: a name for a stream of its own, so that one choice does not disturb another.
+        what: names an independent stream, so that one choice does not change another.
         """
         require_sample(length, seed)
         return Random(f"{self.name}/{length}/{seed}/{what}")
@@ -241,7 +241,7 @@ def first_number(answers: Sequence[str], generated: str) -> float:
 def token_f1(answers: Sequence[str], generated: str) -> float:
     """Harmonic mean of precision and recall of words, for the answer that it is best for.
 
-    Case, punctuation and articles do not count; words count as often as they stand there.
+    Case, punctuation and articles do not count; words count as often as they occur.
     """
     return max(_f1(_normal(answer), _normal(generated)) for answer in answers)
 

@@ -21,7 +21,7 @@ from keyhole.eval.tasks.base import (
 )
 from keyhole.eval.tasks.materials import with_needles
 from keyhole.eval.tiny_language import documents as tiny_documents
-from keyhole.eval.tiny_language import tasks as tiny_tasks
+from keyhole.eval.tiny_language import tasks
 from keyhole.eval.tiny_language.documents import KINDS, MIN_WORDS, WHERE
 from keyhole.eval.tiny_language.tasks import TASKS, Item
 from keyhole.eval.tiny_language.world import NAMES, NUMBERS, framed, write_world
@@ -110,7 +110,7 @@ class TinyItem(Task):
         require_sample(length, seed)
 
         def write(words: int) -> Written:
-            item = tiny_tasks.make(self.item, words, seed)
+            item = tasks.make(self.item, words, seed)
             return Written(
                 context=item.context,
                 question=f" {item.question}",
@@ -129,7 +129,7 @@ class TinyItem(Task):
 
 
 def _stated(item: Item) -> tuple[str, ...]:
-    """The sentences of the answer that stand in the context as they are, once."""
+    """The sentences of the answer that the context contains exactly once."""
     facts = [f"{part.strip()} ." for part in item.answer.split(" .")[:-1]]
     return tuple(fact for fact in facts if item.context.count(fact) == 1)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,43 +31,11 @@ from keyhole.errors import ConfigError
 
 Drawn = TypeVar("Drawn")
 
-ADJECTIVES = tuple(
-    """able amber ancient bitter bold brave brief bright brisk broad broken busy calm careful cheap
-    clean clear clever cold common crisp curious damp dark dear deep distant double dry dull eager
-    early easy empty equal faint fair famous fast fierce final firm flat fond formal fragile free
-    fresh gentle giant glad golden grand grave great hard heavy hidden high hollow honest huge
-    humble idle inner jolly keen kind large late lazy level light little local lonely long loose
-    loud low lucky mellow mild modern modest muddy narrow neat noble novel odd open outer pale
-    patient plain polite proud pure quick quiet rapid rare raw ready rich rigid ripe rough round
-    royal rural sad safe secret serious shallow sharp short shy silent silver simple slender slow
-    small smooth sober soft solid sour spare steady steep stiff strange strict strong subtle sudden
-    sunny sweet swift tall tame tender thick thin tidy tight tiny tough true urgent vague vast vivid
-    warm weak weary weird wide wild wise wooden young zealous""".split()
+_WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+ADJECTIVES, NOUNS, VERBS = (
+    tuple(_WORDS[kind].split()) for kind in ("adjectives", "nouns", "verbs")
 )
-NOUNS = tuple(
-    """acorn anchor apple apron arrow badge bakery barrel basket beacon bell bench berry blanket
-    boat bonnet bottle bowl branch brick bridge bridle brook broom brush bucket bugle button cabin
-    cable cactus camera candle canoe canvas carpet castle cellar chair chapel cherry chimney circle
-    clock cloud coach comet compass corner cradle crane crown cupboard curtain dagger desert desk
-    diamond dinner doctor donkey dragon drawer drum eagle engine fabric falcon farmer feather fence
-    ferry fiddle finger flame flower forest fountain frame furnace garden gate giraffe glacier glove
-    goblet grape guitar hammer harbor harvest hawk helmet horizon hotel insect island jacket jewel
-    journal jungle kennel kettle kitchen ladder lantern ledger lemon letter library lizard lobster
-    locket magnet marble market meadow melon merchant mirror monkey mountain museum needle nephew
-    notebook ocean office onion orchard orphan oven owl paddle painter palace paper parcel parrot
-    pasture pebble pencil pepper piano pigeon pillow pitcher planet plaza pocket poem pond potato
-    prairie puzzle quarry rabbit radio railway ribbon river robin rocket saddle sailor salmon saucer
-    school shadow shelter shovel singer spider spoon squirrel stable statue stove summit table
-    tailor tavern teacher temple ticket tiger tower tractor trumpet tunnel turnip turtle umbrella
-    valley vessel village vineyard violin wagon walnut warehouse weaver whale wheel willow window
-    winter wizard yard zebra""".split()
-)
-VERBS = tuple(
-    """admired avoided borrowed bought carried carved cleaned copied counted covered described drew
-    followed forgot found guarded helped ignored inspected liked lost measured mended missed moved
-    needed noticed offered owned painted passed praised raised received reached remembered repaired
-    shared sketched sold studied trusted visited washed watched welcomed wrapped""".split()
-)
+_PATTERNS: tuple[str, ...] = tuple(_WORDS["patterns"])
 
 _SYLLABLES = tuple(map("".join, product("bdfgjklmnprstvz", "aeiou")))
 _ENDINGS = "lmnrst"
@@ -133,20 +102,6 @@ def vocabulary(rng: Random) -> Iterator[str]:
 NOISE = "The lake is calm. The leaf is red. The hill is steep. We set out. We came home again."
 
 _AN = re.compile(r"\b([Aa])(?= (?:[aeiou]|honest))")
-_PATTERNS = (
-    "The {a} {n} by the {m} was {b}, and nobody {v} it.",
-    "Before the rain began, the {n} of the {a} house {v} a {b} {m}.",
-    "People say that a {a} {n} once {v} the {m}, but few of them were there.",
-    "When we {v} the {n}, the {m} seemed {a} and the road seemed {b}.",
-    "There was a {n} behind the {m}, {a} in the morning and {b} at night.",
-    "She {v} the {a} {n} because the {b} {m} had been left outside.",
-    "A {n} is rarely as {a} as it looks, and a {m} is often {b}.",
-    "He never {v} the {n}, although a {a} {m} is worth the trouble.",
-    "Most days they {v} a {m} and talked about the {a} {n} of their {b} years.",
-    "If the {n} is {a}, then the {m} need not be {b}.",
-    "In the end a {b} {m} {v} what the {a} {n} could not.",
-    "Some of us {v} the {m}; others thought the {n} too {a} for such {b} weather.",
-)
 
 
 def sentence(rng: Random) -> str:

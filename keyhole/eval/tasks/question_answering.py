@@ -32,9 +32,9 @@ _INSTRUCTION = f"{_ORDER}\n\nThese are the documents.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What is asked, the documents that come with it, and a source of others.
+    """A question, the documents that belong to it, and a source of others.
 
-    needed: the parts of those documents whose places are told.
+    needed: the parts of those documents whose positions `Sample.depths` has.
     """
 
     question: str
@@ -51,7 +51,7 @@ class QuestionAnswering(Task):
 
     RULER's questions over many short documents: `qa_1` (one hop) and `qa_2` (two hops).
 
-    The needed documents stand at random places among as many others as fit. RULER (COLM 2024),
+    The needed documents are at random places among as many others as fit. RULER (COLM 2024),
     section 3.4, takes paragraphs of SQuAD and HotpotQA; nothing may be downloaded here, so articles
     are made up (`articles.py`), unless `data` names the user's own file of one of the two. 32 new
     tokens, scored by string_match_part.
@@ -90,7 +90,7 @@ class QuestionAnswering(Task):
         return fitted(self.name, length, seed, count, write, least=least, most=asked.most)
 
     def score(self, sample: Sample, generated: str) -> float:
-        """1 if any of the right answers stands in the text, else 0."""
+        """1 if the text contains any of the right answers, else 0."""
         return string_match_part(sample.answers, generated)
 
     def _made_up(self, rng: Random) -> _Asked:

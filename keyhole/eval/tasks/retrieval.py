@@ -219,8 +219,8 @@ class KeyValue(Task):
     Retrieval from pairs of identifiers: the value of one key in a large JSON object.
 
     Liu et al., "Lost in the Middle", TACL 2024, section 3; InfiniteBench's `kv_retrieval` is the
-    same with more pairs. All lines look alike, so nothing but the key itself tells which to read.
-    Scored by whether the value stands in the answer; 50 new tokens, as InfiniteBench allows.
+    same with more pairs. All lines look alike, so only the key itself shows which one to read.
+    Scored by whether the answer contains the value; 50 new tokens, as InfiniteBench allows.
 
     Difference: the instruction is reworded.
     """

@@ -137,9 +137,9 @@ class Derivation(Task):
     Long derivations in plain English: a walk along rules, and a computation of many steps.
 
     `walk` refers to the prompt: each step is a rule that stands somewhere in it. `derive` refers,
-    besides, to what was generated: each step needs the result of an earlier one, which stands in no
-    other place, so that forgetting what was written is as fatal as forgetting the prompt. The rules
-    are those of the bundled model's generators; instruction and a solved example are added.
+    besides, to what was generated: each step needs the result of an earlier one, which is found
+    nowhere else, so that forgetting what was written is as fatal as forgetting the prompt. The
+    rules are those of the bundled model's generators; instruction and a solved example are added.
 
     These are no public benchmark: reasoning benchmarks with long generations (AIME, MATH) need data
     and models that know mathematics, and tell less about which token was missing.

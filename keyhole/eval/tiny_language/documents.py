@@ -1,20 +1,20 @@
-"""Questions over several documents in the bundled model's world, made anew from a seed.
+"""Questions over several documents in the bundled model's world, made from a seed.
 
 one               one fact of one document
 two_hop           two facts of two documents, the second found through the first
 needs_each_other  a fact that a document states by pointing to one that an earlier document states
 
-Documents of the first two kinds can be read each by itself: for them stored documents are as good
-as new ones, and only what is kept matters. Of the third, a document read alone misses what it
-points to, and no later question can make up for that: the words that point must be computed again,
-with those that they point to in sight. Tables should keep the kinds apart.
+Documents of the first two kinds can be encoded separately: stored documents are as good as new
+ones, and only what is kept matters. In the third kind a document that is encoded alone lacks what
+it points to, and no later question can make up for that: the words that point must be recomputed
+while those that they point to are visible. Tables should keep the kinds apart.
 
-And so they should keep apart where the sentences stand that the answer needs: at the `ends` of
-their documents, which SamKV always keeps and computes again; in the `middle`, where they have to be
-found; or `anywhere`.
+They should also keep apart where the sentences are that the answer needs: at the `ends` of their
+documents, which SamKV always keeps and recomputes; in the `middle`, where they have to be found; or
+`anywhere`.
 
-A word is a token, and facts are scattered: no part of a document has a subject of its own, which
-texts of the real world do have.
+A word is a token, and facts are scattered: no part of a document has its own topic, as parts of
+real texts do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPENING, _CLOSING = 32, 64
 """Words that are the `ends` of a document: within the first and the last two blocks of 64, which
 SamKV always keeps, however short the last one is; at the beginning within what EPIC computes."""
 _SENTENCES = 0.4
-"""Share of the sentences that are facts nobody asks for: three words in ten."""
+"""Share of the sentences that are facts which no question asks for: three words in ten."""
 _Facts = list[tuple[str, str, str]]
 
 
@@ -70,7 +70,7 @@ class DocumentItem:
 
     @property
     def prompt(self) -> str:
-        """The whole text, for a model that reads everything anew."""
+        """The whole text, for a model that computes everything."""
         return " ".join(part for part in (self.prefix, *self.documents, self.question) if part)
 
 
@@ -130,7 +130,7 @@ def exact_match(item: DocumentItem, generated: str) -> bool:
 def token_f1(item: DocumentItem, generated: str) -> float:
     """Harmonic mean of the shares of generated words that are right and of right ones generated.
 
-    As in SQuAD, words count as often as they stand there; `done` and what follows it do not.
+    As in SQuAD, words count as often as they occur; `done` and what follows it do not.
     """
     wrote = Counter(generated.partition("done")[0].split())
     right = Counter(item.answer.partition("done")[0].split())

@@ -1,4 +1,4 @@
-"""The bundled model's tasks: items with fixed seeds, each a prompt and its one right answer.
+"""The bundled model's tasks and texts: items with fixed seeds, and rows for training.
 
 recall      one fact from a text that is mostly filler
 multikey    one fact from a text of nothing but facts
@@ -16,17 +16,27 @@ derive      a long shuffled program, carried out; its steps need earlier generat
 Each written step of a walk or a derivation needs a fact of the prompt; a step of a derivation also
 needs the result of a random *earlier generated* step, so forgetting what was written is as fatal as
 forgetting the prompt.
+
+A row is a text with as many questions and answers behind it as fit, of which the words of answers
+are supervised. The bundled model was trained on rows, and `keyhole train-head` trains its retrieval
+head on them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from keyhole.eval.tiny_language.world import (
+    BOS,
+    EOS,
     NAMES,
     QUESTIONS,
     STEPS,
+    WORD_IDS,
     World,
     framed,
     is_possible,
@@ -44,7 +54,7 @@ def walk(rng: Random, length: int) -> Program:
     """
     rules = max(2, min(300, (length - 11) * 3 // 20))
     chain = rng.sample(NAMES, rules)
-    # The rest of the rules only stand in the way: no step can be guessed by elimination.
+    # The other rules are distractors: no step can be guessed by elimination.
     start = rules // 3
     facts = [
         [name, "follows", following, "."]
@@ -106,7 +116,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recipe:
-    """The kind of question, and the text it is asked of."""
+    """The kind of question, and the kind of text."""
 
     question: str
     density: float = 0.3
@@ -227,3 +237,102 @@ def share_before_first_error(item: Item, generated: str) -> float:
 def is_correct(item: Item, generated: str) -> bool:
     """Tell whether the answer is right to the last word; what follows `done` does not count."""
     return share_before_first_error(item, generated) == 1.0
+
+
+Row = tuple[list[str], list[bool]]
+"""Words, and for each whether the model is to predict it."""
+
+LONGEST_WALK = 2048
+"""Row length beyond which a walk has no more names to fill the row."""
+
+_QUESTION_WEIGHTS = {
+    "recall": 1.0,
+    "multiquery": 1.5,
+    "multivalue": 1.0,
+    "hops": 1.5,
+    "vartrack": 1.5,
+    "reference": 2.0,
+    "count": 1.5,
+    "majority": 1.0,
+}
+
+
+def append_words(row: Row, words: Sequence[str], supervised: bool) -> None:
+    """Adds words to a row in place; supervised: whether the model is to predict them."""
+    row[0].extend(words)
+    row[1].extend([supervised] * len(words))
+
+
+def walk_row(rng: Random, length: int) -> Row:
+    """Write one walk with its answer."""
+    return _program_row(walk(rng, length - 4))
+
+
+def derive_row(rng: Random, length: int) -> Row:
+    """Write one derivation with its answer."""
+    return _program_row(derive(rng, length - 4))
+
+
+def _program_row(program: tuple[list[str], list[str], list[str]]) -> Row:
+    context, question, answer = program
+    row: Row = ([BOS], [False])
+    append_words(row, [*context, *question], False)
+    append_words(row, [*answer, "done", EOS], True)
+    return row
+
+
+def questions_row(rng: Random, length: int) -> Row:
+    """Write a world and ask about it until the row is full."""
+    world = _some_world(rng, int(length * rng.uniform(0.45, 0.75)))
+    row: Row = ([BOS], [False])
+    append_words(row, world.words, False)
+    kinds = [kind for kind in QUESTIONS if is_possible(kind, world)]
+    weights = [_QUESTION_WEIGHTS[kind] for kind in kinds]
+    while True:
+        kind = rng.choices(kinds, weights)[0]
+        question, answer = QUESTIONS[kind](world, rng)
+        frame = framed(question)
+        if len(row[0]) + len(frame) + len(answer) + 2 > length:
+            return row
+        append_words(row, frame, False)
+        append_words(row, [*answer, "done", EOS], True)
+
+
+def _some_world(rng: Random, length: int) -> World:
+    features = [name for name in ("chains", "likes", "references") if rng.random() < 0.5]
+    if length < 128:  # too little room for more than one
+        features = [rng.choice(("chains", "likes", "references"))]
+    documents = 0
+    if length >= 96 and rng.random() < 0.5:
+        documents = rng.randint(2, max(2, min(16, length // 48)))
+    density = rng.choice((0.15, 0.3, 0.6, 1.0)) if length >= 192 else rng.choice((0.6, 1.0))
+    return write_world(rng, length, density=density, num_documents=documents, features=features)
+
+
+ROWS: dict[str, Callable[[Random, int], Row]] = {
+    "questions": questions_row,
+    "walk": walk_row,
+    "derive": derive_row,
+}
+
+
+_WEIGHTS = {"questions": 3.0, "walk": 1.5, "derive": 3.0}
+"""What is written by the model in long generations counts most; `stream` is no task of anyone."""
+
+
+class HeadTexts:
+    """A corpus (see `keyhole.retrieval.training.corpus`) whose items are those of no evaluation.
+
+    Every text is a prompt and an answer that takes about its second half.
+    """
+
+    name = "the bundled model's texts"
+    digest = hashlib.sha256(json.dumps(_WEIGHTS).encode()).hexdigest()
+    """Of the mixture; how texts are written changes with Keyhole's version only."""
+
+    def text(self, rng: Random, length: int) -> list[int]:
+        """Token ids of one row of at most `length` words, at least 96."""
+        kinds = [kind for kind in _WEIGHTS if kind != "walk" or length <= LONGEST_WALK]
+        kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        words, _ = ROWS[kind](rng, length)
+        return [WORD_IDS[word] for word in words]

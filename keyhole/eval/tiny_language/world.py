@@ -18,46 +18,34 @@ entity's scattered facts in one step.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from pathlib import Path
 from random import Random
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
-_MARKERS = ". : ? ; question answer document rules program walk story done nobody all most both"
-_VERBS = "keeps owns inhabits serves follows equals takes adds is likes count"
-_FILLERS = (
-    "the a old young green grey quiet loud river hill wind rain cloud stone tree bird fox wolf "
-    "road bridge field garden night morning summer winter slowly softly often never always runs "
-    "sings sleeps waits falls turns and by under over near"
-)
-_PLACES = (
-    "Oslo Lima Paris Rome Delhi Quito Tunis Accra Dakar Hanoi Seoul Minsk Sofia Turin Bergen Malmo "
-    "Porto Lyon Ghent Basel Graz Brno Split Varna Izmir Petra Basra Herat Kabul Lhasa Patna Surat "
-    "Medan Davao Perth Cusco Leon Tampa Omaha Boise Fargo Provo Nome Sitka Truro Derby Leeds Turku"
-)
-_OBJECTS = (
-    "lamp rope cup bell coin drum flute ring sword shield book map torch boot cloak hat glove "
-    "basket jar knife spoon plate chair table mirror clock wheel cart saddle net hook anchor oar "
-    "sail flag kite harp fiddle horn whistle brush pen ink scroll candle lantern key lock chest "
-    "bag belt scarf pin button thread needle loom axe saw hammer nail plank brick tile"
-)
-_FIRST = "Al Bo Ce Da El Fa Gi Ha Is Jo Ka Lu Mo No Or Pe"
-_LAST = "ma ris na lia ren do vik sa ton mar dra bel gus lyn per zo ka fi ran tus"
 
-FILLERS = tuple(_FILLERS.split())
-NAMES = tuple(first + last for first, last in product(_FIRST.split(), _LAST.split()))
-PLACES = tuple(_PLACES.split())
-OBJECTS = tuple(_OBJECTS.split())
+_LISTS: dict[str, list[str]] = {
+    kind: words.split()
+    for kind, words in tomllib.loads(
+        Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
+    ).items()
+}
+FILLERS = tuple(_LISTS["fillers"])
+NAMES = tuple(first + last for first, last in product(_LISTS["first"], _LISTS["last"]))
+PLACES = tuple(_LISTS["places"])
+OBJECTS = tuple(_LISTS["objects"])
 NUMBERS = tuple(str(number) for number in range(100))
 STEPS = tuple(f"s{step}" for step in range(320))
 
 _WORDS = (
     *(PAD, BOS, EOS),
-    *_MARKERS.split(),
-    *_VERBS.split(),
+    *_LISTS["markers"],
+    *_LISTS["verbs"],
     *(*FILLERS, *NAMES, *PLACES, *OBJECTS, *NUMBERS, *STEPS),
 )
 VOCABULARY_SIZE = 928

@@ -25,6 +25,7 @@ from keyhole.errors import ConfigError
 from keyhole.integrations.vllm.metrics import KeyholeStatLogger, share_counters
 from keyhole.integrations.vllm.page_policy import page_policy
 from keyhole.integrations.vllm.settings import read_settings
+from keyhole.policies.base import Policy
 
 logger = init_logger("vllm.keyhole")
 
@@ -66,7 +67,7 @@ def prepare(config: VllmConfig) -> None:
     if asked is None:
         return
     policy = asked.make_policy()
-    for wrong, reason in refusals(config):
+    for wrong, reason in refusals(config, policy):
         if wrong:
             raise ConfigError(f"policy {policy.name!r} cannot run in vLLM: {reason}")
     if config.cache_config.block_size is not None:
@@ -77,7 +78,7 @@ def prepare(config: VllmConfig) -> None:
     _add_stat_logger()
 
 
-def refusals(config: VllmConfig) -> Iterator[tuple[bool, str]]:
+def refusals(config: VllmConfig, policy: Policy) -> Iterator[tuple[bool, str]]:
     """What the plugin does not run, and whether this engine has it."""
     model, parallel = config.model_config, config.parallel_config
     kv_dtype = str(config.cache_config.cache_dtype)
@@ -95,6 +96,10 @@ def refusals(config: VllmConfig) -> Iterator[tuple[bool, str]]:
     yield (
         getattr(model.hf_text_config, "attention_chunk_size", None) is not None,
         "this model has chunked attention",
+    )
+    yield (
+        config.kv_transfer_config is not None and type(policy).page_data is not Policy.page_data,
+        "pages that a KV connector brings have no data of this policy",
     )
     backend = config.attention_config.backend
     known = (None, *(AttentionBackendEnum[name] for name in (*_CUDA, "CPU_ATTN")))

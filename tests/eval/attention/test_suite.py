@@ -11,8 +11,8 @@ import keyhole
 from keyhole.config import EngineConfig
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
-from keyhole.eval.attention.suite import METHOD, AttentionGrid, AttentionOutcome, AttentionSuite
-from keyhole.eval.line_file import LineFile
+from keyhole.eval.attention.suite import METHOD, AttentionGrid, AttentionSuite
+from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.methods import Budget, Method
 from keyhole.eval.methods import under_budgets as budgeted
 from keyhole.models.loading import Model
@@ -38,7 +38,7 @@ class Numbers:
 
 def suite(
     model: Model, path: Path, names: list[str], budgets: str = "16", **more: Any
-) -> AttentionOutcome:
+) -> EvalOutcome:
     parsed = [Budget.parse(text) for text in budgets.split(",")]
     given = [Method(label=name, name=name) for name in names]
     grid = AttentionGrid(
@@ -63,20 +63,20 @@ METHODS = [name for name, cls in keyhole.available_policies().items() if not cls
 
 
 @pytest.fixture(scope="module")
-def found(model: Model, tmp_path_factory: pytest.TempPathFactory) -> AttentionOutcome:
+def found(model: Model, tmp_path_factory: pytest.TempPathFactory) -> EvalOutcome:
     # Half of the text: every method has room for its sinks, its window and a choice.
     path = tmp_path_factory.mktemp("lines") / "lines"
     return suite(model, path, METHODS, budgets="1/2", texts=2)
 
 
-def test_every_method_has_a_line_on_both_kinds_of_weights(found: AttentionOutcome) -> None:
+def test_every_method_has_a_line_on_both_kinds_of_weights(found: EvalOutcome) -> None:
     assert not found.refused
     assert [(line["weights"], line["method"]) for line in found.lines] == [
         (weights, name) for weights in ("trained", "random") for name in ("overlap", *METHODS)
     ]
 
 
-def test_no_selection_keeps_more_than_the_oracle(found: AttentionOutcome) -> None:
+def test_no_selection_keeps_more_than_the_oracle(found: EvalOutcome) -> None:
     """With a key per query head: of all choices of so many tokens it keeps the most."""
     compared = 0
     for line in found.lines:
@@ -95,7 +95,7 @@ def test_no_selection_keeps_more_than_the_oracle(found: AttentionOutcome) -> Non
     assert compared > 2 * len(METHODS)
 
 
-def test_dense_layers_lose_nothing(found: AttentionOutcome) -> None:
+def test_dense_layers_lose_nothing(found: EvalOutcome) -> None:
     for line in found.lines:
         if line["measured"] == "loss":
             dense = [i for i, layer in enumerate(line["layers"]) if layer in line["dense_layers"]]
@@ -104,9 +104,7 @@ def test_dense_layers_lose_nothing(found: AttentionOutcome) -> None:
                 assert all(row[i] == 0 for row in loss["error"] for i in dense)
 
 
-def test_a_control_is_what_it_is_alone(
-    model: Model, found: AttentionOutcome, tmp_path: Path
-) -> None:
+def test_a_control_is_what_it_is_alone(model: Model, found: EvalOutcome, tmp_path: Path) -> None:
     """Controls that another method had already are copied from its line, and are the same."""
     alone = suite(model, tmp_path / "alone", ["infllm"], budgets="1/2", texts=2)
     line = next(one for one in found.lines if one["method"] == "infllm")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keyhole.eval.paper import estimate
-from keyhole.eval.paper.estimate import Answers, LinearTime, PartEstimate, Speed, probe
+from keyhole.eval.paper import suite
+from keyhole.eval.paper.suite import Answers, LinearTime, PartEstimate, Speed, probe
 from keyhole.eval.tasks import make_task
 from keyhole.eval.workload import Request
 from keyhole.models.loading import Model
@@ -59,7 +59,7 @@ def test_a_question_stores_its_documents_and_is_answered_by_every_method() -> No
     stored = 8 * SPEED.prefill(sample.prompt_tokens / 8)
     step = SPEED.step.at(sample.prompt_tokens)
     answered = SPEED.prefill(sample.prompt_tokens) + sample.max_new_tokens * step
-    found = estimate.question_seconds(SPEED, sample, 6)
+    found = suite.seconds_of_question(SPEED, sample, 6)
     assert found == pytest.approx(stored + 6 * answered)
 
 
@@ -68,7 +68,7 @@ def test_a_question_stores_its_documents_and_is_answered_by_every_method() -> No
     [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5401, "1.5 h"), (172_800, "2.0 days")],
 )
 def test_a_duration_is_told_in_a_unit_that_suits_it(seconds: float, text: str) -> None:
-    assert estimate.duration(seconds) == text
+    assert suite.duration(seconds) == text
 
 
 def test_the_text_says_what_is_stored_and_how_long_the_rest_takes() -> None:
@@ -77,7 +77,7 @@ def test_the_text_says_what_is_stored_and_how_long_the_rest_takes() -> None:
         PartEstimate(name="documents", unit="question", number=1, stored=1, seconds=0),
         PartEstimate(name="nothing", unit="cell", number=0, stored=0, seconds=0),
     ]
-    assert estimate.text(parts) == (
+    assert suite.estimate_text(parts) == (
         "tasks: 1,200 cells, 200 stored, the rest at most 2.0 h; "
         "documents: 1 question, 1 stored. Altogether at most about 2.0 h."
     )

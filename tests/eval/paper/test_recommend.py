@@ -13,13 +13,13 @@ import pytest
 import keyhole
 from keyhole import LLM, Quest
 from keyhole.config import EngineConfig
+from keyhole.eval.line_file import EvalOutcome
 from keyhole.eval.methods import FULL, Budget, Method, controls_of, settings_of
 from keyhole.eval.paper import report
-from keyhole.eval.paper.documents import NO_DOCUMENTS, DocumentOutcome
+from keyhole.eval.paper.documents import NO_DOCUMENTS
 from keyhole.eval.paper.report import recommended
 from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.paper.verdicts import policy_verdicts, reuse_results
-from keyhole.eval.run import EvalOutcome
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.registry import SettingsFile
@@ -69,7 +69,7 @@ def outcome(model: Model, quest: list[float], epic: float) -> PaperOutcome:
     ]
     return PaperOutcome(
         cells=EvalOutcome(lines=lines),
-        questions=DocumentOutcome(lines=questions),
+        questions=EvalOutcome(lines=questions),
         policies=policy_verdicts(lines, [], methods, 16),
         reuses=reuse_results(questions, ("recompute", "epic")),
     )

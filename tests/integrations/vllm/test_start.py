@@ -56,6 +56,11 @@ def test_a_policy_that_can_run_is_accepted(checkpoint: str) -> None:
             r"delta_layers \[9\] must be full-attention layers|delta_layers \(9,\) must be",
         ),
         (QUEST, {"kv_cache_dtype": "fp8"}, "a KV cache of type 'fp8'"),
+        (
+            QUEST,
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "pages that a KV connector brings have no data of this policy",
+        ),
         (QUEST, {"pipeline_parallel_size": 2}, "pipeline parallelism; layers share selections"),
     ],
 )

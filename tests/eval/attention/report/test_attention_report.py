@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.attention import markdown
 from keyhole.eval.attention import pictures, tables
 
 LAYERS = [0, 2, 3]
@@ -151,7 +152,7 @@ def test_tables_have_the_random_twin_beside_the_model() -> None:
         for weights in ("trained", "random")
     ]
     assert len(equal.overlaps) == 2
-    assert tables.markdown(masses).splitlines()[1] == "| :-- |" + " --: |" * 7
+    assert markdown(masses).splitlines()[1] == "| :-- |" + " --: |" * 7
 
 
 def test_the_page_shows_tables_and_pictures() -> None:

@@ -1,0 +1,200 @@
+"""Which tokens each layer read, for every generated token of a request that asks for it.
+
+`SamplingParams(trace=True)` gives a sequence a `ReadTrace`. The runner fills it after each step,
+from the selections that attention used. Requests that do not ask never come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from keyhole.cache.kept_tokens import RetainedPages
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.models.batch import Batch, Chunk, ScatteredChunk
+from keyhole.policies.base import Selection
+
+#: Ranges that one request may keep; 12 MB. The trace of a request that needs more ends there.
+MOST_RANGES = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A Selection on the host: indices int [B, H, n] of the text, -1 is padding.
+
+    H is 1, the KV heads, or the lists of `Policy.selection_heads`.
+    """
+
+    indices: np.ndarray
+    unit: int
+
+    def tokens(self, row: int, length: int) -> np.ndarray:
+        """Which tokens of sequence `row` were read, bool [H, length]."""
+        indices = self.indices[row]
+        seen = np.zeros((len(indices), -(-length // self.unit)), bool)
+        for head, chosen in zip(seen, indices, strict=True):
+            head[chosen[chosen >= 0]] = True
+        return seen.repeat(self.unit, axis=1)[:, :length]
+
+
+def read_of(selection: Selection | None, left: RetainedPages | None, page_size: int) -> Read | None:
+    """What a layer read, as positions in the text; None is everything.
+
+    selection: restricted to what the layer has. left: the pages that a policy has not evicted.
+    """
+    if selection is None:
+        return None if left is None else Read(left.entries[:, None], page_size)
+    indices = selection.indices.cpu().numpy()
+    if left is not None:
+        indices = _placed(indices, left.entries, page_size // selection.unit)
+    return Read(indices, selection.unit)
+
+
+def _placed(indices: np.ndarray, entries: np.ndarray, per_page: int) -> np.ndarray:
+    """Where in the text the indices [B, H, n] stand that count only the pages that are left.
+
+    entries: int64 [B, W], those pages. per_page: how many indices a page has.
+    """
+    pages = np.take_along_axis(entries[:, None], np.maximum(indices, 0) // per_page, 2)
+    return np.where(indices < 0, -1, pages * per_page + indices % per_page)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenReads:
+    """What the step read that a generated token came from.
+
+    length: tokens there were, the newest one included. layers: for each layer the entry of `ranges`
+    that it read; layers that read the same have one entry. ranges: int32 [n, 3] each, ascending and
+    without overlap: first token, end, and how many of the entry's `lists` have these tokens. lists:
+    1 if all heads read the same, else the number of KV heads, or of query heads where each of them
+    has its own.
+    """
+
+    length: int
+    layers: tuple[int, ...]
+    ranges: tuple[np.ndarray, ...]
+    lists: tuple[int, ...]
+
+    def shares(self, layer: int) -> np.ndarray:
+        """Share of the layer's heads that read each token, float64 [length]."""
+        entry = self.layers[layer]
+        found = np.zeros(self.length)
+        for start, end, count in self.ranges[entry]:
+            found[start:end] = count / self.lists[entry]
+        return found
+
+
+@dataclass(eq=False)
+class ReadTrace:
+    """The reads of a sequence, one for each generated token, until it has MOST_RANGES ranges.
+
+    prompt_tokens: tokens before the first generated one.
+    """
+
+    prompt_tokens: int
+    tokens: list[TokenReads] = field(default_factory=list)
+    _left: int = field(init=False, default_factory=lambda: MOST_RANGES)
+
+    def add(self, reads: TokenReads) -> None:
+        """Takes the reads of the next token; of one that is computed again they are known."""
+        if reads.length - self.prompt_tokens != len(self.tokens):
+            return
+        self._left -= sum(map(len, reads.ranges))
+        if self._left >= 0:
+            self.tokens.append(reads)
+
+
+def trace_decodes(traces: ListOf[ReadTrace | None], batch: Batch, geometry: Geometry) -> None:
+    """Adds to the traces of decoding sequences what each layer of this step read for them."""
+    step = batch.step
+    assert step is not None
+    found: dict[int, Read | None] = {}
+    for row, trace in enumerate(traces):
+        if trace is None:
+            continue
+        length = int(step.sequences.host_lengths[row])
+        made = _Distinct(length)
+        for layer, selection in zip(geometry.layers, batch.reads, strict=True):
+            if selection is None and layer.window is not None:
+                made.add(("window", layer.window), partial(_recent, length, layer))
+                continue
+            key = id(selection)  # layers that share a selection share its copy
+            if key not in found:
+                left = step.retained if layer.window is None else None
+                found[key] = read_of(selection, left, step.page_size)
+            made.add(key, partial(_tokens, found[key], row, length))
+        trace.add(made.reads())
+
+
+def trace_prompt(
+    trace: ReadTrace, chunk: Chunk | ScatteredChunk, length: int, geometry: Geometry
+) -> None:
+    """Adds what the last prompt token read, from which the first token is generated."""
+    made = _Distinct(length)
+    for index, layer in enumerate(geometry.layers):
+        tokens = _recent(length, layer)
+        if isinstance(chunk, ScatteredChunk):
+            seen = np.zeros_like(tokens)
+            seen[0, chunk.seen[index].cpu().numpy()] = True
+            tokens &= seen
+        made.add(index, partial(np.asarray, tokens))
+    trace.add(made.reads())
+
+
+def _tokens(read: Read | None, row: int, length: int) -> np.ndarray:
+    return np.ones((1, length), bool) if read is None else read.tokens(row, length)
+
+
+def _recent(length: int, layer: LayerLayout) -> np.ndarray:
+    """All tokens, or those in the window of a layer that has one: bool [1, length]."""
+    tokens = np.ones((1, length), bool)
+    if layer.window is not None:
+        tokens[:, : max(0, length - layer.window)] = False
+    return tokens
+
+
+class _Distinct:
+    """Collects what layers read, equal reads once."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._known: dict[object, int] = {}
+        self._layers: list[int] = []
+        self._ranges: list[np.ndarray] = []
+        self._lists: list[int] = []
+
+    def add(self, key: object, tokens: Callable[[], np.ndarray]) -> None:
+        """The next layer; tokens: gives bool [H, length], the same ones for the same key."""
+        if key not in self._known:
+            self._known[key] = self._entry(tokens())
+        self._layers.append(self._known[key])
+
+    def _entry(self, tokens: np.ndarray) -> int:
+        ranges = _ranges(tokens)
+        content = (len(tokens), ranges.tobytes())
+        if content not in self._known:
+            self._known[content] = len(self._ranges)
+            self._ranges.append(ranges)
+            self._lists.append(len(tokens))
+        return self._known[content]
+
+    def reads(self) -> TokenReads:
+        """Of all layers."""
+        return TokenReads(
+            length=self._length,
+            layers=tuple(self._layers),
+            ranges=tuple(self._ranges),
+            lists=tuple(self._lists),
+        )
+
+
+def _ranges(tokens: np.ndarray) -> np.ndarray:
+    """Runs of tokens that equally many lists have, without those that none has: int32 [n, 3]."""
+    count = tokens.sum(0)
+    edges = np.flatnonzero(np.diff(count, prepend=-1, append=-1))
+    found = np.stack([edges[:-1], edges[1:], count[edges[:-1]]], 1).astype(np.int32)
+    return found[found[:, 2] > 0]
