@@ -22,7 +22,7 @@ from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentFiller, Preparation
 from keyhole.engine.fair_lock import FairLock
-from keyhole.engine.grammar import Grammars
+from keyhole.grammar import Grammars
 from keyhole.engine.head_runner import HeadRunner, load_head
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.engine.grammar import GrammarState, allowed
+from keyhole.grammar import GrammarState, allowed
 from keyhole.engine.sequence import Sequence
 
 #: Tokens of a row, and what is added to their scores.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keyhole.config import SamplingParams
 from keyhole.engine.documents.filling import Context, Filling, Reused
-from keyhole.engine.grammar import GrammarState
+from keyhole.grammar import GrammarState
 from keyhole.engine.read_trace import ReadTrace, TokenReads
 from keyhole.engine.request import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError

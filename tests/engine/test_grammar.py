@@ -132,6 +132,6 @@ def test_settings_that_cannot_be_are_refused(more: dict[str, object]) -> None:
 def test_without_the_package_the_error_names_the_extra(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keyhole.engine.grammar.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("keyhole.grammar.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"keyhole\[serve\]"):
         llm.generate("x", params('start: "never compiled before"'))

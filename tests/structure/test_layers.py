@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors"},
     {"config", "drawing"},
-    {"kernels", "planner", "registry", "tokenization"},
+    {"grammar", "kernels", "planner", "registry", "tokenization"},
     {"cache"},
     {"documents", "retrieval"},
     {"policies", "reuse"},

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from keyhole.engine.grammar import JSON_WHITESPACE
+from keyhole.grammar import JSON_WHITESPACE
 from keyhole.server.chat.reasoning import Markers
 from keyhole.server.chat.tool_formats import ToolFormat
 from keyhole.server.errors import ApiError
