@@ -20,7 +20,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm test-page lint types lint-workflows lint-deploy docs reference \
-  site serve-docs licences package lock gpu bench-peers sanitize tiny-model tiny-head clean
+  site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -136,6 +136,12 @@ bench-peers: $(READY) $(PEERS_READY) ## decode steps beside llama.cpp, compiled 
 	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm --output benchmarks/results/decode.jsonl $(ARGS)
 	@.venv/bin/python -m benchmarks.llama_cpp --contexts 2048,8192,32768 --batch 8 \
 	  --systems llama_cpp,llama_cpp_flash,full --output benchmarks/results/decode.jsonl $(ARGS)
+
+# Minutes for each 1,000; what is done is kept in runs/soak, and the next call goes on from there.
+soak: $(READY) ## 100,000 mixed requests against a server, which must be as before; REQUESTS=n for another number
+	@mkdir -p runs/soak
+	@.venv/bin/python -m benchmarks.serving.soak --requests $(or $(REQUESTS),100000) \
+	  --state runs/soak/state.json --documents runs/soak/documents
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer

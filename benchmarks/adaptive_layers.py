@@ -87,7 +87,7 @@ def run(model: Model, words: int, texts: int, budget: int, share: float) -> list
         placement = llms["all below"].engine.placement
         assert placement is not None
         placement.least = len(placement.plan.model.order)
-        placement.move_down(placement.least)
+        placement.offload_layer(placement.least)
         requests = {
             name: [llm.submit(item.prompt, params) for item in items] for name, llm in llms.items()
         }

@@ -146,8 +146,8 @@ def _limited(arguments: argparse.Namespace) -> dict[str, Any]:
             "right_share": share_before_first_error(item, request.detokenizer.text),
             "tokens_reached": request.num_computed,
             "layers_below": engine.placement.offloaded if engine.placement else 0,
-            "upper_bytes": engine.cache.upper_bytes,
-            "lower_bytes": engine.cache.lower_bytes,
+            "resident_bytes": engine.cache.resident_bytes,
+            "offloaded_bytes": engine.cache.offloaded_bytes,
             "peak_bytes": peaks | {"VmHWM": _status("VmHWM")},
             "seconds": round(time.perf_counter() - begin, 1),
         }
@@ -209,8 +209,8 @@ def _told(result: dict[str, Any]) -> str:
         lines += [
             f"  {result['tokens_reached']:,} tokens in {result['seconds']} s, "
             f"{result['right_share']:.1%} right before the first wrong word; "
-            f"{result['layers_below']} layers below; above {mib('upper_bytes')}, below "
-            f"{mib('lower_bytes')}",
+            f"{result['layers_below']} layers below; above {mib('resident_bytes')}, below "
+            f"{mib('offloaded_bytes')}",
             f"  peaks in MiB: {', '.join(peaks)}",
         ]
     return "\n".join([*lines, *([f"  {result['error']}"] if "error" in result else [])])

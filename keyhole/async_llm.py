@@ -46,12 +46,33 @@ class _Request:
     given: int = 0
     is_left: bool = False
 
+    new: Piece | BaseException | None = None
+
     def put(self, piece: Piece | BaseException) -> None:
-        """Hands a piece to the task; one whose event loop is closed has left."""
+        """Keeps what a step gave until all requests of that step have theirs."""
+        self.new = piece
+
+
+def _deliver(requests: Iterable[_Request]) -> None:
+    """Hands out what a step gave: each event loop is woken once, not once for each request."""
+    ready: dict[asyncio.AbstractEventLoop, list[_Request]] = {}
+    for request in requests:
+        if request.new is not None:
+            ready.setdefault(request.loop, []).append(request)
+    for loop, those in ready.items():
+        given = [(one.pieces, one.new) for one in those]
         try:
-            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
-        except RuntimeError:
-            self.is_left = True
+            loop.call_soon_threadsafe(_put_all, given)
+        except RuntimeError:  # the loop is closed: its tasks have left
+            for request in those:
+                request.is_left = True
+        for request in those:
+            request.new = None
+
+
+def _put_all(given: list[tuple[asyncio.Queue[Any], Any]]) -> None:
+    for pieces, piece in given:
+        pieces.put_nowait(piece)
 
 
 class AsyncLLM:
@@ -300,6 +321,8 @@ class AsyncLLM:
                         self._fail(request, error)
             for request in requests:
                 self._hand_out(request)
+            _deliver(requests)
+            for request in requests:
                 if request.sequence is None:
                     request.stack.close()
                 else:

@@ -204,7 +204,7 @@ class MemoryModel:
         """
         return sum(self.terms(self.pages(length), offloaded).values())
 
-    def lower_bytes(self, length: int, offloaded: int) -> int:
+    def offloaded_bytes(self, length: int, offloaded: int) -> int:
         """Offloaded bytes: all keys and values of the layers that are offloaded."""
         row = self.token_bytes - self._token_bytes(offloaded)
         return self.pages(length) * self.page_size * row
@@ -263,15 +263,15 @@ class MemoryModel:
 class PlanRow:
     """A plan's row for one length.
 
-    offloaded: number of layers; None if the sequences do not fit. upper_bytes, lower_bytes:
+    offloaded: number of layers; None if the sequences do not fit. resident_bytes, offloaded_bytes:
     resident and offloaded, None with it. largest_batch: requests of this length that fit, and that
     fit with all layers resident.
     """
 
     length: int
     offloaded: int | None
-    upper_bytes: int | None
-    lower_bytes: int | None
+    resident_bytes: int | None
+    offloaded_bytes: int | None
     largest_batch: int
     largest_batch_above: int
 
@@ -386,8 +386,8 @@ class MemoryPlan:
         return PlanRow(
             length=length,
             offloaded=found,
-            upper_bytes=None if found is None else model.bytes(length, found),
-            lower_bytes=None if found is None else model.lower_bytes(length, found),
+            resident_bytes=None if found is None else model.bytes(length, found),
+            offloaded_bytes=None if found is None else model.offloaded_bytes(length, found),
             largest_batch=model.largest_batch(length, self.memory),
             largest_batch_above=model.largest_batch(length, self.memory, 0),
         )

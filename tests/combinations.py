@@ -220,7 +220,7 @@ def _move_down(llm: LLM) -> None:
     """Moves a layer before anything runs: thinned documents might leave room for all of them."""
     placement = llm.engine.placement
     assert placement is not None
-    placement.move_down(1)
+    placement.offload_layer(1)
     placement.least = 1
     assert placement.offloaded == 1
 

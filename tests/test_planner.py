@@ -204,7 +204,7 @@ def test_the_last_layers_go_below_first_and_windows_never() -> None:
     thresholds = model.thresholds(10**5)
     assert len(thresholds) == 5
     assert thresholds[0] < thresholds[1] < thresholds[2] == thresholds[3] == thresholds[4]
-    assert model.lower_bytes(100, 1) == 7 * 16 * 8
+    assert model.offloaded_bytes(100, 1) == 7 * 16 * 8
 
 
 @pytest.mark.parametrize("name", ["requests", "token_budget"])

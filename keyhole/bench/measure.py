@@ -277,7 +277,7 @@ def checked(who: str, engine: Engine, before: int, device: torch.device) -> Laun
     replayed, why_not = engine.replayed_steps - before, engine.why_not_replayed
     wanted = engine.config.graphs and engine.policy.capturable is True
     # The engine itself leaves these to single launches (`Policy.reads_keys`).
-    wanted = wanted and not (engine.policy.reads_keys and engine.cache.lower_layers)
+    wanted = wanted and not (engine.policy.reads_keys and engine.cache.offloaded_layers)
     if device.type == "cuda" and wanted and (replayed == 0 or why_not is not None):
         raise NotRecordedError(
             f"{who}: {replayed} steps were repeated as CUDA graphs, the others launched one by "

@@ -209,7 +209,7 @@ class Loading:
             # The engine has one way of loading; the others are only worth comparing it with.
             self._prefetcher.__class__ = kind
             if memory is None:
-                placement.move_down(len(placement.plan.model.order))
+                placement.offload_layer(len(placement.plan.model.order))
             placement.least = placement.offloaded
 
     def __enter__(self) -> Self:

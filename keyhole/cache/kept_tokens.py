@@ -135,7 +135,7 @@ class RetainedPages:
     kept_tokens: KeptTokenRows | None = None
 
 
-class Thinned:
+class KeptTokenTable:
     """The kept tokens of every layer, a row per slot of the engine.
 
     A slot without an entry has all tokens. The last row of layers is the union over all layers.

@@ -127,21 +127,21 @@ class PageCache:
         return bytes_per_page(self.geometry, [*self._shapes, self._common_shapes])
 
     @property
-    def lower_layers(self) -> tuple[int, ...]:
+    def offloaded_layers(self) -> tuple[int, ...]:
         """Layers whose keys and values are offloaded."""
         return tuple(sorted(self._stores))
 
     @property
-    def lower_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes of the offloaded tensors."""
         return sum(self._pages[layer].nbytes for layer in self._stores)
 
     @property
-    def upper_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of the resident tensors: keys, values and all side data."""
-        return sum(tensor.nbytes for tensor in self._tensors()) - self.lower_bytes
+        return sum(tensor.nbytes for tensor in self._tensors()) - self.offloaded_bytes
 
-    def move_down(self, layer: int, tier: Tier) -> None:
+    def offload_layer(self, layer: int, tier: Tier) -> None:
         """Moves keys and values of a layer to `tier`; side data stays. Not while a step runs.
 
         CapacityError or ConfigError, with nothing changed, if they cannot be stored there.
@@ -155,7 +155,7 @@ class PageCache:
         self._pages[layer], self._stores[layer] = lower, store
         self.keys, self.values = self._views()
 
-    def move_up(self, layer: int) -> None:
+    def make_resident(self, layer: int) -> None:
         """Makes an offloaded layer resident again. Not while a step runs.
 
         Frees its offloaded memory. CapacityError, with nothing changed, if there is no memory for

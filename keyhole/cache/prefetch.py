@@ -135,7 +135,7 @@ class Prefetcher:
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)
         buffer = self._buffer(layer)
-        self._cache.move_down(layer, tier)
+        self._cache.offload_layer(layer, tier)
         self._buffers[layer] = buffer
 
     def restore(self, layer: int) -> None:
@@ -147,7 +147,7 @@ class Prefetcher:
         self._done.clear()  # of a step that did not finish
         self._cuts += self._buffers.pop(layer).cuts  # frees its memory; its contents are copies
         try:
-            self._cache.move_up(layer)
+            self._cache.make_resident(layer)
         except CapacityError:
             self._buffers[layer] = self._buffer(layer)
             raise

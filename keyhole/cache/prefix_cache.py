@@ -99,6 +99,11 @@ class PrefixIndex:
         for digest, (page, exact, maker) in self._pages.items():
             self._pages[digest] = (numbers.get(page, page), exact, maker)
 
+    @property
+    def num_pages(self) -> int:
+        """How many pages the index holds a reference to."""
+        return len(self._pages)
+
     def held(self) -> list[int]:
         """The pages that the index holds a reference to."""
         return [page for page, *_ in self._pages.values()]

@@ -269,13 +269,13 @@ def _text(
 
 def _cells(row: PlanRow, plan: MemoryPlan) -> list[str]:
     batches = [f"{row.largest_batch:,}", f"{row.largest_batch_above:,}"]
-    if row.offloaded is None or row.upper_bytes is None or row.lower_bytes is None:
+    if row.offloaded is None or row.resident_bytes is None or row.offloaded_bytes is None:
         return [f"{row.length:,}", "does not fit", "-", "-", "-", *batches]
     return [
         f"{row.length:,}",
         str(len(plan.model.layers) - row.offloaded),
         str(row.offloaded),
-        terminal.bytes_text(row.upper_bytes),
-        terminal.bytes_text(row.lower_bytes),
+        terminal.bytes_text(row.resident_bytes),
+        terminal.bytes_text(row.offloaded_bytes),
         *batches,
     ]

@@ -22,14 +22,14 @@ from fsspec.implementations.local import LocalFileSystem
 
 from keyhole.config import require
 from keyhole.documents.integrity import sha256
-from keyhole.documents.storage import Entry, LocalPlace, StorageBackend
+from keyhole.documents.storage import Entry, LocalStorage, StorageBackend
 from keyhole.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["RemotePlace", "RemoteReader", "RemoteStaged", "open_place"]
+__all__ = ["RemoteReader", "RemoteStaged", "RemoteStorage", "open_storage"]
 
 # Protocols whose uploads are atomic. "memory" is fsspec's own, within one process.
 _OBJECT_STORES = set("s3 s3a gs gcs abfs abfss az adl oss oci hf memory".split())
@@ -39,7 +39,7 @@ _DAY_S = 86_400.0
 _HEAD_BYTES = 128 << 10
 
 
-def open_place(place: str | Path) -> StorageBackend:
+def open_storage(place: str | Path) -> StorageBackend:
     """A local folder for a path or a file URL, otherwise fsspec's file system for the URL.
 
     Raises ConfigError for a place that cannot be opened, with the package that it needs.
@@ -48,11 +48,11 @@ def open_place(place: str | Path) -> StorageBackend:
     require(bool(place), "place of documents", place, "a folder or a URL")
     try:
         if isinstance(place, Path) or ("://" not in text and "::" not in text):
-            return LocalPlace(Path(text).expanduser().absolute())
+            return LocalStorage(Path(text).expanduser().absolute())
         system, path = fsspec.core.url_to_fs(text)
         if type(system) is LocalFileSystem:
-            return LocalPlace(Path(path))
-        return RemotePlace(system, path, text)
+            return LocalStorage(Path(path))
+        return RemoteStorage(system, path, text)
     except ImportError as error:
         raise ConfigError(f"documents at {text!r} need a package: {error}") from error
     except Exception as error:  # any library involved may raise its own error
@@ -66,7 +66,7 @@ def open_place(place: str | Path) -> StorageBackend:
         ) from error
 
 
-class RemotePlace:
+class RemoteStorage:
     """See `StorageBackend`."""
 
     folder: Path | None = None

@@ -119,7 +119,7 @@ class StorageBackend(Protocol):
 _PARTS = "parts"
 
 
-class LocalPlace:
+class LocalStorage:
     """A `StorageBackend` in a local folder, created if missing; a read-only one can be read."""
 
     grace_s = 0.0

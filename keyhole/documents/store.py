@@ -25,7 +25,7 @@ from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, Problem, RecordError, model_of
 from keyhole.documents.reader import StoredDocument, absent, header_of, nameless, problems
 from keyhole.documents.record import DocumentRecord, validate
-from keyhole.documents.remote import open_place
+from keyhole.documents.remote import open_storage
 from keyhole.documents.source import Source, SourceFile, check_name, metadata_text
 from keyhole.documents.writer import Writer
 from keyhole.errors import ConfigError, StorageFullError
@@ -64,7 +64,7 @@ class DocumentStore:
         self.model = model_of(fingerprint)
         self.fingerprint = dict(fingerprint)
         self.limit_bytes = limit_bytes
-        self._place = open_place(place)
+        self._place = open_storage(place)
         with self._told("read"):
             self._catalogue = Catalogue(self._place, Path(cache_folder) if cache_folder else None)
             self._writer = Writer(self._catalogue, self.fingerprint, limit_bytes)

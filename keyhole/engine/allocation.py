@@ -169,10 +169,10 @@ class LayerOffloader:
         target = self.plan.offloaded_for(least)
         if target is None:  # the cache's own limit is lower
             raise CapacityError(f"{least} pages do not fit, with all layers offloaded")
-        self.move_down(target)
+        self.offload_layer(target)
         return max(least, min(wanted, self.pages))
 
-    def move_down(self, count: int) -> None:
+    def offload_layer(self, count: int) -> None:
         """Offloads layers until at least `count` are offloaded."""
         while self.offloaded < count:
             self._released = -1  # check again: the need may have gone before the step
@@ -183,7 +183,7 @@ class LayerOffloader:
         """Whether layers are offloaded and pages were released since the last check."""
         return self.offloaded > self.least and self._released != self._cache.released
 
-    def move_up(
+    def make_resident(
         self,
         demand: Demand,
         prefix: PrefixIndex | None,

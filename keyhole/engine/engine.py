@@ -22,7 +22,6 @@ from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentFiller, Preparation
 from keyhole.engine.fair_lock import FairLock
-from keyhole.grammar import Grammars
 from keyhole.engine.head_runner import HeadRunner, load_head
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
@@ -44,6 +43,7 @@ from keyhole.errors import (
     RequestError,
     is_out_of_memory,
 )
+from keyhole.grammar import Grammars
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
@@ -140,7 +140,7 @@ class Engine:
         recorded = self._runner._recorded
         if recorded is None:
             return f"there are no CUDA graphs on a device of kind {self.model.device.type}"
-        if self.policy.reads_keys and self.cache.lower_layers:
+        if self.policy.reads_keys and self.cache.offloaded_layers:
             return "the policy reads keys, and layers are offloaded"
         return recorded.why_not
 
@@ -392,7 +392,7 @@ class Engine:
     def _move_up(self, placement: LayerOffloader) -> None:
         demand = self.scheduler.demand()
         if demand is not None:
-            placement.move_up(demand, self.prefix, self._renumber)
+            placement.make_resident(demand, self.prefix, self._renumber)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
         self.scheduler.renumber(numbers)

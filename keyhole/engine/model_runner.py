@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import KeptTokenRows, RetainedPages, Thinned
+from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPages
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
@@ -114,7 +114,7 @@ class Runner:
         # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
-        self._thinned = Thinned(len(cache.keys), max_batch, model.device)
+        self._thinned = KeptTokenTable(len(cache.keys), max_batch, model.device)
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
@@ -277,7 +277,7 @@ class Runner:
 
     def _is_plain(self, plan: SchedulerOutput) -> bool:
         """Whether a step is nothing but decoding, over all tokens, and none is traced."""
-        below = self._cache.lower_layers
+        below = self._cache.offloaded_layers
         if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
             return False
         return all(s.kept is None and s.trace is None for s in plan.decodes)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.grammar import GrammarState, allowed
 from keyhole.engine.sequence import Sequence
+from keyhole.grammar import GrammarState, allowed
 
 #: Tokens of a row, and what is added to their scores.
 _Change = tuple[int, Several[int], Several[float]]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from keyhole.config import SamplingParams
 from keyhole.engine.documents.filling import Context, Filling, Reused
-from keyhole.grammar import GrammarState
 from keyhole.engine.read_trace import ReadTrace, TokenReads
 from keyhole.engine.request import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
+from keyhole.grammar import GrammarState
 from keyhole.tokenization import Detokenizer
 
 
@@ -311,7 +311,7 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
 
     Raises the error that ended the request, if one did.
     """
-    done, tokens = sequence.is_finished, sequence.generated[given:]
+    done, tokens = sequence.is_finished, sequence.tokens[len(sequence.prompt) + given :]
     if not (done or tokens):
         return None
     wanted = sequence.params.logprobs is not None

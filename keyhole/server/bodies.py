@@ -70,7 +70,7 @@ class SamplingBody(BaseModel):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=10_000)  # a server's own limit is lower
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

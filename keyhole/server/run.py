@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -18,12 +19,17 @@ from keyhole.server.state import State
 
 logger = logging.getLogger("keyhole.server")
 
+#: How long the thread that answers may keep the one that runs steps waiting; Python's own 5 ms are
+#: as long as a step of a small model.
+_SWITCH_S = 0.0005
+
 
 def serve(llm: AsyncLLM, config: ServerConfig, ready: Callable[[str], None]) -> None:
     """Serves until SIGINT or SIGTERM, then lets running requests finish within the drain timeout.
 
     ready: called with the address once it listens. ConfigError if it cannot listen there.
     """
+    sys.setswitchinterval(_SWITCH_S)
     app = create_app(llm, config)
     settings = uvicorn.Config(
         app,

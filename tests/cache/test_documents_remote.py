@@ -13,8 +13,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from keyhole.documents.remote import RemotePlace
-from keyhole.documents.storage import LocalPlace
+from keyhole.documents.remote import RemoteStorage
+from keyhole.documents.storage import LocalStorage
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
 from tests.cache.records import MODEL, make_record, same, user_cache
@@ -113,7 +113,7 @@ def test_the_index_of_a_url_lies_in_the_users_cache(
 def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
     store = DocumentStore(f"file://{tmp_path}/x", MODEL)
     store.add("x", "text", make_record())
-    assert isinstance(store._catalogue.place, LocalPlace)
+    assert isinstance(store._catalogue.place, LocalStorage)
     assert DocumentStore(tmp_path / "x", MODEL).source("x") == "text"
 
 
@@ -152,13 +152,13 @@ def test_what_another_machine_is_about_to_add_is_left_alone(
     staged = place.stage("documents/x", [b"half a text"])
     real = type(place).stage
 
-    def fail(self: RemotePlace, path: str, *arguments: Any) -> Any:
+    def fail(self: RemoteStorage, path: str, *arguments: Any) -> Any:
         if path.startswith("documents"):
             raise KeyboardInterrupt
         return real(self, path, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(RemotePlace, "stage", fail)
+        patched.setattr(RemoteStorage, "stage", fail)
         with pytest.raises(KeyboardInterrupt):
             there.add("x", "text", make_record())
     assert len(place.files("records")) == 1
@@ -170,10 +170,10 @@ def test_what_another_machine_is_about_to_add_is_left_alone(
         assert same(stored, make_record())
     here.remove("y")
     with monkeypatch.context() as patched:
-        patched.setattr(RemotePlace, "stage", fail)
+        patched.setattr(RemoteStorage, "stage", fail)
         with pytest.raises(KeyboardInterrupt):
             there.add("x", "text", make_record())
-    monkeypatch.setattr(RemotePlace, "grace_s", -60.0)
+    monkeypatch.setattr(RemoteStorage, "grace_s", -60.0)
     machine(url, tmp_path, "here")
     assert len(place.files("records")) == 0
     assert len(place.files("parts")) == 0

@@ -49,18 +49,18 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def test_a_layer_that_comes_up_is_the_same(tier: Tier) -> None:
     cache, pages = filled(70)
-    total = cache.upper_bytes
+    total = cache.resident_bytes
     wanted = rows(cache, pages)
     for layer in (2, 1):
-        cache.move_down(layer, tier)
+        cache.offload_layer(layer, tier)
     moves = cache.moves
-    cache.move_up(1)
-    assert cache.lower_layers == (2,)
+    cache.make_resident(1)
+    assert cache.offloaded_layers == (2,)
     assert same(rows(cache, pages), wanted)
     assert cache.values[1].data_ptr() == cache.keys[1].data_ptr()  # shared values are shared again
-    cache.move_up(2)
+    cache.make_resident(2)
     assert cache.moves == moves + 2
-    assert (cache.upper_bytes, cache.lower_bytes) == (total, 0)
+    assert (cache.resident_bytes, cache.offloaded_bytes) == (total, 0)
     assert same(rows(cache, pages), wanted)
     cache.check_integrity([pages])
 
@@ -77,22 +77,22 @@ def test_what_a_layer_took_on_the_disk_is_free_again(tmp_path: Path) -> None:
         )
 
     cache, _ = filled(70)
-    cache.move_down(0, FileTier(tmp_path))
+    cache.offload_layer(0, FileTier(tmp_path))
     assert used() > 0
-    cache.move_up(0)
+    cache.make_resident(0)
     assert used() == 0
 
 
 def test_a_layer_comes_up_with_as_many_pages_as_there_are_now(tier: Tier) -> None:
     cache, pages = filled(200)
-    cache.move_down(0, tier)
+    cache.offload_layer(0, tier)
     cache.release(pages[5:])
     wanted = rows(cache, pages[:5])
     cache.cut(8)
     assert len(cache.keys[0]) > 8  # the offloaded layer keeps its places until the layer leaves
-    cache.move_up(0)
+    cache.make_resident(0)
     assert [len(keys) for keys in cache.keys] == [8, 8, 8]
-    assert cache.upper_bytes == 8 * cache.page_bytes
+    assert cache.resident_bytes == 8 * cache.page_bytes
     assert same(rows(cache, pages[:5]), wanted)
 
 
@@ -100,7 +100,7 @@ def test_pages_move_to_the_front_and_keep_what_they_hold(tier: Tier) -> None:
     """A page that others share moves once, and all who list it get its new number."""
     cache, pages = filled(200)
     index = PrefixIndex(cache)
-    cache.move_down(1, tier)
+    cache.offload_layer(1, tier)
     kept = [pages[i] for i in (150, 3, 199, 80)]
     tokens = list(range(4 * cache.page_size))
     index.insert(tokens, kept, len(tokens))
@@ -125,7 +125,7 @@ def test_pages_move_to_the_front_and_keep_what_they_hold(tier: Tier) -> None:
 
 def test_a_cache_that_was_cut_grows_again(tier: Tier) -> None:
     cache, pages = filled(200)
-    cache.move_down(2, tier)
+    cache.offload_layer(2, tier)
     cache.release(pages[3:])
     wanted = rows(cache, pages[:3])
     cache.cut(3)
@@ -185,7 +185,7 @@ def test_memory_that_is_not_there_leaves_a_layer_below(
     monkeypatch: pytest.MonkeyPatch, tier: Tier
 ) -> None:
     cache, pages = filled(10)
-    cache.move_down(0, tier)
+    cache.offload_layer(0, tier)
     wanted = rows(cache, pages)
 
     def full(*_: object) -> torch.Tensor:
@@ -194,23 +194,23 @@ def test_memory_that_is_not_there_leaves_a_layer_below(
     with monkeypatch.context() as patch:
         patch.setattr(huge_pages, "new_empty", full)
         with pytest.raises(CapacityError, match="could not be made resident again"):
-            cache.move_up(0)
-    assert cache.lower_layers == (0,)
+            cache.make_resident(0)
+    assert cache.offloaded_layers == (0,)
     assert same(rows(cache, pages), wanted)
-    cache.move_up(0)
+    cache.make_resident(0)
     assert same(rows(cache, pages), wanted)
 
 
 def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, _ = filled(10)
-    cache.move_down(0, PinnedTier())
+    cache.offload_layer(0, PinnedTier())
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(huge_pages, "new_empty", broken)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        cache.move_up(0)
+        cache.make_resident(0)
 
 
 def test_memory_above_is_given_back_while_tensors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +240,9 @@ def test_the_host_waits_for_a_gpu_before_it_reads_pages_below(
     stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(cache, "_device", torch.device("cuda"))
-    cache.move_down(0, PinnedTier())
+    cache.offload_layer(0, PinnedTier())
     cache.release(pages[:90])
-    for touches in (cache.pack, lambda: cache.cut(50), lambda: cache.move_up(0)):
+    for touches in (cache.pack, lambda: cache.cut(50), lambda: cache.make_resident(0)):
         waited.clear()
         touches()
         assert waited, touches

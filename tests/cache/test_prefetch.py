@@ -65,7 +65,7 @@ class World:
 
     def offload_next(self) -> None:
         """The last layer that is above, as SpeContext's algorithm 2 does."""
-        above = [i for i in range(len(self.cache.keys)) if i not in self.cache.lower_layers]
+        above = [i for i in range(len(self.cache.keys)) if i not in self.cache.offloaded_layers]
         if above:
             self.loads.offload(above[-1], self.tier)
 
@@ -75,8 +75,8 @@ class World:
         for text in self.texts.values():
             text.pages = [numbers.get(page, page) for page in text.pages]
         self.cache.cut(self.cache.in_use)
-        if self.cache.lower_layers:
-            self.loads.restore(self.cache.lower_layers[0])
+        if self.cache.offloaded_layers:
+            self.loads.restore(self.cache.offloaded_layers[0])
 
     def come(self, row: int, length: int) -> None:
         self.texts[row] = text = Text([], length)
@@ -282,7 +282,7 @@ def test_a_layer_that_was_above_for_a_while_knows_nothing() -> None:
     step(world, [1, 2, 3])
     before = world.cache.moves + world.loads.moves
     world.loads.restore(1)
-    assert world.loads.layers == world.cache.lower_layers == (0,)
+    assert world.loads.layers == world.cache.offloaded_layers == (0,)
     assert step(world, [1, 2, 3]).hits == 3 * 2  # of layer 0
     world.loads.offload(1, world.tier)
     again = step(world, [1, 2, 3])
@@ -489,7 +489,7 @@ def test_layers_with_buffers_are_known() -> None:
     assert world.loads.layers == ()
     world.offload_next()
     world.offload_next()
-    assert world.loads.layers == world.cache.lower_layers == (3, 4)
+    assert world.loads.layers == world.cache.offloaded_layers == (3, 4)
     assert 4 in world.loads
     assert 2 not in world.loads
     world.loads.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import Thinned
+from keyhole.cache.kept_tokens import KeptTokenTable
 from keyhole.kernels import Selection
 
 LAYERS, PAGE = 3, 4
@@ -45,7 +45,7 @@ def _lists(selection: Selection) -> list[list[list[int]]]:
 
 
 def _view(batch: list[tuple[Tensor | None, int]], slots: list[int]):  # type: ignore[no-untyped-def]
-    thinned = Thinned(LAYERS, 8, torch.device("cpu"))
+    thinned = KeptTokenTable(LAYERS, 8, torch.device("cpu"))
     # What stood in a slot before must not be seen.
     thinned.set(slots[0], torch.zeros(LAYERS, 30, dtype=torch.bool))
     thinned.clear(slots[0])

@@ -263,11 +263,11 @@ def test_a_layer_that_moves_down_is_the_same(tier: Tier) -> None:
     wanted = [contents(cache, layer) for layer in range(3)]
     low = [data["low"] for data in cache.data]
     for moved, layer in enumerate((2, 0, 1), start=1):
-        cache.move_down(layer, tier)
-        assert len(cache.lower_layers) == moved
+        cache.offload_layer(layer, tier)
+        assert len(cache.offloaded_layers) == moved
         for i in range(3):
             assert all(map(torch.equal, contents(cache, i), wanted[i]))
-    assert cache.lower_layers == (0, 1, 2)
+    assert cache.offloaded_layers == (0, 1, 2)
     assert all(data["low"] is tensor for data, tensor in zip(cache.data, low, strict=True))
     assert cache.values[1].data_ptr() == cache.keys[1].data_ptr()
     cache.check_integrity([pages])
@@ -277,21 +277,21 @@ def test_bytes_move_from_the_upper_tier_to_the_lower(tier: Tier) -> None:
     cache = make_cache()
     cache.allocate(1)
     total = cache.capacity * cache.page_bytes
-    assert (cache.upper_bytes, cache.lower_bytes) == (total, 0)
-    cache.move_down(1, tier)
-    assert cache.lower_bytes == cache.capacity * 4 * LATENT.numbers_per_token * 4
-    assert cache.upper_bytes + cache.lower_bytes == total
+    assert (cache.resident_bytes, cache.offloaded_bytes) == (total, 0)
+    cache.offload_layer(1, tier)
+    assert cache.offloaded_bytes == cache.capacity * 4 * LATENT.numbers_per_token * 4
+    assert cache.resident_bytes + cache.offloaded_bytes == total
 
 
 def test_growth_and_copies_go_on_below(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_module, "_FIRST_PAGES", 2)
     cache = make_cache()
     for layer in (1, 2):  # one before there are any pages
-        cache.move_down(layer, tier)
+        cache.offload_layer(layer, tier)
     first = cache.allocate(2)
     assert first is not None
     fill(cache)
-    cache.move_down(0, tier)
+    cache.offload_layer(0, tier)
     wanted = [contents(cache, layer) for layer in range(3)]
     second = cache.allocate(9)
     assert second is not None
@@ -322,7 +322,7 @@ def test_kernels_read_and_write_a_layer_below(tmp_path: Path) -> None:
         cache.allocate(4)
         fill(cache)
         if cache is below:
-            cache.move_down(0, FileTier(tmp_path))
+            cache.offload_layer(0, FileTier(tmp_path))
         keys, values = cache.keys[0], cache.values[0]
         new = torch.ones(1, 2, 8), torch.ones(1, 2, 6)
         kernels.append(keys, values, *new, torch.tensor([2 * 4 + 1]))
@@ -350,7 +350,7 @@ def test_the_host_waits_for_a_gpu_before_it_touches_pages_below(
     monkeypatch.setattr(cache, "_device", torch.device("cuda"))
     cache.content(pages)
     assert waited == []  # all is above
-    cache.move_down(0, PinnedTier())
+    cache.offload_layer(0, PinnedTier())
     for touches in (
         lambda: cache.content(pages),
         lambda: cache.copy(pages[:1], pages[1:2]),
@@ -372,14 +372,14 @@ def test_a_full_disk_in_growth_changes_nothing(
     first = cache.allocate(10)
     assert first is not None
     fill(cache)
-    cache.move_down(1, FileTier(tmp_path))
+    cache.offload_layer(1, FileTier(tmp_path))
     wanted = [contents(cache, layer) for layer in range(3)]
     # Layer 0 has grown by then.
     with file_limit(1 << 12), pytest.raises(CapacityError, match="name a directory"):
         cache.allocate(10)
     assert cache.available == 54
     cache.check_integrity([first])
-    cache.move_down(0, FileTier(tmp_path))
+    cache.offload_layer(0, FileTier(tmp_path))
     second = cache.allocate(54)
     assert second is not None
     for layer in range(3):
@@ -394,8 +394,8 @@ def test_a_full_disk_in_a_move_changes_nothing(tmp_path: Path) -> None:
     fill(cache)
     wanted = contents(cache, 0)
     with file_limit(1 << 10), pytest.raises(CapacityError):
-        cache.move_down(0, FileTier(tmp_path))
-    assert cache.lower_layers == ()
+        cache.offload_layer(0, FileTier(tmp_path))
+    assert cache.offloaded_layers == ()
     assert all(map(torch.equal, contents(cache, 0), wanted))
 
 
@@ -415,18 +415,18 @@ def test_memory_above_is_given_back_while_a_layer_moves(monkeypatch: pytest.Monk
 class LowerMachine(test_machine.Machine):
     """Whatever is done to the cache, also with layers that move down and up in between."""
 
-    @precondition(lambda self: len(self.cache.lower_layers) < 3)
+    @precondition(lambda self: len(self.cache.offloaded_layers) < 3)
     @rule(layer=st.integers(0, 2), pinned=st.booleans())
-    def move_down(self, layer: int, pinned: bool) -> None:
-        if layer not in self.cache.lower_layers:
+    def offload_layer(self, layer: int, pinned: bool) -> None:
+        if layer not in self.cache.offloaded_layers:
             tier = PinnedTier() if pinned else FileTier(tempfile.gettempdir())
-            self.cache.move_down(layer, tier)
+            self.cache.offload_layer(layer, tier)
 
-    @precondition(lambda self: self.cache.lower_layers)
+    @precondition(lambda self: self.cache.offloaded_layers)
     @rule(number=st.integers(0, 2))
-    def move_up(self, number: int) -> None:
-        below = self.cache.lower_layers
-        self.cache.move_up(below[number % len(below)])
+    def make_resident(self, number: int) -> None:
+        below = self.cache.offloaded_layers
+        self.cache.make_resident(below[number % len(below)])
 
     @rule(more=st.integers(0, 6), cuts=st.booleans())
     def pack(self, more: int, cuts: bool) -> None:
@@ -445,7 +445,7 @@ class LowerMachine(test_machine.Machine):
             self.cache.cut(size)
             assert self.cache.capacity == size
             upper = [x for x, keys in enumerate(self.cache.keys) if len(keys) > size]
-            assert set(upper) <= set(self.cache.lower_layers)
+            assert set(upper) <= set(self.cache.offloaded_layers)
 
 
 TestLowerMachine = LowerMachine.TestCase

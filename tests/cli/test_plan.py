@@ -73,7 +73,7 @@ def test_json_has_thresholds_terms_and_rows(llama: str, run: Run) -> None:
     assert found["layers"][0]["token_bytes"] == 2 * 8 * (128 + 128)
     first, last = found["lengths"]
     assert first["offloaded"] == 0
-    assert first["upper_bytes"] <= 24 * 2**30
+    assert first["resident_bytes"] <= 24 * 2**30
     assert first["largest_batch"] >= first["largest_batch_above"] >= 4
     assert last["offloaded"] is None
     assert last["largest_batch"] == 0

@@ -174,7 +174,7 @@ def test_all_together_stay_within_the_total(model: Model, tmp_path: Path) -> Non
     most = 0
     while engine.has_work:
         engine.step()
-        most = max(most, engine.cache.upper_bytes + buffer_bytes(engine))
+        most = max(most, engine.cache.resident_bytes + buffer_bytes(engine))
     assert engine.placement.offloaded == 2
     assert weights + step + 0.9 * plan.cache_memory < weights + step + most <= total
 

@@ -180,7 +180,7 @@ def test_memory_is_kept_to_at_every_moment(
     real, most = huge_pages.new_empty, [0]
 
     def held() -> int:
-        return engine.cache.upper_bytes + buffer_bytes(engine)
+        return engine.cache.resident_bytes + buffer_bytes(engine)
 
     def new_empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
         tensor = real(like, *shape)
@@ -334,16 +334,16 @@ def test_memory_that_somebody_else_has_taken_leaves_layers_below(
 ) -> None:
     """The requests go on: a layer below is slower and not wrong."""
     engine = small(model, tmp_path)
-    move_up = engine.cache.move_up
+    make_resident = engine.cache.make_resident
     refused = []
 
     def full(layer: int) -> None:
         refused.append(layer)
         if len(refused) % 2:
             raise CapacityError("no memory")
-        move_up(layer)
+        make_resident(layer)
 
-    monkeypatch.setattr(engine.cache, "move_up", full)
+    monkeypatch.setattr(engine.cache, "make_resident", full)
     found, _ = serve(engine)
     assert len(refused) > 2
     for one, other in zip(found, wanted, strict=True):
@@ -353,7 +353,7 @@ def test_memory_that_somebody_else_has_taken_leaves_layers_below(
 def test_layers_that_are_to_stay_below_stay(model: Model, tmp_path: Path) -> None:
     engine = small(model, tmp_path)
     assert engine.placement is not None
-    engine.placement.move_down(2)
+    engine.placement.offload_layer(2)
     engine.placement.least = 2
     _, seen = serve(engine)
     assert min(seen) == 2 < max(seen)

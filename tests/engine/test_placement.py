@@ -101,7 +101,7 @@ def test_results_do_not_change_when_layers_move(
         # A request's number is that of its last step; when the first ends, layers may come up.
         last |= dict.fromkeys({0, 1} - ended, engine.placement.offloaded)
         ended |= {i for i, r in enumerate(found) if r.is_finished}
-        measured = engine.cache.upper_bytes + buffer_bytes(engine)
+        measured = engine.cache.resident_bytes + buffer_bytes(engine)
         assert measured <= memory
         planned = engine.placement.plan.model.cache_bytes(
             engine.cache.capacity, engine.placement.offloaded

@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
         """Between planning a step and running it."""
         engine, running = self.engine, self.engine.scheduler.running
         found = self.placement.offloaded
-        assert engine.cache.upper_bytes + buffer_bytes(engine) <= self.memory
+        assert engine.cache.resident_bytes + buffer_bytes(engine) <= self.memory
         assert cache_bytes(engine.cache.capacity, found) <= self.memory
         used = len({page for request in running for page in request.pages if page != NO_PAGE})
         growth = sum(

@@ -140,7 +140,7 @@ def test_graphs_load_from_the_lower_tier(model: Model, name: str, tmp_path: Path
     for one in (plain, engine):
         while one.has_work:
             one.step()
-        assert not one.cache.lower_layers
+        assert not one.cache.offloaded_layers
     assert engine.replayed_steps > before
     assert short[1].counters.moved_bytes == 0
     found, wanted = (torch.stack(one.logits) for one in short)

@@ -87,7 +87,7 @@ def test_steps_over_layers_below_are_those_over_layers_above(unit: int) -> None:
 
 def test_all_operations_read_and_write_pages_below() -> None:
     above, below, pages = make_caches()
-    below.move_down(0, PinnedTier())
+    below.offload_layer(0, PinnedTier())
     query = torch.randn(1, 4, 64, device=DEVICE)
     rows = torch.randn(7, 4, 64, device=DEVICE)
     requests = (ScoreRequest("max", SIZE),)
@@ -142,7 +142,7 @@ def test_layers_come_back_from_pinned_memory() -> None:
     below.cut(12)
     for layer in (1, 2):
         loads.restore(layer)
-    assert loads.layers == below.lower_layers == ()
+    assert loads.layers == below.offloaded_layers == ()
     kept = [numbers.get(page, page) for page in pages[40:]]
     for layer in range(len(LAYERS)):
         assert below.keys[layer].device.type == DEVICE

@@ -127,6 +127,7 @@ WRONG = [
     ({"max_tokens": 0}, 400, "max_tokens 0"),
     ({"n": 0}, 400, "n: "),
     ({"n": 1000}, 400, "1000 completions"),
+    ({"n": 10**30}, 400, "n: "),
     ({"model": "other"}, 404, "'other' is not served here"),
     ({"top_logprobs": 3}, 400, "needs logprobs"),
     ({"functions": [{"name": "f"}]}, 400, "functions is not supported"),

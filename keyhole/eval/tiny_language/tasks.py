@@ -321,7 +321,7 @@ _WEIGHTS = {"questions": 3.0, "walk": 1.5, "derive": 3.0}
 
 
 class HeadTexts:
-    """A corpus (see `keyhole.retrieval.training.corpus`) whose items are those of no evaluation.
+    """A corpus for `keyhole train-head` whose items are those of no evaluation.
 
     Every text is a prompt and an answer that takes about its second half.
     """

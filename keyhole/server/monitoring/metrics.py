@@ -40,9 +40,12 @@ class Metrics:
             lambda: float(len(engine.scheduler.waiting))
         )
         gauge("pages", "pages that the KV cache may have").set(engine.max_pages)
-        gauge("pages_free", "pages that a request could take").set_function(
+        gauge("pages_free", "pages that hold nothing").set_function(
             lambda: float(engine.cache.available)
         )
+        gauge(
+            "pages_known", "pages of known prompts, which go when requests need them"
+        ).set_function(lambda: float(0 if engine.prefix is None else engine.prefix.num_pages))
         gauge("offloaded_layers", "layers whose KV cache is offloaded").set_function(
             lambda: float(0 if engine.placement is None else engine.placement.offloaded)
         )
