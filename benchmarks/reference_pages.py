@@ -3,6 +3,7 @@
     docs/cli.md         every command with its help
     docs/methods.md     every policy and reuse method: the idea, the cost, the differences from the
                         paper, the settings
+    docs/models.md  which families of models run exactly; measured, so with --families
     docs/python-api.md  its tables of settings; the rest is written by people
 
 Tests compare them with `render()` and `with_settings()`.
@@ -18,11 +19,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
+from tqdm.auto import tqdm
+
 from keyhole.cli import build_parser
 from keyhole.cli.about import description, settings_of, summary
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Formatter, Parser
 from keyhole.config import EngineConfig, SamplingParams
+from keyhole.exactness_gate import families_of_transformers, measure_family
 from keyhole.policies import available_policies
 from keyhole.reuse import available_reuse_methods
 
@@ -31,6 +36,23 @@ _BEGIN, _END = "<!-- combinations: python -m tests.combinations -->", "<!-- end 
 _SETTINGS = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 _DIFFERENCES = "Differences (theirs | ours | effect measured):"
 _WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
+
+
+_FAMILIES = """<!-- Written by `python -m benchmarks.reference_pages --families`. -->
+
+# Families of models
+
+What `keyhole models` prints with transformers {version}: every class for causal language models,
+and whether a small random model of its default config gives the logits of transformers' eager
+attention in the engine ([how](architecture.md#what-is-refused-and-why)). {exact} of {all} are
+exact. A checkpoint is measured by its own config, so it may be refused where the default is
+exact; `keyhole verify MODEL` compares its real weights.
+
+| family | verdict |
+|---|---|
+"""
+
+ROOT = Path(__file__).parents[1]
 
 
 def render(combinations: str = "") -> dict[str, str]:
@@ -59,17 +81,37 @@ def with_settings(text: str) -> str:
     return _SETTINGS.sub(lambda m: f"{m[1]}{_settings(classes[m[2]])}\n{m[3]}", text)
 
 
+def render_families() -> str:
+    """Text of docs/models.md: the table of `keyhole models`; a second per family."""
+    verdicts = [measure_family(name) for name in tqdm(families_of_transformers(), leave=False)]
+    exact = sum(verdict.exact for verdict in verdicts)
+    head = _FAMILIES.format(version=transformers.__version__, exact=exact, all=len(verdicts))
+    return head + "".join(f"| {v.family} | {_without_name(v.reason)} |\n" for v in verdicts)
+
+
+def _without_name(reason: str | None) -> str:
+    """A reason without the name of the model, which the first column has."""
+    if reason is None:
+        return "exact"
+    text = reason.split(") ", 1)[-1] if reason.startswith("model '") else reason
+    return _cell(text).replace("<", "`<`")
+
+
 def main() -> None:
-    """Writes them below the repository that this file is in."""
-    root = Path(__file__).parents[1]
-    api = root / "docs" / "python-api.md"
+    """Writes them into this repository; with --families the table of families alone."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", action="store_true", help="docs/models.md alone")
+    if parser.parse_args().families:
+        (ROOT / "docs/models.md").write_text(render_families())
+        return
+    api = ROOT / "docs" / "python-api.md"
     api.write_text(with_settings(api.read_text()))
     print("written: docs/python-api.md")
-    page = root / "docs" / "methods.md"
+    page = ROOT / "docs" / "methods.md"
     combinations = combinations_in(page.read_text()) if page.is_file() else ""
     for name, text in render(combinations).items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(text)
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_text(text)
         print(f"written: {name}")
 
 

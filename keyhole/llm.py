@@ -20,6 +20,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
+from keyhole.exactness_gate import require
 from keyhole.models.loading import Model, adopt, load
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
@@ -464,9 +465,9 @@ def _loaded(
     dtype: str | torch.dtype,
 ) -> Model:
     if isinstance(model, PreTrainedModel):
-        return adopt(model, tokenizer, device, dtype)
+        return adopt(model, tokenizer, device, dtype, require)
     if not isinstance(model, Model):
-        return load(model, device, dtype, tokenizer)
+        return load(model, device, dtype, tokenizer, require)
     if tokenizer is not None:
         raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
     return model

@@ -29,15 +29,15 @@ def section(lines: Sequence[Line]) -> list[str]:
     left = len(HEADLINES) - len(last)
     return [
         "## The papers' headline settings, on a GPU",
-        "The targets on one NVIDIA GPU, at the settings that the papers lead with: a speed by\n"
-        "that of another system of the same run, with weights of the right shape and random\n"
-        "numbers (`make gpu PART=4` and on; `benchmarks/paper/settings.py` has the settings).\n"
-        "SpeContext's table 3 is of whole answers: as many requests at once as a system has room\n"
-        "for beside its weights, steps timed at 4 lengths along the answer, and their times\n"
-        "integrated; prompts are not counted. With 24 GB one request has room, so the target\n"
-        "there is that of `spe_context_below`: its layers are offloaded as texts grow, as\n"
-        "many requests run as memory and 32 GiB of the host allow, and its head chooses about\n"
-        "four of five tokens again at the next step, as in the paper's figure 6b.\n"
+        "Targets on one NVIDIA GPU, at the settings that the papers present first: the speed\n"
+        "relative to another system of the same run, with random weights of the right shape\n"
+        "(`make gpu PART=4` and higher; `benchmarks/paper/settings.py` has the settings).\n"
+        "SpeContext's table 3 is about whole answers: as many requests at once as fit in memory\n"
+        "with the weights, steps timed at 4 lengths along the answer, and their times integrated;\n"
+        "prompts are not counted. With 24 GB only one request fits, so the target there is for\n"
+        "`spe_context_below`: its layers are offloaded as texts grow, as many requests run as\n"
+        "memory and 32 GiB of the host allow, and its head selects about four of five tokens\n"
+        "again at the next step, as in the paper's figure 6b.\n"
         f"Of {len(HEADLINES)} settings {left} are {UNMEASURED}:",
         tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
         *dict.fromkeys(one.note for one in HEADLINES.values() if one.note),
@@ -63,10 +63,10 @@ def _arithmetic() -> list[str]:
             f"target {wanted}{reach}"
         )
     return [
-        "What arithmetic says of these bars: a step must read the weights, without the input\n"
-        "embedding, and keys and values: all of them, or the budget's and the keys of\n"
-        "`spe_context`'s head. Where everything lies above, every system has room for the same\n"
-        f"number of requests, and at one bandwidth `spe_context` can be so much faster than\n"
+        "What arithmetic allows: a step must read the weights, without the input embedding, and\n"
+        "keys and values: either all of them, or those of the budget and the keys of\n"
+        "`spe_context`'s head. If nothing is offloaded, every system has room for the same number\n"
+        "of requests, and at equal bandwidth `spe_context` can be at most this much faster than\n"
         f"{' and '.join(f'`{name}`' for name in _DENSE)}, over the whole answer:",
         "\n".join(rows),
     ]

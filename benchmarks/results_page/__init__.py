@@ -77,17 +77,17 @@ def render(
         *_controls(claims or {}),
         f"## Configurations as of {month(newest(lines))}",
         paragraph(
-            f"{len(found)} cells, measured before any control was. Dense layers, windows and "
-            "tuning are **unequal**: the tables compare these configurations with each other, not "
-            "their selection rules. No row shows that one method selects better than another."
+            f"{len(found)} cells, measured before there were controls. Dense layers, windows "
+            "and tuning are **unequal**: the tables compare these configurations, not their "
+            "selection rules. No row shows that one method selects better than another."
         ),
         *_unequal(found),
         paragraph(
             "The same samples for every policy, greedily, with the code of `keyhole eval` "
             "([evaluation.md](evaluation.md) says what is counted). A length is that of prompt and "
-            "answer together; a budget is the tokens that a step may read in a sparse layer. An "
-            "answer is right to its last word, or wrong. Columns are budgets, each after its "
-            f"length; {NOTHING} was not measured."
+            "answer together; a budget is the number of tokens that a step may read in a sparse "
+            "layer. An answer counts as right only if every word is. Columns are budgets, each "
+            f"after its length; {NOTHING} was not measured."
         ),
         *image(pictures.heat_map, "Right answers by configuration, length and budget"),
     ]
@@ -119,12 +119,12 @@ def _unequal(found: Sequence[Cell]) -> list[str]:
                 "- `tidal_decode`, `omnikv`: the newest token is their whole window, where "
                 "`delta` has an eighth of the budget.",
                 "- `raas`: the prompt counts in its budget. Where that is longer than the budget, "
-                "one generated page is all it keeps, and budgets make no difference.",
+                "it keeps only one generated page, and budgets make no difference.",
                 "- `infllm`: a block was represented by the keys farthest from its mean; the paper "
                 "takes the tokens that queries nearby attend to most.",
                 "- `spe_context`: its head was trained on this model by objectives of our own, "
-                "its attention and then what a choice changes in its predictions. The paper's is "
-                "cut out of a draft model; such a head was not asked here.",
+                "its attention and then the effect of a selection on its predictions. The paper's "
+                "is pruned from a draft model; such a head was not tested here.",
             ]
         ),
         f"At {length:,} tokens and a budget of {budget:,}:",
@@ -142,11 +142,11 @@ def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
         _table(own, lambda cell, _: percent(cell.score)),
         *image(picture, caption),
         "<details><summary>Keys read, bytes per step, length of answers</summary>",
-        "Share of all keys that a step read, those of layers that read everything among them, %:",
+        "Share of all keys that a step read, including layers that read everything, %:",
         _table(own, lambda cell, _: percent(cell.read_share)),
-        "KiB read per step: keys, values, and what the policy chooses by:",
+        "KiB read per step: keys, values, and what the policy reads in order to select:",
         _table(own, lambda cell, _: kib(cell.bytes_per_step)),
-        "Words written, by those under full attention (below 1: answers stop early):",
+        "Words written, relative to full attention (below 1: answers stop early):",
         _table(own, _length),
         "</details>",
     ]

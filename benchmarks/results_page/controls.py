@@ -42,14 +42,14 @@ TERMS = {
     ),
     "published": (
         "As published",
-        "Every method with the settings of its paper or its authors' code. Dense layers, windows "
-        "and what is read beside the budget differ: rows are not to be compared with each other, "
-        "only with their own controls.",
+        "Every method with the settings of its paper or its authors' code. Dense layers, "
+        "windows and what is read beyond the budget differ, so compare each row with its own "
+        "controls only, not with other rows.",
     ),
 }
 #: What a line says of tokens beside the budget, and what the tables then say.
 OUTSIDE, BESIDE = "outside_budget", "beside"
-_READ = "The text is read densely, the question and the answer go through the policy."
+_READ = "The text is read with full attention; the question and the answer run under the policy."
 #: The tasks in the order of the page.
 TASKS = {
     "tiny_derive": ASKED["tiny_derive"],
@@ -61,7 +61,7 @@ TASKS = {
     "tiny_reference": PageTask(
         title="A fact by reference",
         setup="question",
-        about=f"A document states a fact by pointing to an earlier document. {_READ}",
+        about=f"A document states a fact by referring to an earlier document. {_READ}",
     ),
 }
 #: Of all gains in a table, the chance that even one of those in bold is none.
@@ -86,17 +86,18 @@ def section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) ->
     return [
         "## Methods beside their controls",
         paragraph(
-            "Three controls keep a method's dense layers, its first tokens and its budget. "
-            "*recent* reads the newest tokens in all other layers, *random* draws them by chance, "
-            "and *oracle* reads those of the largest true attention weight. A method's gain over "
-            "its own recent control is what its selection is worth; the distance to the oracle is "
-            "what a better selection could still win. Where the recent control is within 5 points "
-            "of full attention the place cannot tell methods apart, and they are not ranked "
-            "there. Intervals are Wilson's for a share and Newcombe's for a paired difference, at "
-            "95 %; p is that of McNemar's exact test. A gain in bold is not chance at 5 % for the "
-            f"whole table (Holm). {NOTHING} was not measured; where it says {BESIDE!r}, a method "
-            "reads tokens that its budget does not count and its controls do not have, so that no "
-            "gain can be told. Step times are those of a machine with other work on it."
+            "Three controls keep a method's dense layers, its first tokens and its budget. In "
+            "all other layers, *recent* reads the newest tokens, *random* reads tokens drawn "
+            "at random, and *oracle* reads those of the largest true attention weight. A "
+            "method's gain over its own recent control is what its selection is worth; the "
+            "distance to the oracle is what a better selection could still gain. If the recent "
+            "control is within 5 points of full attention, the task cannot tell methods apart "
+            "at this length and budget, and they are not ranked there. Intervals are Wilson's "
+            "for a share and Newcombe's for a paired difference, at 95 %; p is that of "
+            "McNemar's exact test. A gain in bold is significant at 5 % for the whole table "
+            f"(Holm). {NOTHING} means not measured; {BESIDE!r} means that a method reads tokens "
+            "that its budget does not count and its controls do not have, so no gain can be "
+            "given. Step times were measured on a machine with other work."
         ),
         *parts,
     ]

@@ -56,16 +56,16 @@ def section(lines: Sequence[Line], picture: str | None) -> list[str]:
         "### Where a configuration fails",
         paragraph(
             "Answers that full attention has right and a policy has wrong, at an eighth of the "
-            "length, up to their first wrong word. *Copied*: the word belongs to a sentence that "
-            "stood before, in the prompt or in the answer, so that a step had to find it, or it is "
-            "the word that ends the answer, which depends on the question; *computed*: it is a sum "
-            "of what the two sentences before it say. *Tokens back*: how far what it depends on "
-            "begins, the median. *Read then*: share of that which the step read, "
-            "mean over the layers that do not read everything; *read before*: the same for the "
-            "last words of such sentences before it, which came out right. Where the first is far "
-            "below the second, the sparse layers did not see what the word depends on; where they "
-            "are alike, that is not the reason. Which layer would have needed it is not measured: "
-            "layers that read everything always see it."
+            "length, up to their first wrong word. *Copied*: the word repeats an earlier "
+            "sentence of the prompt or the answer, which a step had to find, or it ends the "
+            "answer, which depends on the question. *Computed*: it is a sum of what the two "
+            "sentences before it say. *Tokens back*: the median distance to the beginning of "
+            "what the word depends on. *Read then*: the share of this that the step read, "
+            "averaged over the layers that do not read everything. *Read before*: the same for "
+            "earlier words of this kind that were right. If the first is far below the second, "
+            "the sparse layers did not see what the word depends on; if they are similar, there "
+            "is another reason. It was not measured which layer would have needed it: layers "
+            "that read everything always see it."
         ),
         written(_HEADS, [_row(line) for line in lines]),
         "What each of them cannot read, by its design:",
@@ -82,9 +82,9 @@ _KINDS = {
     first_error.CLOSING: "which depends on the question,",
 }
 _MAP = (
-    "The first wrong answer of each method. A row is a decode step, dark is read, in the first "
-    "layer that does not read everything. The line is the step of the first wrong word, the marks "
-    "above are what it needed."
+    "The first wrong answer of each method, in the first layer that does not read everything. "
+    "Each row is a decode step; dark cells were read. The line is the step of the first wrong "
+    "word, and the marks above it are what that word needed."
 )
 
 

@@ -37,13 +37,13 @@ def section(lines: Sequence[Line]) -> list[str]:
     return [
         "## What this model can and cannot tell",
         paragraph(
-            "Right answers on this page are those of the bundled model, `keyhole-tiny`: 6 layers, "
-            "2.2 M parameters, trained on its own small language. Its training starts with a "
-            "look-up built into layers 0 to 2 (`recipes/tiny_model/initial.py`), and it still "
-            "looks everything up there. A policy that reads these three layers in full, and the "
-            "newest 16 tokens in the others, therefore answers right without selecting anything; "
-            "`tidal_decode`, which reads as much in full, answers nothing right without such a "
-            "window. "
+            "All right answers on this page come from the bundled model, `keyhole-tiny`: 6 "
+            "layers and 2.2 M parameters, trained on its own small language. Its training "
+            "started with a look-up mechanism built into layers 0 to 2 "
+            "(`recipes/tiny_model/initial.py`), and it still looks everything up there. A "
+            "policy that reads these three layers in full, and the newest 16 tokens in the "
+            "others, therefore answers correctly without selecting anything. `tidal_decode`, "
+            "which reads as much in full but has no such window, answers nothing correctly. "
             f"{_about(lines)}"
         ),
         written(_HEADS, [_row(cell) for cell in own]),
@@ -55,22 +55,22 @@ def section(lines: Sequence[Line]) -> list[str]:
 def _points() -> list[str]:
     """What follows for the reader, as a list."""
     return [
-        "It can tell:",
+        "It can show:",
         "",
-        "- whether the engine computes what a policy says: a budget that covers the text gives "
-        "the answers of full attention;",
+        "- whether the engine computes what a policy specifies: with a budget that covers the "
+        "text, the answers are those of full attention;",
         "- how many keys and bytes a configuration reads per step;",
-        "- what a configuration loses as its own budget shrinks, with nothing else changed, where "
+        "- what a configuration loses as its own budget shrinks, with nothing else changed, if "
         "the layers of the look-up are sparse.",
         "",
-        "It cannot tell:",
+        "It cannot show:",
         "",
-        "- whether DELTA selects good pages. It reads layers 0 to 2 in full here, and a policy "
-        "that does so and selects nothing is right as well. Where its selection has to find the "
-        "facts (layer 0 dense, layer 1 selects), few answers are right;",
-        "- which selection rule is better, by the configurations further below. That takes the "
+        "- whether DELTA selects good pages. DELTA reads layers 0 to 2 in full here, and a policy "
+        "that does so without selecting anything is right as well. If its selection has to find "
+        "the facts (layer 0 dense, layer 1 selects), few answers are right;",
+        "- which selection rule is better, from the configurations further below. That needs the "
         "same dense layers, first tokens, window and budget for all, and a control that selects "
-        "nothing, as the tables at equal terms have them;",
+        "nothing, as in the tables at equal terms;",
         "- what a method does in a model whose look-ups are spread over many layers.",
     ]
 

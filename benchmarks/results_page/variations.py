@@ -34,10 +34,10 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
         parts += [
             "### DELTA: newest pages by budget (table 1 of its paper)",
             paragraph(
-                "Layer 0 is dense and layer 1 selects, so that DELTA's choice has to find the "
-                "facts. Right answers in percent with 95 % intervals; a budget is spent on newest "
-                "pages (rows) and on pages of best score. The rows of a column that are all newest "
-                "pages are the recent control itself."
+                "Layer 0 is dense and layer 1 selects, so DELTA's selection has to find the "
+                "facts. Right answers in percent with 95 % intervals. A budget is divided "
+                "between the newest pages (rows) and the pages with the best scores. A row "
+                "whose budget is all newest pages is the recent control itself."
             ),
             *_by_place(own, _recency),
             source(own),
@@ -46,9 +46,9 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
         parts += [
             "### SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
             paragraph(
-                "The same head and the same equal terms as above; the two differ in nothing but "
-                "the lists. The paper shows more hits for lists per head. The head here was "
-                "trained on this model by an objective of our own."
+                "The same head and the same equal terms as above; only the lists differ. The "
+                "paper finds more hits with lists per head. The head here was trained on this "
+                "model by an objective of our own."
             ),
             *_by_place(own, _lists),
             source(own),
@@ -59,9 +59,9 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
         parts += [
             "### How long answers get (figure 4 of DELTA's paper, left)",
             paragraph(
-                "The share of derivations that end within so many tokens, at equal terms. An "
-                "answer of full attention has the length that the task asks for; a method that "
-                "loses its place stops early, or writes until it is stopped."
+                "The share of derivations that end within a given number of tokens, at equal "
+                "terms. Under full attention an answer has the length that the task asks for; a "
+                "method that loses its place stops early, or writes until it is stopped."
             ),
             *image(pictures["lengths"], "Distribution of the lengths of answers"),
         ]

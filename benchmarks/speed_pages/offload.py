@@ -31,18 +31,18 @@ def section(line: Line) -> list[str]:
     return [
         "## Offloaded layers",
         f"![Share of a selection that repeats, against budget](images/{PICTURE})",
-        f"The bundled model works through long derivations, with all layers offloaded that may\n"
-        f"be, from the first token on: {where}. Repeated: the share of a step's\n"
-        "selection that the step before had too, in tokens (pages under `delta`). Already there:\n"
-        "tokens that the buffers held, the newest one left out. The last column tells how often\n"
-        "the right next word was the likeliest, without offloading or with it:",
+        "The bundled model works through long derivations, with every layer that can be offloaded\n"
+        f"offloaded from the first token on: {where}. *Repeated*: the share of a step's selection\n"
+        "that the previous step also had, in tokens (pages under `delta`). *Already there*:\n"
+        "tokens that were in the buffers, without the newest one. The last column shows how often\n"
+        "the right next word was the most likely one, with or without offloading:",
         tables.written(
             _MOVED,
             _rows(line, _moved),
         ),
-        "Time of a step, everything above = 1, and in brackets the milliseconds that attention\n"
-        "waited for copies. Layers are offloaded to a file here: where the system caches it,\n"
-        "these are copies within memory.",
+        "Time of a step, relative to no offloading, and in brackets the milliseconds that\n"
+        "attention waited for copies. Layers are offloaded to a file here; if the system caches\n"
+        "it, these are copies within memory.",
         tables.written(
             _TIMES,
             _rows(line, _times),

@@ -16,7 +16,8 @@ class LayerLayout:
     """One layer's part of the KV cache.
 
     With `shared_values` (MLA's latents) a value is the first `value_dim` numbers of its key and is
-    not stored a second time.
+    not stored a second time. A `chunked` layer reads from the last position that is a multiple of
+    `window`, a sliding one the last `window` tokens.
     """
 
     num_kv_heads: int
@@ -24,6 +25,7 @@ class LayerLayout:
     value_dim: int
     window: int | None = None  # the layer's own sliding window in tokens; None is full attention
     shared_values: bool = False
+    chunked: bool = False
     num_query_heads: int = 0  # for a policy's data per query head; 0 without any
 
     @property

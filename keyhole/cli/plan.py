@@ -13,7 +13,7 @@ import argparse
 import math
 import textwrap
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
@@ -26,6 +26,7 @@ from keyhole.policies import make_policy
 if TYPE_CHECKING:
     from keyhole.cache.layout import Geometry, ModelSize
     from keyhole.models.checkpoint import Checkpoint
+    from keyhole.models.locate import ModelFiles
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
 
 _PRESETS = ("measured", "paper")
@@ -77,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_settings(parser, PlanSettings, "what is planned for")
 
 
+def _build(place: ModelFiles) -> tuple[Any, int, int]:
+    """For families whose shape is not known without transformers."""
+    from keyhole.models.shrink import build
+
+    return build(place)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints thresholds, and a row per length."""
     given = flags.settings_of(arguments, PlanSettings)
@@ -91,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     from keyhole.planner import MemoryPlan
 
     name = TINY if arguments.model is None else arguments.model
-    shape = checkpoint.read(name, settings.dtype)
+    shape = checkpoint.read(name, settings.dtype, _build)
     model = memory_model(shape, settings)
     if settings.memory is not None:
         plan = MemoryPlan.for_cache(model, settings.memory)

@@ -107,6 +107,8 @@ class Runner:
         self._cache = cache
         self._policy = policy
         self._keeper = keeper
+        if policy.shifts_keys:
+            _ = self._turns  # refuses a model whose keys cannot be shifted
         self._lookahead = lookahead
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)

@@ -235,7 +235,7 @@ class Hooks:
         changed = {k: v for k, v in given.items() if k not in ("attention_mask", "input_ids")}
         changed |= {
             "position_ids": positions,
-            "past_key_values": PassThrough(call.batch),
+            "past_key_values": PassThrough(call.batch, positions[0]),
             "use_cache": False,
             "return_dict": True,
             "logits_to_keep": torch.from_numpy(wanted[wanted >= 0]).to(source.device),

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, parse_bytes
 from keyhole.errors import ConfigError
+from keyhole.exactness_gate import require
 from keyhole.hf.hooks import Hooks, SparseRun
-from keyhole.models import families
+from keyhole.models import families, own_attention
 from keyhole.models.attention import NAME
 from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER, Model
 from keyhole.policies import make_policy
@@ -84,7 +85,13 @@ def _adopt(network: Any) -> Model:
             f"keyhole.sparse takes a model of transformers, not {type(network).__name__}"
         )
     name = str(network.name_or_path) or type(network).__name__
-    families.check(network.config, name)
+    require(network.config, name)
+    own = own_attention.adapted(network)
+    if own:
+        raise ConfigError(
+            f"keyhole.sparse cannot run {name!r}: its {own} does not call transformers' attention "
+            "interface; keyhole.LLM(model) can"
+        )
     devices = {parameter.device for parameter in network.parameters()}
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices)))

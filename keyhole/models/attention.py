@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
-from keyhole.models import selective_recompute
+from keyhole.models import chunked, selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
 from keyhole.policies.base import PromptQueries, ScoreRequest, Selection, Step
 
@@ -60,7 +60,8 @@ def attention(
         )
     batch, layer = keyhole, int(module.layer_idx)  # type: ignore[arg-type]
     layout = batch.cache.geometry.layers[layer]
-    assert sliding_window == layout.window, f"layer {layer}: {sliding_window} != {layout.window}"
+    own_window = None if layout.chunked else layout.window
+    assert sliding_window == own_window, f"layer {layer}: {sliding_window} != {own_window}"
 
     rows = query[0].transpose(0, 1)
     if layout.shared_values:
@@ -110,6 +111,8 @@ def _paged(
             part = selective_recompute.attend(
                 batch, chunk, layer, query[chunk.rows], window, options
             )
+        elif cache.geometry.layers[layer].chunked:
+            part = chunked.prefill(batch, chunk, layer, query[chunk.rows], options)
         else:
             place = (keys, values, chunk.pages, chunk.start)
             part = kernels.prefill(query[chunk.rows], *place, window=window, **options)
@@ -166,7 +169,12 @@ def _attend_window(
     step = batch.step
     assert step is not None
     kept = step.kept_tokens
-    selection = None if kept is None else kept.selection(layer, window)
+    selection: Selection | None
+    if batch.cache.geometry.layers[layer].chunked:
+        assert kept is None, "stored documents have no place in chunks"
+        selection = chunked.newest(step.lengths, window)
+    else:
+        selection = None if kept is None else kept.selection(layer, window)
     batch.reads.append(selection)
     paged = (query, batch.cache.keys[layer], batch.cache.values[layer])
     within = window if selection is None else None  # a selection is already within the window
@@ -235,12 +243,16 @@ def _there(step: Step, layer: int, selection: Selection | None) -> Selection | N
 
 
 class PassThrough:
-    """Passed to transformers as `past_key_values`: returns its input."""
+    """Passed to transformers as `past_key_values`: returns its input.
+
+    positions: int64 [T], of the tokens of the packed row.
+    """
 
     is_compileable = False
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, positions: Tensor) -> None:
+        self.batch = batch
+        self.positions = positions
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -249,21 +261,26 @@ class PassThrough:
 
         key [1, 1, T, kv_lora_rank] and value [1, 1, T, qk_rope_head_dim] in that case.
         """
-        if self._batch.cache.geometry.layers[layer_idx].shared_values:
+        if self.batch.cache.geometry.layers[layer_idx].shared_values:
             latent, rope = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            self._batch.latents[layer_idx] = latent, rope
+            self.batch.latents[layer_idx] = latent, rope
         return key, value
 
-    def get_seq_length(self, *_: Any) -> int:
-        """Zero: positions are passed with each step."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Zero: positions are passed with each step.
+
+        A layer that asks for itself adds 0 .. T - 1 to the answer to get the positions: int64 [T].
+        """
+        if layer_idx is None:
+            return 0
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
 
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
         """Sizes for a mask that is never created, as none is registered under our name."""
         return int(query_length), 0
 
     def get_query_offset(self, *_: Any) -> int:
-        """As `get_seq_length`."""
+        """As `get_seq_length` of the model."""
         return 0
 
 

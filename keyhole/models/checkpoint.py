@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from typing import Any
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ModelError, UnknownNameError
 from keyhole.models import families
-from keyhole.models.locate import locate
+from keyhole.models.locate import ModelFiles, locate
 
 # The `config.json` of a model, read without torch, which transformers' own configs import.
 #
@@ -90,7 +90,7 @@ def normalised(stored: dict[str, Any]) -> Any:
     """
     family = stored.get("model_type")
     if family not in DEFAULTS:
-        return SimpleNamespace(model_type=family)
+        raise ModelError(f"the family {family!r} is not one of {', '.join(DEFAULTS)}")
     names = _OTHER_NAMES.get(family, {})
     given = {names.get(name, name): value for name, value in stored.items()}
     fields = {"tie_word_embeddings": False, **DEFAULTS[family], **given}
@@ -176,10 +176,16 @@ class Checkpoint:
         )
 
 
-def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
+#: Reads the config of any family, and counts its weights and those of its last layer.
+Build = Callable[[ModelFiles], tuple[Any, int, int]]
+
+
+def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> Checkpoint:
     """The shape of "tiny", of a folder, or of a hub id in the local cache or on the hub.
 
-    dtype: "auto" is the config's. ModelError as `keyhole.models.loading.load` raises it.
+    dtype: "auto" is the config's. build: for families that are not in `DEFAULTS`, which need
+    transformers; without it they are refused. ModelError as `keyhole.models.loading.load`
+    raises it.
     """
     if dtype != "auto" and dtype not in ITEMSIZES:
         raise UnknownNameError("dtype", dtype, ["auto", *ITEMSIZES])
@@ -189,21 +195,29 @@ def read(name: str | Path, dtype: str = "auto") -> Checkpoint:
         stored = json.loads(path.read_text())
         if not isinstance(stored, dict):
             raise ModelError(f"the config of {name!r} must be a JSON object")
-        config = normalised(stored)
+        if build is None or stored.get("model_type") in DEFAULTS:
+            config, built = normalised(stored), None
+        else:
+            config, *built = build(place)
         families.check(config, name)
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
         counted = _count(headers, config)
         number = dtype if dtype != "auto" else _dtype(stored, headers)
         layers = families.layouts(config)
+        if built is None:
+            built = [
+                num_parameters(config),
+                num_layer_parameters(config, len(layers) - 1),
+            ]
         return Checkpoint(
             name=Path(name).name if Path(name).is_dir() else name,
             dtype=number,
             layers=layers,
             num_query_heads=int(config.num_attention_heads),
-            num_parameters=counted or num_parameters(config),
+            num_parameters=counted or built[0],
             counted_from="the weights' headers" if counted else "the config",
-            layer_parameters=num_layer_parameters(config, len(layers) - 1),
+            layer_parameters=built[1],
             step_numbers=step_numbers(config),
             vocab_size=int(config.vocab_size),
             max_length=families.max_length(config)[0],
@@ -299,8 +313,10 @@ def step_numbers(config: Any) -> int:
 
 def head_dim(config: Any) -> int:
     """D, the size of a head's keys."""
-    if config.model_type == "deepseek_v3":
+    if getattr(config, "kv_lora_rank", None) is not None:
         return int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
+    if getattr(config, "is_heterogeneous", False):
+        return max(int(own.head_dim) for own in config.per_layer_config)
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 
@@ -349,9 +365,12 @@ def _latent_attention(config: Any) -> int:
 
 
 def _intermediate(config: Any) -> int:
-    if config.model_type == "gpt_bigcode":
-        return int(config.n_inner or 4 * config.hidden_size)
-    return int(config.intermediate_size)
+    """The width of an MLP, under the name that the family has for it."""
+    for name in ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"):
+        found = getattr(config, name, None)
+        if found is not None:
+            return max(found) if isinstance(found, list | tuple) else int(found)
+    return 4 * int(config.hidden_size)
 
 
 def _mlp(config: Any, layer: int) -> int:

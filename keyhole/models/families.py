@@ -1,6 +1,7 @@
-"""The supported model families, and the cache shape and length in their configs.
+"""What a model's config says of its cache: kinds and shapes of layers, and the longest sequence.
 
-A family is listed if the tests compare its logits with transformers' eager attention.
+There is no list of families. `check` refuses what cannot be expressed; whether the rest is exact is
+measured by `keyhole.exactness_gate`.
 """
 
 from __future__ import annotations
@@ -11,19 +12,41 @@ from keyhole.cache.layout import LayerLayout
 from keyhole.config import is_count
 from keyhole.errors import ModelError
 
-#: `model_type` of the families whose exactness is tested.
-SUPPORTED = (
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt_bigcode",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-)
+#: Kinds of layers, as in `layer_types`, whose keys and values are in pages.
+_FULL = {"full_attention", "attention", "global"}
+_SLIDING = {"sliding_attention", "local"}
+_CHUNKED = {"chunked_attention"}
+
+#: What the other kinds of layers are, for the error.
+_OTHER_KINDS = {
+    "linear_attention": "linear attention keeps a recurrent state, not keys and values",
+    "mamba": "a state-space layer keeps a recurrent state, not keys and values",
+    "conv": "a convolution keeps a state, not keys and values",
+    "hybrid": "a layer of attention and a state-space model keeps a recurrent state as well",
+    "recurrent": "a recurrent layer keeps a state, not keys and values",
+    "indexed_attention": "the model selects by an indexer of its own",
+}
+
+#: Families whose modules read a whole text at once.
+_ENCODERS = {
+    "bert": "BERT",
+    "big_bird": "BigBird",
+    "bert-generation": "BERT",
+    "camembert": "CamemBERT",
+    "data2vec-text": "data2vec",
+    "electra": "ELECTRA",
+    "ernie": "ERNIE",
+    "megatron-bert": "Megatron-BERT",
+    "rembert": "RemBERT",
+    "roberta": "RoBERTa",
+    "roberta-prelayernorm": "RoBERTa",
+    "roc_bert": "RoCBert",
+    "roformer": "RoFormer",
+    "xlm": "XLM",
+    "xlm-roberta": "XLM-RoBERTa",
+    "xlm-roberta-xl": "XLM-RoBERTa",
+    "xmod": "X-MOD",
+}
 
 #: RoPE whose frequencies change with the longest position in the call: a long request would change
 #: the results of short ones in its batch. Such models run up to the length at which the frequencies
@@ -45,19 +68,30 @@ _SIZES = (
 
 
 def check(config: Any, name: str) -> None:
-    """ModelError unless the family is supported and its sizes and kinds of layers are valid."""
-    if config.model_type not in SUPPORTED:
+    """ModelError for a model whose kind of layers or sizes cannot be run."""
+    family = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"model {name!r} is of the family {config.model_type!r}, which is not supported; "
-            f"supported are {', '.join(SUPPORTED)}"
+            f"model {name!r} ({family}) is an encoder-decoder model; Keyhole runs decoders, which "
+            "continue a text"
         )
-    _check_sizes(config, name)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
+    if family in _ENCODERS:
+        raise ModelError(
+            f"model {name!r} ({family}) is an encoder ({_ENCODERS[family]}): every token sees the "
+            "whole text; Keyhole runs decoders, which continue a text"
+        )
+    kinds = set(_kinds(config) or ()) - _FULL - _SLIDING - _CHUNKED
     if kinds:
-        raise ModelError(f"model {name!r} has layers of unsupported kinds: {sorted(kinds)}")
+        reasons = "; ".join(
+            f"{kind}: {_OTHER_KINDS.get(kind, 'unknown')}" for kind in sorted(kinds)
+        )
+        raise ModelError(f"model {name!r} ({family}) has layers that cannot be run: {reasons}")
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise ModelError(
+            f"model {name!r} ({family}) consists of several models; Keyhole runs models of text"
+        )
+    for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
+        _check_sizes(_of_layer(config, layer), name)
 
 
 def _check_sizes(config: Any, name: str) -> None:
@@ -73,7 +107,8 @@ def _check_sizes(config: Any, name: str) -> None:
 def layouts(config: Any) -> tuple[LayerLayout, ...]:
     """Shape of the cache of each layer."""
     heads = int(config.num_attention_heads)
-    if config.model_type == "deepseek_v3":
+    depth = int(config.num_hidden_layers)
+    if getattr(config, "kv_lora_rank", None) is not None:  # MLA
         rank, rope = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
         latent = LayerLayout(
             num_kv_heads=1,
@@ -82,36 +117,86 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
             shared_values=True,
             num_query_heads=heads,
         )
-        return (latent,) * int(config.num_hidden_layers)
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    if config.model_type == "gpt_bigcode":
-        kv_heads = 1 if config.multi_query else heads
-    else:
-        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        return (latent,) * depth
+    kinds = _kinds(config) or [""] * depth
     return tuple(
-        LayerLayout(
-            num_kv_heads=kv_heads,
-            key_dim=dim,
-            value_dim=dim,
-            window=window,
-            num_query_heads=heads,
-        )
-        for window in _windows(config)
+        _layout(config, _of_layer(config, layer), heads, window, kinds[layer] in _CHUNKED)
+        for layer, window in enumerate(_windows(config))
     )
 
 
+def _of_layer(config: Any, layer: int) -> Any:
+    """The sizes of one layer: the config, or what it says of this layer."""
+    return config.per_layer_config[layer] if _varies(config) else config
+
+
+def _varies(config: Any) -> bool:
+    """Whether sizes differ between layers; transformers before 5.22 has no such configs."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+def _layout(config: Any, own: Any, heads: int, window: int | None, chunked: bool) -> LayerLayout:
+    family = config.model_type
+    key_dim = int(getattr(own, "head_dim", None) or config.hidden_size // heads)
+    value_dim = int(getattr(own, "v_head_dim", None) or key_dim)
+    kv_heads = getattr(own, "num_key_value_heads", None)
+    if family == "gpt_bigcode":
+        kv_heads = 1 if config.multi_query else heads
+    elif family == "mimo_v2_flash" and window is not None:
+        kv_heads = 2 * int(kv_heads or heads)
+    elif family == "jetmoe":  # its keys are repeated for the experts of the queries
+        key_dim = value_dim = int(config.kv_channels)
+        kv_heads = heads
+    elif family in ("bloom", "mpt"):
+        key_dim += ALIBI_DIM
+    elif family == "diffllama":
+        value_dim *= 2
+    return LayerLayout(
+        num_kv_heads=int(kv_heads or heads),
+        key_dim=key_dim,
+        value_dim=value_dim,
+        window=window,
+        chunked=chunked,
+        num_query_heads=heads,
+    )
+
+
+def _kinds(config: Any) -> list[str] | None:
+    """Each layer's kind, or None where all are alike."""
+    for name in ("layer_types", "layers_block_type", "attention_layers"):
+        found = getattr(config, name, None)
+        if found is not None:
+            return [str(kind) for kind in found]
+    return None
+
+
 def _windows(config: Any) -> list[int | None]:
-    """Each layer's sliding window, or None."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    """Each layer's sliding window or chunk, or None."""
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    kinds = _kinds(config)
     if kinds is None:
         return [window] * int(config.num_hidden_layers)
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    chunk = getattr(config, "attention_chunk_size", None)
+    return [window if kind in _SLIDING else chunk if kind in _CHUNKED else None for kind in kinds]
+
+
+#: Numbers that a key has more where positions are a bias (ALiBi): see `own_attention`.
+ALIBI_DIM = 16
+#: ALiBi has no longest sequence; two numbers of a key are exact up to this position.
+_ALIBI_LENGTH = 65536
+
+
+def _longest(config: Any) -> int:
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        found = getattr(config, name, None)
+        if found is not None:
+            return int(found)
+    return _ALIBI_LENGTH
 
 
 def max_length(config: Any) -> tuple[int, str]:
     """The longest sequence, and the reason for the limit."""
-    longest = int(config.max_position_embeddings)
+    longest = _longest(config)
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
     for rope in ropes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import families
+from keyhole.models import families, own_attention
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.fast_layers import speed_up
@@ -50,6 +51,9 @@ from keyhole.reuse.sam_kv import STABILITY_FILE
 CALIBRATION_FILE = "keyhole-delta.json"
 #: SpeContext uses a folder of `keyhole train-head` with this name there.
 HEAD_FOLDER = "keyhole-head"
+
+#: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
+Accept = Callable[[Any, str], None]
 
 _DTYPES: dict[Any, Any] = {
     "auto": "auto",
@@ -85,8 +89,15 @@ class Model:
     def geometry(self, page_size: int) -> Geometry:
         """The model's shape for a cache of this page size."""
         config = self.network.config
+        layers = families.layouts(config)
+        for layer in layers:
+            if layer.chunked and layer.window is not None and layer.window % page_size:
+                raise ConfigError(
+                    f"page_size {page_size} must divide {layer.window}, the size of this model's "
+                    "attention chunks"
+                )
         return Geometry(
-            layers=families.layouts(config),
+            layers=layers,
             num_query_heads=int(config.num_attention_heads),
             page_size=page_size,
             itemsize=self.dtype.itemsize,
@@ -127,7 +138,7 @@ class Model:
             out = self.network(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                past_key_values=PassThrough(batch),
+                past_key_values=PassThrough(batch, positions),
                 use_cache=False,
                 logits_to_keep=rows,
                 keyhole=batch,
@@ -151,14 +162,16 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     tokenizer: Any = None,
+    accept: Accept | None = None,
 ) -> Model:
     """Loads a checkpoint: "tiny" (the bundled model), a folder, or a hub id.
 
-    tokenizer: an object or its folder or id, instead of the checkpoint's own.
-    ModelError for a model that cannot be found, is damaged or is of an unsupported family.
+    tokenizer: an object or its folder or id, instead of the checkpoint's own. accept: raises
+    ModelError for a family that must not run, before the weights are loaded.
+    ModelError for a model that cannot be found, is damaged or cannot be run.
     """
     place, number = _device(device), _dtype(dtype)  # before the hub is asked
-    return load_files(locate(name), place, number, tokenizer)
+    return load_files(locate(name), place, number, tokenizer, accept)
 
 
 def load_files(
@@ -166,14 +179,17 @@ def load_files(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     tokenizer: Any = None,
+    accept: Accept | None = None,
 ) -> Model:
     """`load` of a model that `locate` has found."""
     place, number = _device(device), _dtype(dtype)
     name, cached = found.name, found.unreachable is not None
     if found.has_adapter and not is_peft_available():
         raise ignored_adapter(name)
-    config = _config(found)
+    config = read_config(found)
     families.check(config, name)
+    if accept is not None:
+        accept(config, name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -221,14 +237,18 @@ def adopt(
     tokenizer: Any = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    accept: Accept | None = None,
 ) -> Model:
     """Wraps a loaded transformers model; weights are shared, and it is not changed.
 
-    tokenizer: an object or its folder or id; None: the model accepts token ids only.
+    tokenizer: an object or its folder or id; None: the model accepts token ids only. accept: as for
+    `load`.
     ConfigError for a device or dtype that is not its own, ModelError for a model that cannot run.
     """
     name = str(network.name_or_path) or type(network).__name__
     families.check(network.config, name)
+    if accept is not None:
+        accept(network.config, name)
     places = {parameter.device for parameter in network.parameters()}
     if len(places) != 1 or not places <= {_device(place) for place in places}:
         where = ", ".join(sorted(map(str, places)))
@@ -251,6 +271,7 @@ def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Mode
         tokenizer = _tokenizer(named(tokenizer), False)
     config = network.config
     _check_ids(name, tokenizer, int(config.vocab_size))
+    own_attention.adapt(network)
     speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)
@@ -278,7 +299,8 @@ def _say_it_is_a_demonstration() -> None:
     )
 
 
-def _config(found: ModelFiles) -> Any:
+def read_config(found: ModelFiles) -> Any:
+    """Transformers' config of a model; ModelError if it cannot be read."""
     try:
         return AutoConfig.from_pretrained(
             found.name,
@@ -299,16 +321,22 @@ def _tokenizer(name: str, cached: bool) -> Any:
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
-    """ModelError for an invalid tokenizer, and for one whose ids exceed the model's vocabulary."""
+    """ModelError for an object that is no tokenizer; warns if it has ids that the model lacks.
+
+    Such tokenizers are common: a padding token was added after training.
+    """
     if tokenizer is None:
         return
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ModelError(f"a tokenizer of transformers is wanted, not {type(tokenizer).__name__}")
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
-        raise ModelError(
-            f"the tokenizer of {name!r} gives ids up to {largest}, the model knows {vocab_size}: "
-            "they do not belong together"
+        logging.getLogger("keyhole").warning(
+            "the tokenizer of %r has ids up to %d, the model knows %d: a prompt with such an id is "
+            "refused",
+            name,
+            largest,
+            vocab_size,
         )
 
 

@@ -5,23 +5,31 @@ of a key or query at position p by the angle p * frequency. A further rotation b
 yields the same key at p + m, whatever p was. Rotations are linear, so a rotated mean is the mean of
 the rotated vectors. A constant factor on all keys (YaRN's, LongRoPE's) is unaffected.
 
-transformers' families all hold rotated vectors in halves, the pair (i, i + half): MLA's too, though
-its weights may be interleaved. A model with learned positions (gpt_bigcode) adds them to the tokens
-before the first layer and cannot be shifted.
+Most of transformers' families hold rotated vectors in halves, the pair (i, i + half): MLA's too,
+though its weights may be interleaved. Others pair neighbours, or leave some layers unrotated; a
+small model shows it, and they are refused. A model with learned positions (gpt_bigcode) adds them
+to the tokens before the first layer and cannot be shifted.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
 from keyhole.models import families
 from keyhole.models.loading import Model
+from keyhole.models.shrink import random_model, shrink
+
+# Tokens by which the keys of a small model are shifted to see whether that works.
+_SHIFT = 5
 
 
 def rotates(model: Model) -> bool:
@@ -48,14 +56,30 @@ class RopeShift:
         config = model.network.config
         if not rotates(model):
             raise ConfigError(
-                f"model {model.name!r} is of the family {config.model_type!r}, which learned a "
-                "vector per position: stored documents cannot be shifted there; use a model with "
-                "RoPE"
+                f"model {model.name!r} is of the family {config.model_type!r}, which has no rotary "
+                "embedding for all layers: stored documents cannot be shifted there; use a model "
+                "with RoPE"
             )
-        rotary = model.network.base_model.rotary_emb
         layouts = families.layouts(config)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layouts)
-        by_kind = {kind: _frequencies(rotary, kind).to(model.device) for kind in set(kinds)}
+        if any(layout.chunked for layout in layouts):
+            raise ConfigError(
+                f"model {model.name!r} has layers of chunked attention: stored documents cannot be "
+                "shifted there, as their tokens would change chunks"
+            )
+        problem = _problem(config.to_json_string(use_diff=False))
+        if problem is not None:
+            raise ConfigError(
+                f"model {model.name!r} is of the family {config.model_type!r}, whose {problem}: "
+                "stored documents cannot be shifted there"
+            )
+        return cls._of(model.network, model.device)
+
+    @classmethod
+    def _of(cls, network: Any, device: torch.device) -> Self:
+        layouts = families.layouts(network.config)
+        rotary = network.base_model.rotary_emb
+        kinds = getattr(network.config, "layer_types", None) or ["full_attention"] * len(layouts)
+        by_kind = {kind: _frequencies(rotary, kind).to(device) for kind in set(kinds)}
         return cls(
             frequencies=tuple(by_kind[kind] for kind in kinds),
             rotated_last=tuple(layout.shared_values for layout in layouts),
@@ -86,3 +110,69 @@ def _frequencies(rotary: Any, kind: str) -> Tensor:
     shared = getattr(rotary, "original_inv_freq", None)
     found: Tensor = getattr(rotary, f"{kind}_original_inv_freq") if shared is None else shared
     return found.double()
+
+
+class _KeyRecorder:
+    """Passed to transformers as `past_key_values`: keeps what a cache would hold as keys."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.keys: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns its input. MLA's key is its latent, the rotated part is its value."""
+        self.keys[layer_idx] = key, value
+        return key, value
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Zero."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        """Of the new tokens alone."""
+        return int(query_length), 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        """Zero."""
+        return 0
+
+
+@functools.cache
+def _problem(fields: str) -> str | None:
+    """Why keys of this config's family cannot be shifted by `turn`; None if they can.
+
+    Measured: the keys of a small random model at positions p, turned by 5, against those at p + 5.
+    Families differ in which part of a head they rotate, in how its numbers are paired, and in which
+    layers they rotate at all.
+    """
+    values = json.loads(fields)
+    small = shrink(CONFIG_MAPPING[values["model_type"]].from_dict(values))
+    small._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        network = random_model(small)
+    tokens = torch.arange(1, 9)[None]
+    found = []
+    for start in (0, _SHIFT):
+        recorder = _KeyRecorder()
+        with torch.no_grad():
+            network(
+                input_ids=tokens,
+                position_ids=torch.arange(start, start + tokens.shape[1])[None],
+                past_key_values=recorder,
+                use_cache=False,
+            )
+        found.append(recorder.keys)
+    shift = RopeShift._of(network, torch.device("cpu"))
+    for layer, layout in enumerate(families.layouts(small)):
+        before, after = (
+            torch.cat(keys[layer], -1) if layout.shared_values else keys[layer][0] for keys in found
+        )
+        if torch.allclose(shift.turn(layer, before, _SHIFT), after, atol=1e-3, rtol=1e-3):
+            continue
+        if torch.allclose(before, after, atol=1e-3, rtol=1e-3):
+            return "some layers do not rotate their keys"
+        return "keys are rotated in pairs that Keyhole does not turn"
+    return None

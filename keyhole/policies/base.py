@@ -151,6 +151,8 @@ class Policy:
     dense: ClassVar[bool] = False
     #: Whether the policy selects by a retrieval head, which the engine then loads and runs.
     wants_head: ClassVar[bool] = False
+    #: Whether it shifts keys by their rotation; models without one, or with another, are refused.
+    shifts_keys: ClassVar[bool] = False
     #: False if a page's data depends on more than its tokens and those before them: sequences then
     #: share no pages, and a cached prefix is copied.
     shares_pages: ClassVar[bool] = True

@@ -64,6 +64,7 @@ class ShadowKV(Policy):
     capturable: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ("chunk_size",)
     reads_keys: ClassVar[bool] = True
+    shifts_keys: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, in whole chunks")
     chunk_size: int | None = setting(
         None, "tokens in a chunk, a divisor of the page size; None: 8, or a smaller page"

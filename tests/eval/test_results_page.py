@@ -110,7 +110,7 @@ def test_what_was_not_measured_is_a_dash_and_not_a_nought() -> None:
     assert scores["`delta`"] == ["90", "100"] + ["–"] * 5
     assert scores["`quest`"] == ["30"] + ["–"] * 6
     assert rows(text, "(below 1: answers stop early):")["`delta`"][:2] == ["1.02", "1.00"]
-    assert rows(text, "the policy chooses by:")["`delta`"][:2] == ["128", "256"]
+    assert rows(text, "reads in order to select:")["`delta`"][:2] == ["128", "256"]
     assert "10 at 1,024 tokens, 10 at 2,048 tokens" in " ".join(text.split())
     assert "passkey" not in text
     assert "`somebody`" in text.split(ASKED["tiny_recall"].title)[1]

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DynamicCache,
+    GPTJConfig,
+    StaticCache,
+)
 
 from keyhole import ConfigError, Delta, ModelError, PromptTooLongError, RequestError, sparse
 from tests.checkpoints import make_config, make_network
@@ -121,9 +127,14 @@ def test_a_model_in_training_is_refused(network: Any) -> None:
 def test_what_cannot_run_is_refused_before_anything_changes(network: Any) -> None:
     with pytest.raises(ConfigError, match="takes a model of transformers, not Linear"):
         sparse(nn.Linear(1, 1)).__enter__()
-    other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(ModelError, match="family 'gpt2', which is not supported"):
+    other = AutoModelForCausalLM.from_config(
+        BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, is_decoder=True)
+    )
+    with pytest.raises(ModelError, match="is an encoder"):
         sparse(other).__enter__()
+    own = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+    with pytest.raises(ConfigError, match="its GPTJAttention does not call transformers"):
+        sparse(AutoModelForCausalLM.from_config(own)).__enter__()
     with pytest.raises(ConfigError, match="token_budget"):
         sparse(network, Delta(token_budget=8), page_size=16).__enter__()
     with pytest.raises(ConfigError, match="needs a retrieval head"):

@@ -155,3 +155,25 @@ def test_a_stale_document_is_seen(tmp_path: Path) -> None:
     (tmp_path / "old.md").write_text("old text\n")
     rendered = dict.fromkeys(("same.md", "old.md", "missing.md"), "text\n")
     assert stale(rendered, tmp_path) == ["old.md", "missing.md"]
+
+
+_PLACE = re.compile(r"`((?:[\w.-]+/)+(?:[\w.-]*\.(?:py|md|yml|txt|jsonl|toml))?)`")
+
+
+def missing_paths(text: str) -> set[str]:
+    """Files and folders that a page names, from the root or from keyhole/, and are not there."""
+    named = {path for path in _PLACE.findall(text) if "NAME" not in path}
+    return {p for p in named if not (ROOT / p).exists() and not (ROOT / "keyhole" / p).exists()}
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    found = {page.name: missing for page in pages if (missing := missing_paths(page.read_text()))}
+    assert not found
+
+
+def test_a_missing_file_is_seen() -> None:
+    assert missing_paths("`engine/engine.py` `gone/` `engine/gone.py`") == {
+        "gone/",
+        "engine/gone.py",
+    }

@@ -1,6 +1,7 @@
 """Imports point down, and stand at the top of their file."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ LAYERS = (
     {"policies", "reuse"},
     {"models"},
     {"engine"},
+    {"exactness_gate"},
     {"llm"},
     {"async_llm"},
     {"eval", "hf"},
@@ -194,3 +196,11 @@ def test_an_import_inside_a_function_is_found(source: str) -> None:
 def test_an_optional_package_may_be_imported_inside_a_function() -> None:
     found = imports("def plot():\n    from matplotlib import pyplot", "keyhole.eval")
     assert not list(hidden("eval", found))
+
+
+def test_the_documented_layers_are_these() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = text.split("| layer, from the top |")[1].split("\n\n")[0].splitlines()[2:]
+    shown = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in reversed(rows)]
+    # `__init__` and `__main__` are doors, not layers.
+    assert shown == [parts for parts in LAYERS if not parts & {"__init__", "__main__"}]

@@ -119,10 +119,11 @@ def load_model(arguments: argparse.Namespace) -> Model:
     terminal.status(f"loading {arguments.model or TINY} ...")
     quiet()
     from keyhole.bench import measure
+    from keyhole.exactness_gate import require
     from keyhole.models.loading import load_files
 
     measure.device(arguments.device)  # before the weights
-    return load_files(found, arguments.device, arguments.dtype)
+    return load_files(found, arguments.device, arguments.dtype, accept=require)
 
 
 def is_bundled(model: str | None) -> bool:

@@ -1,0 +1,220 @@
+"""Measures once per family whether the engine computes what transformers computes.
+
+There is no list of families. A small random model of the same class, with the same kinds of layers,
+runs through the engine and through transformers' eager attention: texts of several lengths at once,
+prompts in chunks, decode steps past every window. The verdict is kept in the user's cache folder,
+per config, transformers and Keyhole. `keyhole verify` compares the real weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from keyhole.config import EngineConfig, SamplingParams
+from keyhole.engine.engine import Engine
+from keyhole.errors import KeyholeError, ModelError, UnknownNameError
+from keyhole.models import families
+from keyhole.models.loading import adopt
+from keyhole.models.shrink import random_model, shrink
+from keyhole.policies.controls import Full
+
+#: Largest difference of logits, in units of their standard deviation. Exact families differ by
+#: about 1e-5, from the order of sums; wrong ones by more than 0.1.
+TOLERANCE = 1e-3
+#: Prompt lengths: shorter than, as long as and longer than a page and a window.
+_LENGTHS = (5, 37, 18, 16)
+_GENERATED = 10
+_PAGE_SIZE = 8
+_CHUNK = 9
+_CACHE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Whether a family is exact.
+
+    error: largest difference of logits / their standard deviation; None if it could not be run.
+    reason: why it is refused; None for an exact one.
+    """
+
+    family: str
+    error: float | None
+    reason: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine may run it."""
+        return self.reason is None
+
+
+def require(config: Any, name: str) -> None:
+    """ModelError unless the engine is exact for models of this config.
+
+    The first time for a family this takes about a second, and one line is logged.
+    """
+    verdict = _known(config, name)
+    if not verdict.exact:
+        raise ModelError(
+            f"model {name!r} is of the family {verdict.family!r}, which Keyhole cannot run: "
+            f"{verdict.reason}; `keyhole models` lists the families that are exact"
+        )
+
+
+def measure(config: Any, name: str = "this model") -> Exactness:
+    """Compares a small random model of this config's kind with transformers, in float32."""
+    family = str(config.model_type)
+    try:
+        families.check(config, name)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            error = _difference(config)
+    except KeyholeError as refused:
+        return Exactness(family, None, str(refused))
+    except Exception as failed:  # noqa: BLE001 - any error of a family's code is a refusal
+        line = (str(failed).strip().splitlines() or ["no message"])[0]
+        return Exactness(family, None, f"a small model fails with {type(failed).__name__}: {line}")
+    if error < TOLERANCE:
+        return Exactness(family, error)
+    return Exactness(
+        family, error, f"logits differ from transformers' by {error:.1g} standard deviations"
+    )
+
+
+#: Fields without which a family's default config describes no model.
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
+}
+
+
+def families_of_transformers() -> list[str]:
+    """`model_type` of every family of the installed transformers that generates text."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def measure_family(family: str) -> Exactness:
+    """The verdict of a family's default config; UnknownNameError for an unknown `model_type`."""
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or family not in CONFIG_MAPPING:
+        raise UnknownNameError("family", family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    try:
+        config = CONFIG_MAPPING[family](**_EXAMPLES.get(family, {}))
+    except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
+        line = (str(failed).strip().splitlines() or ["no message"])[0]
+        return Exactness(family, None, f"its default config fails: {type(failed).__name__}: {line}")
+    verdict = _known(config, family)
+    return dataclasses.replace(verdict, family=family)
+
+
+def _difference(config: Any) -> float:
+    """Of logits, largest, in units of their standard deviation; NaN becomes infinity."""
+    small = shrink(config)
+    small._attn_implementation = "eager"
+    network = random_model(small)
+    generator = torch.Generator().manual_seed(3)
+    texts = [
+        torch.randint(1, small.vocab_size, (length + _GENERATED,), generator=generator).tolist()
+        for length in _LENGTHS
+    ]
+    with torch.no_grad():
+        wanted = [network(torch.tensor([text])).logits[0, -_GENERATED - 1 :] for text in texts]
+    found = _by_engine(network, texts)
+    scale = max(float(logits.std()) for logits in wanted)
+    largest = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale
+    return largest if largest == largest else float("inf")
+
+
+def _by_engine(network: Any, texts: list[list[int]]) -> list[Tensor]:
+    """Logits after each prompt and each token that follows it."""
+    settings = EngineConfig(
+        page_size=_PAGE_SIZE, prefill_chunk=_CHUNK, memory=_CACHE_BYTES, max_batch=len(texts)
+    )
+    engine = Engine(adopt(network, device="cpu"), Full(), settings)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
+    sequences = [
+        engine.add(text[:-_GENERATED], params, given=text[-_GENERATED:], keep_logits=True)
+        for text in texts
+    ]
+    while engine.has_work:
+        engine.step()
+    return [torch.stack(sequence.logits) for sequence in sequences]
+
+
+class _quiet:  # noqa: N801 - reads as a word after `with`
+    """Without transformers' messages about the small model."""
+
+    def __enter__(self) -> None:
+        self._level = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+
+    def __exit__(self, *_: object) -> None:
+        transformers.logging.set_verbosity(self._level)
+
+
+def _known(config: Any, name: str) -> Exactness:
+    try:
+        families.check(config, name)
+        key = _digest(shrink(config))
+    except Exception:  # noqa: BLE001 - `measure` says what is wrong
+        return measure(config, name)
+    return _stored(key) or _measured(key, config, name)
+
+
+@functools.cache
+def _stored(key: str) -> Exactness | None:
+    try:
+        return Exactness(**json.loads(_path(key).read_text()))
+    except (OSError, ValueError, TypeError):  # none, or damaged: measured again
+        return None
+
+
+def _measured(key: str, config: Any, name: str) -> Exactness:
+    verdict = measure(config, name)
+    _stored.cache_clear()
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(asdict(verdict)))
+        partial.replace(path)
+    except OSError:  # a read-only home: measured again next time
+        pass
+    if verdict.exact:
+        logging.getLogger("keyhole").info(
+            "family %s: exact (a small random model differs from transformers' eager attention by "
+            "%.0e standard deviations of its logits)",
+            verdict.family,
+            verdict.error,
+        )
+    return verdict
+
+
+def _digest(config: Any) -> str:
+    """Of all that may change the verdict: the small config but for its name, and the versions."""
+    fields = config.to_dict()
+    for name in ("_name_or_path", "architectures", "dtype", "quantization_config"):
+        fields.pop(name, None)
+    versions = (metadata.version("keyhole"), transformers.__version__, torch.__version__)
+    text = json.dumps([fields, versions], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _path(key: str) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "keyhole" / "exactness" / f"{key}.json"

@@ -1,0 +1,238 @@
+"""Attention modules of transformers that do not call its attention interface as others do.
+
+Most families compute queries, keys and values, give them to the cache and call the registered
+attention function with all keyword arguments of the model's forward. The classes here compute
+attention in their own code, drop the keyword arguments on the way, or add a bias to the scores. An
+instance of such a class becomes one of a subclass that calls `attention`; transformers and other
+models of the process are not changed.
+
+A bias that grows linearly with the distance (ALiBi: Press et al., ICLR 2022) is expressed by two
+numbers more in each key and query, so that kernels and policies treat it as any score. As a softmax
+is unchanged by a constant, slope * (j - i) may be slope * j, and j = 256 a + b is exact in 16 bits
+up to position 65,535.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.models.attention import PassThrough, attention
+from keyhole.models.families import ALIBI_DIM
+
+
+def adapt(network: nn.Module) -> None:
+    """Replaces the classes of the modules listed below, in place; weights stay where they are."""
+    for module in network.modules():
+        make = _ADAPTED.get(type(module).__name__)
+        if make is not None:
+            module.__class__ = _subclass(make, type(module))  # type: ignore[arg-type]
+
+
+def adapted(network: nn.Module) -> str | None:
+    """The name of the first class in a network that `adapt` would replace; None without any."""
+    names = (type(module).__name__ for module in network.modules())
+    return next((name for name in names if name in _ADAPTED), None)
+
+
+@functools.cache
+def _subclass(make: Callable[[Any], dict[str, Any]], cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Keyhole{cls.__name__}", (cls,), make(cls))
+
+
+def _forwards_keywords(cls: Any) -> dict[str, Any]:
+    """The layer drops the keyword arguments, the attention module would pass them on."""
+
+    def forward(self: Any, *args: Any, past_key_values: Any = None, **named: Any) -> Any:
+        if isinstance(past_key_values, PassThrough):
+            named["keyhole"] = past_key_values.batch
+        return cls.forward(self, *args, past_key_values=past_key_values, **named)
+
+    return {"forward": forward}
+
+
+def _computes_scores(scaling: Callable[[Any], float]) -> Callable[[Any], dict[str, Any]]:
+    """The module computes attention in a method `_attn`."""
+
+    def make(cls: Any) -> dict[str, Any]:
+        def forward(self: Any, *args: Any, layer_past: Any = None, **named: Any) -> Any:
+            self.keyhole = layer_past
+            return cls.forward(self, *args, layer_past=layer_past, **named)
+
+        def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+            if not isinstance(self.keyhole, PassThrough):
+                return cls._attn(self, query, key, value, mask)
+            out, _ = attention(
+                self,
+                query.to(value.dtype),
+                key.to(value.dtype),
+                value,
+                None,
+                scaling=scaling(self),
+                sliding_window=_local_window(self),
+                keyhole=self.keyhole.batch,
+            )
+            return out.transpose(1, 2), None
+
+        return {"forward": forward, "_attn": attend, "layer_idx": _layer_idx(cls)}
+
+    return make
+
+
+def _layer_idx(cls: Any) -> Any:
+    """GPT-Neo calls its number `layer_id`; others have `layer_idx` as an attribute."""
+    if cls.__name__ != "GPTNeoSelfAttention":
+        return None
+    return property(lambda self: self.layer_id)
+
+
+def _local_window(module: Any) -> int | None:
+    local = getattr(module, "attention_type", None) == "local"
+    return int(module.config.window_size) if local else None
+
+
+def _xglm(cls: Any) -> dict[str, Any]:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        past = named.get("past_key_values")
+        if not isinstance(past, PassThrough):
+            return cls.forward(self, hidden_states, *args, **named)
+        query, key, value = (
+            _heads(project(hidden_states), self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out, _ = attention(self, query, key, value, None, scaling=self.scaling, keyhole=past.batch)
+        return self.out_proj(out.flatten(2)), None
+
+    return {"forward": forward}
+
+
+def _bloom(cls: Any) -> dict[str, Any]:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Any = None,
+        layer_past: Any = None,
+        **named: Any,
+    ) -> Any:
+        if not isinstance(layer_past, PassThrough):
+            return cls.forward(
+                self, hidden_states, residual, alibi, attention_mask, layer_past, **named
+            )
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        out = _with_alibi(self, layer_past, (query, key, value), self.inv_norm_factor)
+        return residual + self.dense(out.flatten(2)), None
+
+    return {"forward": forward}
+
+
+def _mpt(cls: Any) -> dict[str, Any]:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_bias: Any,
+        past_key_values: Any = None,
+        **named: Any,
+    ) -> Any:
+        if not isinstance(past_key_values, PassThrough):
+            return cls.forward(self, hidden_states, position_bias, past_key_values, **named)
+        fused = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        parts = (_heads(part, self.head_dim) for part in fused.chunk(3, -1))
+        out = _with_alibi(self, past_key_values, tuple(parts), self.softmax_scale)
+        return self.out_proj(out.flatten(2)), None
+
+    return {"forward": forward}
+
+
+def _diff_llama(cls: Any) -> dict[str, Any]:
+    """Two softmaxes whose keys are shared read both halves of the values at once."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, position_embeddings: Any, *args: Any, **named: Any
+    ) -> Any:
+        past = named.get("past_key_values")
+        if not isinstance(past, PassThrough):
+            return cls.forward(self, hidden_states, position_embeddings, *args, **named)
+        rotate = cls.forward.__globals__["apply_rotary_pos_emb"]
+        query, key, value = (
+            _heads(project(hidden_states), self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, key, *position_embeddings)
+        halves = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [1, Hkv, T, 2 D]
+        out, _ = attention(self, query, key, halves, None, scaling=self.scaling, keyhole=past.batch)
+        first, second = out.chunk(2, 2)
+        gain = [
+            torch.exp((a * b).sum(dtype=torch.float32))
+            for a, b in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+        ]
+        weight = (gain[0] - gain[1]).to(query.dtype) + self.lambda_init
+        mixed = (1 - self.lambda_init) * self.groupnorm(first - weight * second)
+        return self.o_proj(mixed.flatten(2)), None
+
+    return {"forward": forward}
+
+
+def _heads(x: Tensor, dim: int) -> Tensor:
+    """[1, T, H D] as [1, H, T, D]."""
+    split: Tensor = x.unflatten(-1, (-1, dim))
+    return split.transpose(1, 2)
+
+
+def _with_alibi(
+    module: Any, past: PassThrough, parts: tuple[Tensor, ...], scaling: float
+) -> Tensor:
+    """Attention with the bias slope * position: query, key, value [1, H, T, D]; [1, T, H, D]."""
+    query, key, value = parts
+    heads, tokens = query.shape[1:3]
+    assert past.positions is not None
+    slopes = alibi_slopes(heads).to(query) / scaling
+    more_query = query.new_zeros(1, heads, tokens, ALIBI_DIM)
+    more_query[..., 0] = 256 * slopes[:, None]
+    more_query[..., 1] = slopes[:, None]
+    more_key = query.new_zeros(1, heads, tokens, ALIBI_DIM)
+    more_key[..., 0] = (past.positions // 256).to(query.dtype)
+    more_key[..., 1] = (past.positions % 256).to(query.dtype)
+    out, _ = attention(
+        module,
+        torch.cat([query, more_query], -1),
+        torch.cat([key, more_key], -1),
+        value,
+        None,
+        scaling=float(scaling),
+        keyhole=past.batch,
+    )
+    return out
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's slope of each head, float32 [heads] (Press et al., section 3).
+
+    A geometric sequence from 2^(-8/n) for n = 2^k heads; for other numbers of heads those of the
+    next lower power of two, then every second one of the next higher.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes)
+
+
+_ADAPTED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "BloomAttention": _bloom,
+    "CodeGenAttention": _computes_scores(lambda module: 1 / float(module.scale_attn)),
+    "DiffLlamaAttention": _diff_llama,
+    "GPTJAttention": _computes_scores(lambda module: 1 / float(module.scale_attn)),
+    "GPTNeoSelfAttention": _computes_scores(lambda module: 1.0),
+    "MptAttention": _mpt,
+    "NemotronAttention": _forwards_keywords,
+    "StableLmAttention": _forwards_keywords,
+    "XGLMAttention": _xglm,
+}

@@ -1,0 +1,189 @@
+"""Models made from a config alone.
+
+A small random one of the same class, with the same kinds of layers, or one without memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from keyhole.errors import ModelError
+from keyhole.models.loading import read_config
+from keyhole.models.locate import ModelFiles
+
+# Sizes of the small model. Heads of 16 numbers leave room for partial rotation; six layers show
+# three kinds of attention twice.
+_HEAD_DIM = 16
+_MAX_KV_HEADS = 2
+_MAX_GROUP = 4
+_MAX_LAYERS = 6
+_VOCAB = 96
+_WINDOW = 8
+
+#: Fields that get this value, if they have one: widths of MLPs and experts, ranks of MLA.
+_SIZES = {
+    **dict.fromkeys(
+        ["intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "n_inner"], 96
+    ),
+    **dict.fromkeys(["ffn_dim", "ffn_hidden_size", "decoder_ffn_dim"], 96),
+    **dict.fromkeys(["moe_intermediate_size", "shared_intermediate_size"], 48),
+    **dict.fromkeys(["shared_expert_intermediate_size", "expert_ffn_hidden_size"], 48),
+    "vocab_size": _VOCAB,
+    "vocab_size_per_layer_input": _VOCAB,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "kv_channels": _HEAD_DIM,
+    "rotary_dim": _HEAD_DIM // 2,
+    **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 0),
+}
+#: Fields that stay below this: numbers of experts, windows (below the lengths of the gate's texts).
+_AT_MOST = {
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
+    "moe_num_experts": 4,
+    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"], 2),
+    **dict.fromkeys(["top_k_experts", "zero_expert_num", "n_group"], 2),
+    **dict.fromkeys(["topk_group", "num_shared_experts", "n_shared_experts"], 1),
+    **dict.fromkeys(["first_k_dense_replace", "moe_num_shared_experts", "num_dense_layers"], 1),
+    **dict.fromkeys(["sliding_window", "window_size", "attention_chunk_size"], _WINDOW),
+    "floor_scale": _WINDOW,
+    "max_position_embeddings": 256,
+}
+
+
+def shrink(config: Any) -> Any:
+    """A copy of a config with small sizes, whose layers are of all kinds that the original has.
+
+    What changes the computation stays: query heads per KV head (up to 4), partial rotation, RoPE's
+    type and scaling, norms, biases, soft caps, sinks. Windows become shorter than the texts of the
+    gate.
+    """
+    small = copy.deepcopy(config)
+    depth = int(small.num_hidden_layers)
+    kept = _kept_layers(small, depth)
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list) and len(value) == depth and name != "architectures":
+            setattr(small, name, [value[i] for i in kept])
+    _set(small, "num_hidden_layers", len(kept))
+    own = _own_sizes(config, kept)
+    _shrink_heads(small)
+    for name, size in _SIZES.items():
+        value = getattr(small, name, None)
+        if value is not None:
+            _set(small, name, [size] * len(value) if isinstance(value, list) else size)
+    for name, most in _AT_MOST.items():
+        value = getattr(small, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            _set(small, name, min(value, most))
+    if getattr(small, "word_embed_proj_dim", None) is not None:  # OPT
+        small.word_embed_proj_dim = small.hidden_size
+    if own:
+        small.per_layer_config = own
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    return small
+
+
+def _kept_layers(config: Any, depth: int) -> list[int]:
+    """The first two layers of every kind, in order, at most `_MAX_LAYERS`."""
+    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == depth]
+    kinds = [tuple(map(str, layer)) for layer in zip(*lists, strict=True)] or [()] * depth
+    seen: dict[Any, int] = {}
+    kept = []
+    for layer, kind in enumerate(kinds):
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= 2:
+            kept.append(layer)
+    return kept[:_MAX_LAYERS] if len(kept) > 2 else list(range(min(depth, 4)))
+
+
+def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
+    """Sizes of heads that single layers have for themselves, with the ratio that they had."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    usual = vars(config)["head_dim"]
+    dims = {i: config.per_layer_config[layer].head_dim for i, layer in enumerate(kept)}
+    return {
+        i: {"head_dim": max(_HEAD_DIM * dim // usual, 8)} for i, dim in dims.items() if dim != usual
+    }
+
+
+def _shrink_heads(config: Any) -> None:
+    """Numbers and sizes of heads; the ratio of query to KV heads stays, up to 4."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    own_dim = vars(config).get("head_dim")
+    square = own_dim is None or own_dim * heads == config.hidden_size
+    small_kv = min(kv_heads, _MAX_KV_HEADS) if kv_heads < heads else min(heads, 4)
+    small_heads = small_kv * min(heads // kv_heads, _MAX_GROUP)
+    rope_dim = getattr(config, "qk_rope_head_dim", None)
+    _shrink_rope(config, own_dim or config.hidden_size // heads)
+    _set(config, "num_attention_heads", small_heads)
+    _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
+    if "num_key_value_heads" in vars(config):
+        _set(config, "num_key_value_heads", small_kv)
+    if "head_dim" in vars(config):  # MLA: the dimension of RoPE
+        rotated = own_dim is not None and own_dim == rope_dim
+        _set(config, "head_dim", _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM)
+    if rope_dim is not None and hasattr(config, "qk_head_dim"):
+        _set(config, "qk_head_dim", _SIZES["qk_nope_head_dim"] + _SIZES["qk_rope_head_dim"])
+
+
+def _shrink_rope(config: Any, old_dim: int) -> None:
+    """Factors per pair of numbers (LongRoPE's): as many as the small head has pairs."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+        for name in ("short_factor", "long_factor"):
+            if rope.get(name) is not None:
+                pairs = max(len(rope[name]) * _HEAD_DIM // old_dim, 1)
+                rope[name] = (rope[name] * _HEAD_DIM)[:pairs]
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except AttributeError:  # a property that follows from other fields
+        return
+
+
+def random_model(config: Any) -> PreTrainedModel:
+    """A model of this config in float32, with weights at which every part matters.
+
+    transformers' own initialisation makes attention almost uniform and its share of the output
+    small, so that errors in it would not show.
+    """
+    torch.manual_seed(0)
+    try:
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise ModelError(f"no small model can be made: {type(error).__name__}: {error}") from error
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2:
+                parameter.copy_(drawn * 1.5 / parameter.shape[-1] ** 0.5)
+            elif name.endswith("weight"):
+                parameter.copy_(1 + 0.2 * drawn)
+            else:
+                parameter.copy_(0.2 * drawn)
+    return network.eval()
+
+
+def build(place: ModelFiles) -> tuple[Any, int, int]:
+    """A model's config, its number of weights and that of its last layer; no memory is taken."""
+    config = read_config(place)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
+    last = layers[0][-1] if layers else network
+    total, of_last = (sum(p.numel() for p in m.parameters()) for m in (network, last))
+    return config, total, of_last

@@ -1,0 +1,225 @@
+"""A small random model of each family, through the engine and through transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from benchmarks import reference_pages
+from keyhole import LLM, ModelError, SamplingParams, UnknownNameError, exactness_gate
+from keyhole.cache.layout import LayerLayout
+from keyhole.exactness_gate import measure, measure_family, require
+from keyhole.models import families, own_attention
+from keyhole.models.shrink import random_model, shrink
+from tests.checkpoints import make_model
+
+EXACT = """
+    afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cwm deepseek_v2
+    deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2
+    gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox
+    gpt_oss gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2
+    jetmoe lfm2 llama llama4_text longcat_flash mimo_v2_flash minicpm3 minimax_m2 ministral
+    ministral3 mistral mixtral mpt nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe
+    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu
+""".split()
+
+#: Shapes that a family's default config does not have.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one KV head": ("llama", {"num_key_value_heads": 1}),
+    "groups of three": (
+        "llama",
+        {"num_attention_heads": 24, "num_key_value_heads": 8, "hidden_size": 3072},
+    ),
+    "LongRoPE": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + i / 48 for i in range(48)],
+                "long_factor": [2.0] * 48,
+            },
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "heads narrower than the hidden size": ("qwen3", {"head_dim": 32}),
+    "partial rotation": ("stablelm", {"partial_rotary_factor": 0.5}),
+    "norms of queries and keys": ("stablelm", {"qk_layernorm": True}),
+    "parallel residual": ("gpt_neox", {"use_parallel_residual": True}),
+    "sequential residual": ("gpt_neox", {"use_parallel_residual": False}),
+    "ALiBi with heads that are no power of two": ("mpt", {"n_heads": 3, "d_model": 48}),
+    "every second layer local": (
+        "gpt_neo",
+        {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    ),
+    "a window in the upper layers": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 16, "sliding_window": 64},
+    ),
+    "soft caps": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "scaled RoPE": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "MLA without a rank for queries": ("deepseek_v3", {"q_lora_rank": None}),
+}
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("family", EXACT)
+def test_it_is_exact(family: str) -> None:
+    config = CONFIG_MAPPING[family](**exactness_gate._EXAMPLES.get(family, {}))
+    found = measure(config)
+    assert found.exact, found.reason
+    assert found.error is not None
+    assert found.error < 1e-4
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hidden_shapes_are_exact(shape: str) -> None:
+    family, fields = SHAPES[shape]
+    found = measure(CONFIG_MAPPING[family](**fields))
+    assert found.exact, found.reason
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bert", "is an encoder"),
+        ("bart", "encoder-decoder"),
+        ("mamba", "recurrent state"),
+        ("jamba", "recurrent state"),
+        ("deepseek_v32", "indexer of its own"),
+        ("gemma3", "consists of several models"),
+        ("openai-gpt", "a small model fails with"),
+        ("doge", "logits differ from transformers' by"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_reason(family: str, reason: str) -> None:
+    found = measure_family(family)
+    assert not found.exact
+    assert reason in str(found.reason)
+
+
+def test_an_unknown_family_is_an_error() -> None:
+    with pytest.raises(UnknownNameError, match="qwen3"):
+        measure_family("qwen33")
+
+
+def _wider_window(layout: LayerLayout) -> LayerLayout:
+    wider = None if layout.window is None else layout.window + 1
+    return dataclasses.replace(layout, window=wider)
+
+
+def test_a_window_that_is_one_too_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate can fail: attention gets a window of nine tokens instead of eight."""
+    config = CONFIG_MAPPING["gemma3_text"]()
+    layouts = families.layouts
+    monkeypatch.setattr(
+        families, "layouts", lambda config: tuple(map(_wider_window, layouts(config)))
+    )
+    found = measure(config)
+    assert not found.exact
+
+
+@pytest.mark.parametrize("factor", [0.98, 1.02])
+def test_a_wrong_slope_is_seen(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    slopes = own_attention.alibi_slopes
+    monkeypatch.setattr(own_attention, "alibi_slopes", lambda heads: factor * slopes(heads))
+    assert not measure(CONFIG_MAPPING["bloom"]()).exact
+
+
+def test_it_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    exactness_gate._stored.cache_clear()
+    config = CONFIG_MAPPING["gpt2"]()
+    with caplog.at_level(logging.INFO, "keyhole"):
+        require(config, "one")
+        require(CONFIG_MAPPING["gpt2"](n_layer=24), "a larger one of the same kind")
+    assert caplog.text.count("family gpt2: exact") == 1
+    (kept,) = (tmp_path / "keyhole" / "exactness").iterdir()
+    kept.write_text("{")  # damaged: measured again
+    exactness_gate._stored.cache_clear()
+    with caplog.at_level(logging.INFO, "keyhole"):
+        require(config, "one")
+    assert caplog.text.count("family gpt2: exact") == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keyhole").write_text("a file, not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    exactness_gate._stored.cache_clear()
+    require(CONFIG_MAPPING["gpt2"](), "one")
+
+
+def test_a_refused_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    network = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["doge"]()))
+    network.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(ModelError, match=r"'doge', which Keyhole cannot run: logits differ"):
+        LLM(tmp_path, device="cpu")
+
+
+def test_randomness_of_the_caller_is_left_alone() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    measure(CONFIG_MAPPING["gpt2"]())
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("family", ["gptj", "bloom", "xglm", "diffllama", "stablelm"])
+def test_a_users_network_keeps_its_classes(family: str) -> None:
+    network = random_model(shrink(CONFIG_MAPPING[family]()))
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before = network(tokens).logits
+    classes = [type(module) for module in network.modules()]
+    llm = LLM(network, device="cpu", memory="8MB")
+    llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [type(module) for module in network.modules()] == classes
+    with torch.no_grad():
+        assert torch.equal(network(tokens).logits, before)
+
+
+def test_layers_of_a_small_model_are_of_all_kinds() -> None:
+    small = shrink(CONFIG_MAPPING["gemma4_text"]())
+    layers = families.layouts(small)
+    assert {layer.window for layer in layers} == {None, 8}
+    assert {layer.key_dim for layer in layers} == {16, 32}
+
+
+def test_chunks_must_be_whole_pages(tmp_path: Path) -> None:
+    config = shrink(CONFIG_MAPPING["llama4_text"]())
+    with pytest.raises(ModelError.__mro__[1], match="page_size 16 must divide 8"):
+        LLM(random_model(config), device="cpu", page_size=16, memory="8MB")
+
+
+def test_a_listed_kind_runs_as_ever(tmp_path: Path) -> None:
+    llm = LLM(make_model("qwen3", tmp_path), device="cpu")
+    assert llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2)).token_ids
+
+
+@pytest.mark.slow
+def test_the_page_of_families_is_what_the_gate_measures() -> None:
+    assert (
+        reference_pages.render_families() == (reference_pages.ROOT / "docs/models.md").read_text()
+    ), "run `python -m benchmarks.reference_pages --families`"
