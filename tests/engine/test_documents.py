@@ -22,7 +22,6 @@ from keyhole.reuse import make_reuse
 from keyhole.reuse.base import RecomputePlan, Reuse
 from keyhole.tokenization import Detokenizer
 from tests.checkpoints import make_model
-from tests.engine.pacing import AtOnce, paced
 from tests.engine.asking import (
     BLOCK,
     CASES,
@@ -39,6 +38,7 @@ from tests.engine.asking import (
     settings_of,
     tokens,
 )
+from tests.engine.pacing import AtOnce, paced
 from tests.reuse import oracle, plain, plain_methods
 
 __all__ = ["llms"]
