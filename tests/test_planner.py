@@ -252,7 +252,7 @@ def test_tensors_are_what_was_predicted(kind: str, tmp_path: Path) -> None:
 _RESIDENT = """
 import sys
 import torch
-from keyhole.bench import memory
+from keyhole.bench.model import release_memory, used_bytes
 from keyhole.llm import LLM
 from keyhole.config import SamplingParams
 from keyhole.exactness_gate import require
@@ -269,11 +269,11 @@ def run(path, length):
 
 run(sys.argv[1], 48)
 require(load(sys.argv[2]).network.config, "large")  # whose small model takes memory once
-memory.give_back()
-before = memory.used_bytes(cpu)
+release_memory()
+before = used_bytes(cpu)
 llm = run(sys.argv[2], 1024)
-memory.give_back()
-print(memory.used_bytes(cpu) - before)
+release_memory()
+print(used_bytes(cpu) - before)
 """
 
 

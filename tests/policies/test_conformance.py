@@ -51,11 +51,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mqa": ("llama_mqa", _DEEP),
     "sliding": (
         "gemma3",
-        _DEEP | {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
+        # Four layers of full attention: three of them are dense under DELTA.
+        {
+            "num_hidden_layers": 8,
+            "vocab_size": VOCAB,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+        },
     ),
     "latent": ("deepseek_v3", _DEEP),
 }
-FULL_ATTENTION = {name: range(LAYERS) for name in MODELS} | {"sliding": range(1, LAYERS, 2)}
+FULL_ATTENTION = {name: range(LAYERS) for name in MODELS} | {"sliding": range(1, 8, 2)}
 
 
 @pytest.fixture(scope="module")
