@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -15,7 +14,6 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError
 from keyhole.server.app import create_app
 from keyhole.server.settings import ServerConfig
-from keyhole.server.state import State
 
 logger = logging.getLogger("keyhole.server")
 
@@ -35,8 +33,7 @@ def serve(llm: AsyncLLM, config: ServerConfig, ready: Callable[[str], None]) -> 
         app,
         log_config=None,
         access_log=False,
-        # Requests have had the drain timeout by then; what is written goes out.
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
     )
     with listening(config) as place:
         host, port = place.getsockname()[:2]
@@ -45,28 +42,16 @@ def serve(llm: AsyncLLM, config: ServerConfig, ready: Callable[[str], None]) -> 
 
 
 class Server(uvicorn.Server):
-    """Says when it listens; a signal drains it: it answers new requests with 503 meanwhile."""
+    """Says when it listens, and takes no new requests once it is to stop."""
 
     def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(settings)
         self._ready = ready
-        self._drains_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A first signal drains, a second ends at once; uvicorn's own raises it again later."""
-        if self._drains_until is None:
-            self._state.admission.is_draining = True
-            self._drains_until = time.monotonic() + self._state.config.drain_timeout
-        else:
-            self.force_exit = self.should_exit = True
-
-    async def on_tick(self, counter: int) -> bool:
-        """As uvicorn's, ten times a second; whether to stop."""
-        stops = await super().on_tick(counter)
-        if self._drains_until is None:
-            return stops
-        is_idle = not self._state.admission.running
-        return stops or is_idle or time.monotonic() > self._drains_until
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""
@@ -76,13 +61,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; open connections get 503 for what they ask from now on."""
-        self._state.admission.is_draining = True
+        app = self.config.app
+        app.state.keyhole.admission.is_draining = True  # type: ignore[union-attr]
         await super().shutdown(sockets)
-
-    @property
-    def _state(self) -> State:
-        state: State = self.config.app.state.keyhole  # type: ignore[union-attr]
-        return state
 
 
 def listening(config: ServerConfig) -> socket.socket:
