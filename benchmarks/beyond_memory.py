@@ -166,7 +166,7 @@ def _engine(model: Model, arguments: argparse.Namespace, given: int, folder: str
 
 
 def _warm_up(model: Model, folder: str) -> None:
-    """A short answer, with layers below, so that the program has loaded what it will load."""
+    """A short answer with offloaded layers, so that all code is loaded before the measurement."""
     item = make("derive", 512, 0)
     llm = LLM(
         model,
@@ -209,8 +209,8 @@ def _told(result: dict[str, Any]) -> str:
         lines += [
             f"  {result['tokens_reached']:,} tokens in {result['seconds']} s, "
             f"{result['right_share']:.1%} right before the first wrong word; "
-            f"{result['layers_below']} layers below; above {mib('resident_bytes')}, below "
-            f"{mib('offloaded_bytes')}",
+            f"{result['layers_below']} layers offloaded; resident {mib('resident_bytes')}, "
+            f"offloaded {mib('offloaded_bytes')}",
             f"  peaks in MiB: {', '.join(peaks)}",
         ]
     return "\n".join([*lines, *([f"  {result['error']}"] if "error" in result else [])])

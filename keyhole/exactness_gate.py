@@ -186,6 +186,8 @@ def _stored(key: str) -> Exactness | None:
 
 def _measured(key: str, config: Any, name: str) -> Exactness:
     verdict = measure(config, name)
+    if verdict.error is None:  # it failed, perhaps for lack of memory: measured again next time
+        return verdict
     _stored.cache_clear()
     path = _path(key)
     try:

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks import reference_pages
-from keyhole import LLM, ModelError, SamplingParams, UnknownNameError, exactness_gate
+from keyhole import LLM, ConfigError, ModelError, SamplingParams, UnknownNameError, exactness_gate
 from keyhole.cache.layout import LayerLayout
 from keyhole.exactness_gate import measure, measure_family, require
 from keyhole.models import families, own_attention
@@ -161,6 +161,21 @@ def test_it_is_measured_once(
     assert caplog.text.count("family gpt2: exact") == 2
 
 
+def test_a_failure_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family was refused for good after its small model had once found no memory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    exactness_gate._stored.cache_clear()
+    with monkeypatch.context() as short:
+        short.setattr(exactness_gate, "random_model", _no_memory)
+        with pytest.raises(ModelError, match="MemoryError: none left"):
+            require(CONFIG_MAPPING["gpt2"](), "one")
+    require(CONFIG_MAPPING["gpt2"](), "one")
+
+
+def _no_memory(config: Any) -> Any:
+    raise MemoryError("none left")
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +224,7 @@ def test_layers_of_a_small_model_are_of_all_kinds() -> None:
 
 def test_chunks_must_be_whole_pages(tmp_path: Path) -> None:
     config = shrink(CONFIG_MAPPING["llama4_text"]())
-    with pytest.raises(ModelError.__mro__[1], match="page_size 16 must divide 8"):
+    with pytest.raises(ConfigError, match="page_size 16 must divide 8"):
         LLM(random_model(config), device="cpu", page_size=16, memory="8MB")
 
 

@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmark that score what stands for pages or for clusters of tokens."""
+"""Cases of the kernel benchmark that score summaries of pages and of clusters of tokens."""
 
 from __future__ import annotations
 

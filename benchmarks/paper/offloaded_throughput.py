@@ -1,8 +1,8 @@
 """A policy whose layers are offloaded as texts grow, as a system of whole answers.
 
 SpeContext's section 6 makes room for more requests that way. The engine and its cache are made for
-one length at a time, with as many layers below as the plan says for it. Requests are bounded by
-what they take above, and by what the host is to hold.
+one length at a time, with as many offloaded layers as the plan gives for it. Requests are bounded
+by the memory of their resident layers, and by the host memory that may be used.
 
 Random weights look elsewhere at every step, real ones do not: more than 80 % of a choice were in
 the one before (SpeContext, section 5.2). So the head here has queries that hardly change; what

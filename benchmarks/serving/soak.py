@@ -170,7 +170,7 @@ def _chat(draw: random.Random) -> Any:
     }
     if draw.random() < 0.3:
         body["documents"] = {"search": {"top_k": 2}}
-        # Nothing may be stored yet, or it may go while it is asked for.
+        # No document may be stored yet, or one may be removed during the request.
         return "POST", "/v1/chat/completions", {"json": body}, {200, 400}
     return "POST", "/v1/chat/completions", {"json": body}, {200}
 

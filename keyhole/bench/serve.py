@@ -1,7 +1,7 @@
 """Load against a running server: how long first tokens, later tokens and whole answers take.
 
 Requests are streams of /v1/completions, with random prompts of token ids and `ignore_eos`, so that
-every answer has the length that is asked for. A closed loop keeps `concurrency` requests under way;
+every answer has the requested length. A closed loop keeps `concurrency` requests under way;
 an open one sends them at `rate`, whatever is answered (Poisson arrivals). Times are those of the
 client: from sending a request to the event that brings a token.
 """

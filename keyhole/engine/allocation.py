@@ -1,15 +1,13 @@
-"""Makes the cache of an engine, and offloads layers of it while sequences grow and end.
+"""Allocates an engine's cache, and offloads its layers while sequences grow and end.
 
-Makes the cache of an engine: as large as memory allows, with offloading if wanted.
+The cache is as large as memory allows. With offloading, SpeContext's Algorithm 2 runs: before
+pages are added that would not fit, the next layer is offloaded, the last layers first. The planner
+decides; the cache moves and loads.
 
-Which layers live where while texts grow and end: SpeContext's Algorithm 2 at run time.
-
-Before pages are added that would not fit, the next layer is offloaded, the last layers
-first. What is decided comes from the planner, what is moved and loaded from the cache.
-
-Differences from the paper: it follows one text that only grows (section 6.2.1). Here texts come and
-go, and layers move up again before a step whose requests leave room for them. Known prompts that no
-request uses are given up for that: they fill what is free above, and hold no layer below.
+Differences from the paper: it follows one sequence that only grows (section 6.2.1). Here sequences
+come and go, and layers return to memory before a step whose requests leave room for them. Cached
+prompts that no request uses are evicted for that: free memory is all they may fill, and they never
+keep a layer offloaded.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def allocate(
 ) -> tuple[PageCache, LayerOffloader | None]:
     """An empty cache and, with `config.offload`, its layer offloader.
 
-    num_rows: sequences with buffers of layers below.
+    num_rows: sequences that have buffers for offloaded layers.
     ConfigError if not a page fits, or if the policy has no layers that may move.
     """
     data = page_data(geometry, policy, None if head is None else head.config)

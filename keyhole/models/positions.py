@@ -165,7 +165,10 @@ def _problem(fields: str) -> str | None:
                 use_cache=False,
             )
         found.append(recorder.keys)
-    shift = RopeShift._of(network, torch.device("cpu"))
+    try:
+        shift = RopeShift._of(network, torch.device("cpu"))
+    except AttributeError:
+        return "the rotary embedding has no table of frequencies"
     for layer, layout in enumerate(families.layouts(small)):
         before, after = (
             torch.cat(keys[layer], -1) if layout.shared_values else keys[layer][0] for keys in found

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import CONFIG_MAPPING, AttentionInterface
 
 from keyhole.errors import ConfigError
 from keyhole.kernels.reference import rope
 from keyhole.models import attention
 from keyhole.models.attention import PassThrough
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import Model, adopt, load
 from keyhole.models.positions import RopeShift
+from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model
 
 FAR = 262_144
@@ -311,6 +312,23 @@ def test_a_million_positions_keep_float32_exactness(llama: RopeShift) -> None:
 def test_learned_positions_are_refused_by_name(tmp_path: Path) -> None:
     model = load(make_model("gpt_bigcode", tmp_path), "cpu")
     with pytest.raises(ConfigError, match=r"family 'gpt_bigcode'.*cannot be shifted"):
+        RopeShift.of(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("cohere", "keys are rotated in pairs that Keyhole does not turn"),
+        ("glm", "keys are rotated in pairs that Keyhole does not turn"),
+        ("smollm3", "some layers do not rotate their keys"),
+        ("beam", "the rotary embedding has no table of frequencies"),
+        ("llama4_text", "attention chunks|no rotary embedding for all layers"),
+    ],
+)
+def test_keys_that_cannot_be_turned_are_refused(family: str, reason: str) -> None:
+    """Their documents would have been read at wrong positions, and nobody told."""
+    model = adopt(random_model(shrink(CONFIG_MAPPING[family]())), device="cpu")
+    with pytest.raises(ConfigError, match=reason):
         RopeShift.of(model)
 
 

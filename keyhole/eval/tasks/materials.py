@@ -6,8 +6,8 @@ sentences repeated; ours has other sentences. Its `essay` is Paul Graham's essay
 sentences drawn from small patterns, which do not repeat each other but tell no story. Neither
 contains a digit.
 
-Articles are about people and their home towns. Every name stands for one thing only, so nothing can
-be known but from the articles, and an article that is not needed does not contain the answer.
+Articles are about people and their home towns. Every name belongs to one thing only, so answers
+follow from the articles alone, and an article that is not needed does not contain the answer.
 
 A dataset is a JSON file of SQuAD (1.1 or 2.0) or HotpotQA, read as RULER reads them: every
 paragraph is one document; questions that SQuAD 2.0 marks as impossible are left out.
