@@ -6,13 +6,18 @@ out. Pages written by a sparse decode are *approximate*: they are returned only 
 allow it (a continued chat) under the same policy, never to a plain request, whose prompt is always
 computed exactly. A *group* of requests has its own prefixes if its pages hold more than keys and
 values.
+
+Where a page's data also depend on the tokens after it (InfLLM's received attention), a page is
+reused only if the pages that follow it in the prefix were inserted with it: those of another
+sequence with the same tokens up to the page's end may have gone on differently.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -24,8 +29,10 @@ class PrefixIndex:
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
-        # digest -> (page, exact, its owner if not exact), least recently used first
-        self._pages: OrderedDict[bytes, tuple[int, bool, object]] = OrderedDict()
+        # digest -> (page, exact, its owner if not exact, number of the call that inserted it),
+        # least recently used first
+        self._pages: OrderedDict[bytes, tuple[int, bool, object, int]] = OrderedDict()
+        self._insertions = itertools.count()
 
     def match(
         self,
@@ -34,25 +41,33 @@ class PrefixIndex:
         approximate: bool = False,
         by: object = None,
         group: bytes = b"",
+        reusable: Callable[[int, int], int] | None = None,
     ) -> tuple[list[int], bool]:
         """Cached pages of the longest prefix of `tokens`, and whether all of them are exact.
 
         The caller gets a reference to each. Approximate pages are returned only if allowed, and
-        only those that `by` inserted.
+        only those that `by` inserted. reusable: as `Policy.reusable`, how many of so many known
+        tokens may be reused; None: all.
         """
-        found: list[int] = []
+        size = self._cache.page_size
+        found: list[tuple[int, bool, int]] = []
         digests: list[bytes] = []
-        all_exact = True
-        for digest in _digests(tokens, self._cache.page_size, group):
-            page, exact, maker = self._pages.get(digest, (-1, False, None))
+        for digest in _digests(tokens, size, group):
+            page, exact, maker, insertion = self._pages.get(digest, (-1, False, None, 0))
             if page < 0 or not (exact or (approximate and maker == by)):
                 break
-            found.append(page)
+            found.append((page, exact, insertion))
             digests.append(digest)
-            all_exact &= exact
         self._touch(digests)
-        self._cache.share(found)
-        return found, all_exact
+        count = len(found) if reusable is None else reusable(len(found) * size, size) // size
+        after = len(found) - count  # pages on which the data of a page depend
+        for i in range(count):
+            if any(found[j][2] != found[i][2] for j in range(i + 1, i + 1 + after)):
+                count = i
+                break
+        pages = [page for page, *_ in found[:count]]
+        self._cache.share(pages)
+        return pages, all(exact for _, exact, _ in found[:count])
 
     def insert(
         self,
@@ -66,12 +81,13 @@ class PrefixIndex:
         """Inserts the full pages of `tokens`; tokens from `num_exact` on are approximate."""
         size = self._cache.page_size
         digests = list(_digests(tokens, size, group))[: len(pages)]
+        insertion = next(self._insertions)
         for i, (digest, page) in enumerate(zip(digests, pages, strict=False)):
             exact = (i + 1) * size <= num_exact
             known = self._pages.get(digest)
             if known is None or (exact and not known[1]):
                 self._cache.share([page])
-                self._pages[digest] = (page, exact, None if exact else by)
+                self._pages[digest] = (page, exact, None if exact else by, insertion)
                 if known is not None:
                     self._cache.release([known[0]])
         self._touch(digests)
@@ -96,8 +112,8 @@ class PrefixIndex:
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Renumbers pages that moved (`PageCache.pack`)."""
-        for digest, (page, exact, maker) in self._pages.items():
-            self._pages[digest] = (numbers.get(page, page), exact, maker)
+        for digest, entry in self._pages.items():
+            self._pages[digest] = (numbers.get(entry[0], entry[0]), *entry[1:])
 
     @property
     def num_pages(self) -> int:

@@ -284,10 +284,9 @@ class Scheduler:
             approximate=sequence.reuse_approximate,
             by=policy,
             group=sequence.under.page_group,
+            reusable=policy.reusable,
         )
-        computed = policy.reusable(len(pages) * size, size)
-        self._cache.release(pages[computed // size :])
-        sequence.pages = pages = pages[: computed // size]
+        sequence.pages, computed = pages, len(pages) * size
         sequence.repeated = None
         if computed == sequence.prefill_end:
             # The last token is written again, into a page that may be shared.

@@ -127,6 +127,25 @@ def test_more_tokens_than_pages_are_known_as_far_as_the_pages_go(
     assert index.match([*A, *B]) == (pages, True)
 
 
+def test_a_page_that_depends_on_the_next_is_reused_with_that_of_the_same_sequence(
+    cache: PageCache, index: PrefixIndex
+) -> None:
+    """Pages of the longer text stood after one of the shorter, whose data are of another end."""
+
+    def all_but_one(known: int, page_size: int) -> int:
+        return max(0, known - page_size)
+
+    short, long = pages_of(cache, 2), pages_of(cache, 3)
+    index.insert([*A, *B], short, 8)
+    index.insert([*A, *B, *C], long, 12)
+    assert index.match([*A, *B, *C]) == ([*short, long[2]], True)
+    assert index.match([*A, *B], reusable=all_but_one) == (short[:1], True)
+    # The data of the second page would have to come from before C, and come from elsewhere.
+    assert index.match([*A, *B, *C], reusable=all_but_one) == (short[:1], True)
+    held = {page: cache.references(page) for page in (*short, long[2])}
+    assert held == {short[0]: 5, short[1]: 3, long[2]: 3}
+
+
 def test_clear_gives_everything_back(cache: PageCache, index: PrefixIndex) -> None:
     pages = pages_of(cache, 2)
     index.insert([*A, *B], pages, 4)

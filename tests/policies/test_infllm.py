@@ -320,3 +320,29 @@ def test_as_published_has_the_shares_of_the_authors(budget: int, page: int) -> N
 def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         InfLLM(**settings).resolve(shape(4))
+
+
+def test_a_known_beginning_is_taken_as_far_as_one_sequence_went_on() -> None:
+    """Another text's page stood for the last page of the common beginning.
+
+    Two texts with one beginning are computed at once. The shorter ends first, so the index has its
+    pages of the beginning, then those of the longer one. Attention that the last tokens of the
+    beginning received came from the shorter one, and a third request took it for its own.
+    """
+    model, network = twins("llama_group3", num_hidden_layers=2)
+    policy = dataclasses.replace(
+        POLICY, full_layers=(), token_budget=80, window_size=7, block_size=PAGE
+    )
+    engine = make_engine(model, policy, prefill_chunk=64)
+    start = prompt(16)
+    long = start + prompt(13)
+    engine.add(start + prompt(5), dataclasses.replace(GREEDY, max_tokens=1))
+    engine.add(long, dataclasses.replace(GREEDY, max_tokens=4))
+    for _ in steps(engine):
+        pass
+    third = engine.add(long, dataclasses.replace(GREEDY, max_tokens=16))
+    checked, number = Checked(network, 7, PAGE), 0
+    for _ in steps(engine):
+        number += check_received(engine, checked, near=1e-5)
+    assert number
+    assert third.stats().cached_prompt_tokens == 8  # a window of 7 before the beginning ends
