@@ -133,9 +133,25 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         policy: PolicySpec | None = None,
+        caller: str = "",
     ) -> AsyncGenerator[Piece, None]:
-        """As `LLM.stream`, for `async for`."""
-        return self._pieces(lambda _: self.llm.submit(prompt, params, policy=policy))
+        """As `LLM.stream`, for `async for`. caller: those of several callers take turns."""
+        return self._pieces(lambda _: self.llm.submit(prompt, params, policy=policy, caller=caller))
+
+    def streams(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        policy: PolicySpec | None = None,
+        caller: str = "",
+    ) -> list[AsyncGenerator[Piece, None]]:
+        """A stream for each of the `params.n` completions of a prompt, to be read at once.
+
+        Those after the first wait for the computation of the prompt, and share it.
+        """
+        submit = functools.partial(self.llm.submit, prompt, policy=policy, caller=caller)
+        return self._sharing(submit, params_for(params, 1)[0])
 
     async def chat(
         self,
@@ -216,6 +232,7 @@ class AsyncLLM:
         separator: Prompt = "",
         chat: bool = False,
         policy: PolicySpec | None = None,
+        caller: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_ask`, for `async for`."""
         return self._pieces(
@@ -229,28 +246,33 @@ class AsyncLLM:
                 separator=separator,
                 chat=chat,
                 policy=policy,
+                caller=caller,
             )
         )
 
     async def _completions(
         self, submit_after: Callable[..., Sequence], params: SamplingParams
     ) -> Result:
-        """All completions of a prompt; those after the first share its computation."""
+        """All completions of a prompt."""
+        streams = self._sharing(submit_after, params)
+        tasks = [asyncio.ensure_future(_last(stream)) for stream in streams]
+        try:
+            return Result.of_all(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _sharing(
+        self, submit_after: Callable[..., Sequence], params: SamplingParams
+    ) -> list[AsyncGenerator[Piece, None]]:
+        """A stream per completion; those after the first share its computation."""
         made: list[Sequence] = []
 
         def submit(one: SamplingParams, _: ExitStack) -> Sequence:
             made.append(submit_after(params=one, after=made[0] if made else None))
             return made[-1]
 
-        tasks = [
-            asyncio.ensure_future(_last(self._pieces(functools.partial(submit, one))))
-            for one in params.each()
-        ]
-        try:
-            return Result.of_all(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return [self._pieces(functools.partial(submit, one)) for one in params.each()]
 
     async def _pieces(self, submit: _Submit) -> AsyncGenerator[Piece, None]:
         request = _Request(submit, asyncio.get_running_loop(), asyncio.Queue())

@@ -186,7 +186,9 @@ class SamplingParams:
     """
 
     n: int = setting(1, "completions of each prompt, whose computation they share")
-    max_tokens: int = setting(256, "at most this many new tokens")
+    max_tokens: int | None = setting(
+        256, "at most this many new tokens; None: as many as model and KV cache have room for"
+    )
     temperature: float | None = setting(
         None, "0 is greedy; default: generation_config, else greedy"
     )
@@ -210,6 +212,11 @@ class SamplingParams:
     stop: tuple[str, ...] = setting((), "end before any of these texts")
     stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
     ignore_eos: bool = setting(False, "go on after the model's end-of-sequence tokens")
+    grammar: str | None = setting(
+        None,
+        "JSON schema or Lark grammar that the text follows; needs keyhole[serve]",
+    )
+    skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
     logprobs: int | None = setting(None, "give log-probabilities of the top k and the chosen token")
     trace: bool = setting(False, "give which tokens each layer read for every generated token")
 
@@ -220,8 +227,8 @@ class SamplingParams:
             value = (value,) if isinstance(value, str) else value
             require(isinstance(value, tuple | list), name, value, "a list or tuple")
             object.__setattr__(self, name, tuple(value))
-        for name in ("n", "max_tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.n >= 1, "n", self.n, "at least 1")
+        self._require_number("max_tokens", "at least 1", lambda x: x >= 1)
         self._require_number("temperature", "at least 0", lambda x: x >= 0)
         self._require_number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._require_number("min_p", "from 0 to 1", lambda x: 0 <= x <= 1)
@@ -235,6 +242,10 @@ class SamplingParams:
             require(good, name, texts, "non-empty texts")
         ids = all(is_count(token, 0) for token in self.stop_token_ids)
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
+        good = self.grammar is None or bool(self.grammar.strip())
+        require(good, "grammar", self.grammar, "a JSON schema or a Lark grammar")
+        if self.grammar is not None and self.ignore_eos:
+            raise ConfigError("a grammar says where the text ends; leave ignore_eos out")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
@@ -302,6 +313,9 @@ class EngineConfig:
     offload: str | None = setting(
         None, "folder for layers that do not fit; on a GPU any value enables RAM offload"
     )
+    max_prefill_share: float = setting(
+        0.5, "of a step's prompt tokens, the most that one prompt takes while others wait"
+    )
     graphs: bool = setting(True, "on a GPU, repeat decode steps as CUDA graphs, where they can be")
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
 
@@ -312,6 +326,8 @@ class EngineConfig:
         for name in ("memory", "total_memory", "max_length"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
+        share = self.max_prefill_share
+        require(0 < share <= 1, "max_prefill_share", share, "above 0 and at most 1")
         if self.memory is not None and self.total_memory is not None:
             raise ConfigError(
                 "give memory=, for the KV cache alone, or total_memory=, with weights and what a "

@@ -95,6 +95,7 @@ class LLM:
         page_size: int = EngineConfig.page_size,
         prefill_chunk: int = EngineConfig.prefill_chunk,
         prefix_cache: bool = EngineConfig.prefix_cache,
+        max_prefill_share: float = EngineConfig.max_prefill_share,
         graphs: bool = EngineConfig.graphs,
         max_length: int | None = None,
         documents: str | Path | None = None,
@@ -105,6 +106,7 @@ class LLM:
             page_size=page_size,
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
+            max_prefill_share=max_prefill_share,
             memory=_bytes(memory, "memory"),
             total_memory=_bytes(total_memory, "total_memory"),
             offload=None if offload is None else str(offload),
@@ -308,15 +310,17 @@ class LLM:
         *,
         after: Sequence | None = None,
         policy: PolicySpec | None = None,
+        caller: str = "",
     ) -> Sequence:
         """Takes a request and does not run it, for callers that run `engine.step` themselves.
 
         after: a request with the same prompt, whose computation this one waits for and shares.
+        caller: whose request it is; those of several callers take turns.
         """
         with self.engine.lock:
             under = self.engine.under(policy)
             tokens = self._tokens(prompt)
-            return self.engine.add(tokens, _single(params), after=after, under=under)
+            return self.engine.add(tokens, _single(params), after=after, under=under, caller=caller)
 
     def submit_chat(
         self,
@@ -353,6 +357,7 @@ class LLM:
         separator: Prompt = "",
         chat: bool = False,
         policy: PolicySpec | None = None,
+        caller: str = "",
     ) -> Sequence:
         """`submit` for `ask`; the documents are open until `stack` is closed."""
         method = make_reuse(reuse).resolve(self.engine.geometry)
@@ -371,7 +376,7 @@ class LLM:
         )
         with self.engine.lock:
             return self.engine.add(
-                asked.tokens, _single(params), context=asked.context, under=under
+                asked.tokens, _single(params), context=asked.context, under=under, caller=caller
             )
 
     def _run(

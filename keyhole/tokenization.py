@@ -181,9 +181,12 @@ class Detokenizer:
     many sequences then decodes nothing.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special: bool = True
+    ) -> None:
         self.stopped = False
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._stop = tuple(stop)
         self._text = ""
         self._tokens: list[int] = []
@@ -229,7 +232,7 @@ class Detokenizer:
         self._cut(start)
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special))
 
     def _cut(self, start: int) -> None:
         longest = max(map(len, self._stop), default=0)

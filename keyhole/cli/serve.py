@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_settings(parser, EngineConfig, "engine")
     group = parser.add_argument_group("documents")
     group.add_argument("--documents", metavar="PLACE", help="folder or URL of stored documents")
+    text = "the most that they may take, bytes or 20GiB; default: no limit"
+    group.add_argument("--documents-limit", metavar="SIZE", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,7 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = ServerConfig(**{**settings, "api_key": keys})
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
-    llm = flags.make_llm(arguments, documents=arguments.documents)
+    llm = flags.make_llm(
+        arguments,
+        documents=arguments.documents,
+        documents_limit=arguments.documents_limit,
+    )
     from keyhole.async_llm import AsyncLLM
     from keyhole.server.monitoring import logs
     from keyhole.server.run import serve

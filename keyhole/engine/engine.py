@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,8 +40,10 @@ from keyhole.errors import (
     CapacityError,
     ConfigError,
     NumericalError,
+    RequestError,
     is_out_of_memory,
 )
+from keyhole.grammar import Grammars
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
@@ -77,6 +80,7 @@ class Engine:
         self._given, self.policy = policy, policy.resolve(self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
         self.max_length = longest(model, config)
+        self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
         if copies is not None and config.offload is not None:
             raise ConfigError("copies of prompts go to engines without offload=; leave one out")
         if self.policy.wants_head and head is None:
@@ -200,6 +204,7 @@ class Engine:
         context: Context | None = None,
         after: Sequence | None = None,
         under: RequestPolicy | None = None,
+        caller: str = "",
     ) -> Sequence:
         """Queues a request; raises RequestError or CapacityError if it can never be served.
 
@@ -208,14 +213,14 @@ class Engine:
         float32 on the CPU. reuse_approximate: cached pages of a sparse decode may serve as prompt.
         context: the stored documents that the prompt begins with. after: a request with the same
         prompt, whose computation this one waits for and shares. under: the result of `under`; None:
-        the engine's policy.
+        the engine's policy. caller: whose request it is; those of several callers take turns.
         """
         under = under or self._own
-        params = params.resolve(self.model.defaults)
+        params = self._resolve(params, len(prompt) + len(given), under)
         sequence = Sequence(
             list(prompt),
             params,
-            Detokenizer(self.model.tokenizer, params.stop),
+            Detokenizer(self.model.tokenizer, params.stop, skip_special=params.skip_special_tokens),
             given=given,
             keep_logits=keep_logits,
             reuse_approximate=reuse_approximate,
@@ -223,6 +228,8 @@ class Engine:
             bad_ids=word_ids(self.model.tokenizer, params.bad_words),
             after=after,
             under=under,
+            grammar=None if params.grammar is None else self.grammars.start(params.grammar),
+            caller=caller,
         )
         if context is not None:
             self._preparation(under).check(context)
@@ -277,13 +284,28 @@ class Engine:
         which only a part may be kept. under: as in `add`.
         """
         check_tokens(tokens, params, self.model, self.max_length)
-        length = min(len(tokens) + params.max_tokens, self.max_length)
+        under = under or self._own
+        most = self._resolve(params, len(tokens), under).max_tokens
+        assert most is not None
+        length = min(len(tokens) + most, self.max_length)
         prompt = len(tokens) - num_given
-        policy = (under or self._own).policy
+        policy = under.policy
         pages = page_limit(policy, self.geometry, prompt, length)
         length = min(length, pages * self.config.page_size)
         if pages > self.max_pages and not stored:
             raise CapacityError(too_long(length, self.cache, self.placement, self.config))
+
+    def _resolve(
+        self, params: SamplingParams, num_tokens: int, under: RequestPolicy
+    ) -> SamplingParams:
+        """Parameters without None; max_tokens is what model and KV cache have room for."""
+        params = params.resolve(self.model.defaults)
+        if params.max_tokens is not None:
+            return params
+        pages = page_limit(under.policy, self.geometry, num_tokens, self.max_length)
+        room = self.max_pages * self.config.page_size
+        longest = self.max_length if pages <= self.max_pages else min(room, self.max_length)
+        return replace(params, max_tokens=max(1, longest - num_tokens))
 
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that got a token or finished.
@@ -403,6 +425,12 @@ class Engine:
                 sequence.logprobs.append({ids[j]: values[j] for j in shown})
             sequence.token_times.append(now)
             sequence.tokens.append(token)
+            if sequence.grammar is not None and not sequence.grammar.accept(token):
+                sequence.error = RequestError(
+                    f"the grammar allows no token of this model after {len(sequence.tokens) - 1}"
+                )
+                self._finish(sequence, "error")
+                continue
             self._end_if_done(sequence, token)
 
     def _end_if_done(self, sequence: Sequence, token: int) -> None:
@@ -412,8 +440,9 @@ class Engine:
             self._finish(sequence, "stop")
             return
         sequence.detokenizer.append(token)
-        last = len(sequence.prompt) + len(sequence.given) + params.max_tokens
-        if sequence.detokenizer.stopped:
+        last = len(sequence.prompt) + len(sequence.given) + sequence.max_tokens
+        is_complete = sequence.grammar is not None and sequence.grammar.is_complete
+        if sequence.detokenizer.stopped or is_complete:
             self._finish(sequence, "stop")
         elif len(sequence.tokens) >= min(last, self.max_length):
             self._finish(sequence, "length")

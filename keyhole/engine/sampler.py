@@ -1,8 +1,9 @@
 """Samples the next token of many sequences at once, each with its own settings.
 
-The order is that of vLLM and transformers: logit bias, repetition penalty, presence and frequency
-penalty, bad words; then temperature, top-k, top-p, min-p. A sequence draws one number per token
-from its own generator, so its tokens do not depend on its neighbours. Nothing waits for a GPU.
+The order is that of vLLM and transformers: grammar, logit bias, repetition penalty, presence and
+frequency penalty, bad words; then temperature, top-k, top-p, min-p. A sequence draws one number
+per token from its own generator, so its tokens do not depend on its neighbours. Nothing waits for
+a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from keyhole.engine.sequence import Sequence
+from keyhole.grammar import GrammarState, allowed
 
 #: Tokens of a row, and what is added to their scores.
 _Change = tuple[int, Several[int], Several[float]]
@@ -22,8 +24,11 @@ _Change = tuple[int, Several[int], Several[float]]
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """The next token of each sequence, int64 [B]; logits [B, vocabulary] of any float dtype."""
+    bound = [(i, s.grammar) for i, s in enumerate(sequences) if s.grammar is not None]
     changed = [(i, s) for i, s in enumerate(sequences) if s.changes_scores]
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature]
+    if bound:
+        logits = _constrain(logits.float(), bound)
     if not changed and not drawing:
         return logits.argmax(-1)
     logits = _change(logits.float(), changed) if changed else logits.float()
@@ -43,6 +48,16 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor
     values, ids = logprobs.topk(min(k, logits.shape[-1]), dim=-1)
     chosen = tokens[:, None]
     return torch.cat([ids, chosen], 1), torch.cat([values, logprobs.gather(1, chosen)], 1)
+
+
+def _constrain(logits: Tensor, rows: list[tuple[int, GrammarState]]) -> Tensor:
+    """Scores of -inf for tokens that a grammar does not allow; a new tensor."""
+    masks = allowed([state for _, state in rows])
+    words = _send(masks, logits, torch.int32)
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    banned = bits.flatten(1)[:, : logits.shape[-1]] == 0
+    places = _send([row for row, _ in rows], logits)
+    return logits.index_copy(0, places, logits[places].masked_fill(banned, float("-inf")))
 
 
 def _change(logits: Tensor, rows: list[tuple[int, Sequence]]) -> Tensor:

@@ -26,6 +26,9 @@ from keyhole.engine.request import RequestPolicy
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 
+#: Callers whose turns are remembered; beyond it, only those whose turn is still to come.
+_MOST_CALLERS = 1024
+
 
 @dataclass
 class SchedulerOutput:
@@ -88,10 +91,25 @@ class Scheduler:
         self._stalled: Sequence | None = None  # its documents wait for pages of running sequences
         self.lent: list[int] = []  # pages in which documents are being encoded
         self._slots = list(range(config.max_batch - 1, -1, -1))
+        self._most_of_one = max(1, int(config.max_prefill_share * config.prefill_chunk))
+        self._turn = 0  # the latest that was admitted
+        self._next_turns: dict[str, int] = {}  # by caller
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence at the end of the queue."""
-        self.waiting.append(sequence)
+        """Puts a new sequence into the queue, where callers take turns.
+
+        Start-time fair queueing: a caller's next request has the turn after its last one, or the
+        current turn if it has had none for long. The requests of one caller stay in order.
+        """
+        turn = max(self._turn, self._next_turns.get(sequence.caller, 0))
+        if len(self._next_turns) >= _MOST_CALLERS:
+            later = {caller: t for caller, t in self._next_turns.items() if t > self._turn}
+            self._next_turns = later
+        self._next_turns[sequence.caller] = turn + 1
+        sequence.turn, place = turn, len(self.waiting)
+        while place and self.waiting[place - 1].turn > turn:
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def schedule(self) -> SchedulerOutput:
         """The next step, with pages for all its tokens; an empty plan means nothing to do."""
@@ -103,12 +121,31 @@ class Scheduler:
             count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
             if count and self._reserve_or_preempt(sequence, count, plan):
                 budget -= self._enter(sequence, count, plan)
-        self._let_in(budget, plan)
+        budget = self._let_in(budget, plan)
+        self._spend(budget, plan)
         plan.filling = self._filling()
         return plan
 
-    def _let_in(self, budget: int, plan: SchedulerOutput) -> None:
-        """Admits waiting sequences, in order, as long as slots, pages and tokens are left."""
+    def _spend(self, budget: int, plan: SchedulerOutput) -> None:
+        """Lets prompts take more than their share, the shortest first, as long as budget is left.
+
+        Otherwise tokens of the step would go unused.
+        """
+        if not budget or not plan.chunks:
+            return
+        left = [s.prefill_end - s.num_computed - count for s, count in plan.chunks]
+        for place in sorted(range(len(left)), key=left.__getitem__):
+            sequence, count = plan.chunks[place]
+            if sequence.context is None and sequence.slot >= 0:
+                more = min(budget, left[place])  # admission reserved pages for the whole prompt
+                plan.chunks[place] = sequence, count + more
+                budget -= more
+
+    def _let_in(self, budget: int, plan: SchedulerOutput) -> int:
+        """Lets waiting sequences run, in their order, as long as there is room.
+
+        Returns the prompt tokens that are left of the budget.
+        """
         while budget and self._free_slots and not plan.preempted:
             sequence = self._next()
             if sequence is None:
@@ -124,8 +161,10 @@ class Scheduler:
             if not admitted:
                 break
             self.waiting.remove(sequence)
+            self._turn = max(self._turn, sequence.turn)
             count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
             budget -= self._enter(sequence, count, plan)
+        return budget
 
     def refuse(self, sequence: Sequence, error: KeyholeError) -> None:
         """Ends a waiting sequence whose documents cannot be used."""
@@ -152,7 +191,7 @@ class Scheduler:
         if self.waiting and self._slots:
             return None
         pages = {page for s in self.running for page in s.pages if page != NO_PAGE}
-        ends = [(s, len(s.prompt) + len(s.given) + s.params.max_tokens) for s in self.running]
+        ends = [(s, len(s.prompt) + len(s.given) + s.max_tokens) for s in self.running]
         growth = sum(
             max(0, self._most(s, min(end, self._max_length)) - len(s.pages)) for s, end in ends
         )
@@ -232,12 +271,23 @@ class Scheduler:
         return len(self._slots) - any(one.wants_documents and one.filling for one in self.waiting)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """The prompt tokens of a sequence in this step; few for a question beside decoding ones."""
+        """Tokens of a prompt for one step; few of a question over documents beside decoding.
+
+        A prompt takes only its share while other prompts are to be computed.
+        """
         left = sequence.prefill_end - sequence.num_computed
+        if self._are_others(sequence):
+            budget = min(budget, self._most_of_one)
         if sequence.context is None or not any(one.is_decoding for one in self.running):
             return min(budget, left)
         # These tokens share matrix products with the decoding ones, so any number of them will do.
         return min(left, budget, self._pace.tokens)
+
+    def _are_others(self, sequence: Sequence) -> bool:
+        """Whether the prompt of another sequence is to be computed, too."""
+        if self._slots and any(one is not sequence for one in self.waiting):
+            return True
+        return any(one is not sequence and not one.is_decoding for one in self.running)
 
     def _enter(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> int:
         """Adds a sequence to the plan; returns its number of prompt tokens."""
@@ -366,7 +416,7 @@ class Scheduler:
 
     def _check_room(self, sequence: Sequence) -> None:
         """CapacityError if the kept and the coming tokens can never fit together."""
-        length = min(len(sequence.tokens) + sequence.params.max_tokens, self._max_length)
+        length = min(len(sequence.tokens) + sequence.max_tokens, self._max_length)
         size = self._cache.page_size
         pages = self._most(sequence, length) - sequence.pages.count(NO_PAGE)
         if pages > self._cache.max_pages:

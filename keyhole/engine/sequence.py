@@ -15,6 +15,7 @@ from keyhole.engine.documents.filling import Context, Filling, Reused
 from keyhole.engine.read_trace import ReadTrace, TokenReads
 from keyhole.engine.request import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
+from keyhole.grammar import GrammarState
 from keyhole.tokenization import Detokenizer
 
 
@@ -102,6 +103,8 @@ class Sequence:
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
+    grammar: what its tokens must follow. caller: who asks; the queue lets callers take turns, of
+    which this is number `turn`.
     trace: what was read for its tokens, if its params ask for that.
     arrival, begun, token_times: when it came, when it was first let in, and when each token was
     sampled, in seconds of `time.perf_counter`.
@@ -117,6 +120,8 @@ class Sequence:
     bad_ids: ListOf[ListOf[int]] = ()
     after: Sequence | None = None
     under: RequestPolicy = DENSE
+    grammar: GrammarState | None = None
+    caller: str = ""
 
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
@@ -127,6 +132,7 @@ class Sequence:
     reused: Reused | None = None
     filling: Filling | None = None
     slot: int = -1
+    turn: int = 0
     num_cached: int = 0
     repeated: int | None = None
     first: int = 0
@@ -161,6 +167,12 @@ class Sequence:
     def generated(self) -> list[int]:
         """The tokens after the prompt."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def max_tokens(self) -> int:
+        """At most this many tokens are generated."""
+        assert self.params.max_tokens is not None, "the engine resolves it"
+        return self.params.max_tokens
 
     @property
     def is_ready(self) -> bool:

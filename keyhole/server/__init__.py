@@ -4,6 +4,8 @@
     bodies.py      what requests may say
     answers.py     what answers say
     completions.py /v1/chat/completions and /v1/completions
+    chat/          chat templates, calls of tools, reasoning, what a reply must follow
+    responses/     /v1/responses
     documents/     /v1/documents, and what answers took from documents
     errors.py      every error as OpenAI's error object
     gate.py        who may ask, how large a body may be, an identity for every request

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from keyhole.engine.sequence import Piece, Result, Stats
+from keyhole.server.chat.reply import Reply
+from keyhole.server.errors import ApiError
 
 #: What a prompt took from each of its documents.
 _Documents = list[dict[str, Any]]
@@ -18,12 +21,50 @@ _ADDED = ("kv_bytes_read", "other_bytes_read", "moved_bytes", "store_bytes_read"
 _MEAN = ("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio")
 
 
+class AnyAnswer(Protocol):
+    """What answers of all interfaces have in common: they are whole, or a stream of events."""
+
+    def take(self, index: int, piece: Piece) -> None:
+        """Keeps a piece for `whole`."""
+
+    def whole(
+        self, results: Sequence[Result], documents: _Documents | None = None
+    ) -> dict[str, Any]:
+        """All of it at once, when all pieces have been taken."""
+
+    def begin(self) -> list[dict[str, Any]]:
+        """What stands before the first piece of a stream."""
+
+    def piece(self, index: int, piece: Piece, *, first: bool) -> list[dict[str, Any]]:
+        """What a stream says of a piece; first: of this completion."""
+
+    def closing(
+        self, results: Sequence[Result], documents: _Documents | None, *, wants_usage: bool
+    ) -> list[dict[str, Any]]:
+        """What stands behind the last piece."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """What ends a stream in its midst."""
+
+    def frame(self, said: dict[str, Any]) -> str:
+        """An object as a server-sent event."""
+
+    @property
+    def end(self) -> str:
+        """The last event of a stream."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Identity of one answer, which all of its pieces have. kind: "chat.completion" or so."""
+    """One answer of chat or completions, and the identity that all of its pieces have.
+
+    kind: "chat.completion" or so. replies: of a chat, one for each completion.
+    """
 
     kind: str
     model: str
+    tokenizer: Any = None
+    replies: Sequence[Reply] = ()
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -44,43 +85,78 @@ class Answer:
         }
 
     def whole(
-        self, results: Sequence[Result], tokenizer: Any, documents: _Documents | None = None
+        self, results: Sequence[Result], documents: _Documents | None = None
     ) -> dict[str, Any]:
-        """All of it at once."""
+        """All of it at once; of a chat, when the replies have taken all pieces."""
         choices = []
         for index, result in enumerate(results):
-            said = {"role": "assistant", "content": result.text}
-            body = {"message": said} if self.is_chat else {"text": result.text}
+            body: dict[str, Any] = {"text": result.text}
+            if self.is_chat:
+                body = {"message": self.replies[index].message()}
             choices.append(
                 {
                     "index": index,
                     **body,
-                    "logprobs": self._logprobs(result.token_ids, result.logprobs, tokenizer),
-                    "finish_reason": result.finish_reason,
+                    "logprobs": self._logprobs(result.token_ids, result.logprobs),
+                    "finish_reason": self._reason(index, result),
                 }
             )
         return {**self.head(), "choices": choices, "usage": usage(results, documents)}
 
-    def piece(self, index: int, piece: Piece, tokenizer: Any, *, first: bool) -> dict[str, Any]:
-        """One of a stream's."""
-        said = ({"role": "assistant"} if first else {}) | {"content": piece.text}
-        body = {"delta": said} if self.is_chat else {"text": piece.text}
-        reason = None if piece.result is None else piece.result.finish_reason
-        logprobs = self._logprobs(piece.token_ids, piece.logprobs, tokenizer)
+    def take(self, index: int, piece: Piece) -> None:
+        """Keeps a piece for `whole`."""
+        if self.is_chat:
+            self.replies[index].add(piece)
+
+    def begin(self) -> list[dict[str, Any]]:
+        """What stands before the first piece of a stream."""
+        return []
+
+    def piece(self, index: int, piece: Piece, *, first: bool) -> list[dict[str, Any]]:
+        """What a stream says of a piece; nothing if what it brings belongs to the next one."""
+        body: dict[str, Any] = {"text": piece.text}
+        if self.is_chat:
+            reply = self.replies[index]
+            delta = reply.delta(reply.add(piece))
+            if not (delta or first or piece.result or piece.logprobs or piece.reads):
+                return []
+            body = {"delta": ({"role": "assistant", "content": ""} if first else {}) | delta}
+        reason = None if piece.result is None else self._reason(index, piece.result)
+        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
         choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
-        return {**self.head(chunk=True), "choices": [choice]}
+        return [{**self.head(chunk=True), "choices": [choice]}]
 
     def closing(
-        self, results: Sequence[Result], documents: _Documents | None = None
-    ) -> dict[str, Any]:
-        """The piece with the usage, behind all others."""
-        return {**self.head(chunk=True), "choices": [], "usage": usage(results, documents)}
+        self, results: Sequence[Result], documents: _Documents | None, *, wants_usage: bool
+    ) -> list[dict[str, Any]]:
+        """What stands behind the last piece: the usage, if it is wanted."""
+        if not wants_usage:
+            return []
+        return [{**self.head(chunk=True), "choices": [], "usage": usage(results, documents)}]
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """What ends a stream in its midst."""
+        return error.body
+
+    def frame(self, said: dict[str, Any]) -> str:
+        """An object as a server-sent event."""
+        return f"data: {json.dumps(said, ensure_ascii=False)}\n\n"
+
+    @property
+    def end(self) -> str:
+        """The last event of a stream."""
+        return "data: [DONE]\n\n"
+
+    def _reason(self, index: int, result: Result) -> str:
+        reason = result.finish_reason
+        return self.replies[index].finish_reason(reason) if self.is_chat else reason
 
     def _logprobs(
-        self, tokens: Sequence[int], found: Sequence[dict[int, float]] | None, tokenizer: Any
+        self, tokens: Sequence[int], found: Sequence[dict[int, float]] | None
     ) -> dict[str, Any] | None:
         if found is None:
             return None
+        tokenizer = self.tokenizer
 
         def text(token: int) -> str:
             return str(token) if tokenizer is None else str(tokenizer.decode([token]))

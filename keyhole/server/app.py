@@ -21,6 +21,7 @@ from keyhole.server.documents import routes as documents
 from keyhole.server.errors import ApiError
 from keyhole.server.gate import Gate
 from keyhole.server.page import routes as page
+from keyhole.server.responses import routes as responses
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State, state_of
 from keyhole.tokenization import encode_text
@@ -37,6 +38,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app = FastAPI(title="Keyhole", version=keyhole.__version__)
     state = app.state.keyhole = State(llm, config)
     app.include_router(completions.router)
+    app.include_router(responses.router)
     app.include_router(documents.router)
     app.include_router(page.about_router)
     if config.page:

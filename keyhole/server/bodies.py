@@ -13,19 +13,18 @@ from keyhole.engine.request import PolicySpec
 from keyhole.errors import UnknownNameError
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.policies.base import Policy
+from keyhole.server.chat.prompt import ChatRequest
 from keyhole.server.errors import ApiError
 
 logger = logging.getLogger("keyhole.server")
 
 #: Fields without a meaning here that clients send all the time.
-_SILENT = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_SILENT = {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 #: Fields that change what an answer is, and what they must be as long as they do nothing here.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "functions": ([],),
@@ -33,6 +32,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 _SETTINGS = {field.name for field in dataclasses.fields(SamplingParams)}
 _seen: set[str] = set()
+#: Unknown names that are remembered; a client that invents more of them is not logged for ever.
+_MOST_SEEN = 1000
 
 
 class StreamOptions(BaseModel):
@@ -44,6 +45,7 @@ class StreamOptions(BaseModel):
 class KeyholeBody(BaseModel):
     """What a request reads: a policy by name, None is the server's, and a budget up to its own.
 
+    timeout: seconds that it may take, at most the server's.
     trace: whether the answer says which tokens each layer read for every generated token.
     """
 
@@ -51,12 +53,15 @@ class KeyholeBody(BaseModel):
 
     policy: str | None = None
     token_budget: int | None = Field(None, ge=1)
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     trace: bool = False
 
 
 class SamplingBody(BaseModel):
     """What every completion has. None: as the model's generation_config says.
 
+    response_format: text, any JSON object, or JSON of a schema. structured_outputs: vLLM's, an
+    object of json, regex, choice or grammar. user: whose request it is; users take turns.
     keyhole: what the request reads; a text is a policy's name.
     """
 
@@ -80,6 +85,10 @@ class SamplingBody(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    user: str | None = None
     keyhole: KeyholeBody | None = None
 
     @field_validator("keyhole", mode="before")
@@ -87,16 +96,19 @@ class SamplingBody(BaseModel):
     def _named(cls, given: object) -> object:
         return {"policy": given} if isinstance(given, str) else given
 
-    def sampling(self, default_max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """As the engine's parameters; ConfigError for a value that cannot be."""
+    def sampling(self, logprobs: int | None, grammar: str | None = None) -> SamplingParams:
+        """As the engine's parameters; ConfigError for a value that cannot be.
+
+        Without `max_tokens`: as many as model and KV cache have room for.
+        """
         names = _SETTINGS & set(type(self).model_fields)
-        given = {name: getattr(self, name) for name in names - {"logprobs", "n"}}
+        given = {name: getattr(self, name) for name in names - {"logprobs"}}
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("top_k") == -1:  # vLLM's word for all
             given["top_k"] = 0
-        given.setdefault("max_tokens", default_max_tokens)
+        given.setdefault("max_tokens", None)
         trace = self.keyhole is not None and self.keyhole.trace
-        return SamplingParams(**given, logprobs=logprobs, trace=trace)
+        return SamplingParams(**given, logprobs=logprobs, grammar=grammar, trace=trace)
 
     def policy(self, own: Policy) -> PolicySpec | None:
         """The policy that the request asks for; None is `own`, the server's.
@@ -105,7 +117,7 @@ class SamplingBody(BaseModel):
         than the server's budget.
         """
         asked = self.keyhole
-        if asked is None:
+        if asked is None or (asked.policy is None and asked.token_budget is None):
             return None
         budget, most = asked.token_budget, getattr(own, "token_budget", None)
         if budget is not None and most is not None and budget > most:
@@ -132,7 +144,7 @@ class SamplingBody(BaseModel):
             if name in _UNSUPPORTED:
                 if value is not None and value not in _UNSUPPORTED[name]:
                     raise ApiError(400, f"{name} is not supported by this server", param=name)
-            elif name not in _SILENT and name not in _seen:
+            elif name not in _SILENT | _seen and len(_seen) < _MOST_SEEN:
                 _seen.add(name)
                 logger.warning("request field %.80r is unknown and ignored", name)
 
@@ -178,20 +190,32 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     documents: _Documents | None = None
     passages: bool = True
     reuse: str | dict[str, Any] | None = None
 
-    def chat_sampling(self, default_max_tokens: int) -> SamplingParams:
+    def chat_request(self) -> ChatRequest:
+        """What the chat says, and what its reply may be."""
+        return ChatRequest(
+            messages=self.messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
+            template_settings=self.chat_template_kwargs,
+        )
+
+    def chat_sampling(self, grammar: str | None) -> SamplingParams:
         """As `sampling`, by the names that chat has for it."""
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        return self.sampling(
-            default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        )
+        return self.sampling((self.top_logprobs or 0) if self.logprobs else None, grammar)
 
 
 class CompletionBody(SamplingBody):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
@@ -16,8 +16,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from keyhole.engine.sequence import Piece, Result
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
-from keyhole.server.answers import Answer
+from keyhole.server.answers import Answer, AnyAnswer
 from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody, SearchedDocuments
+from keyhole.server.chat.grammars import answer_rule, constraint_of, grammar_of
+from keyhole.server.chat.prompt import prepared, reply_to_question
 from keyhole.server.documents.passages import passages_of
 from keyhole.server.documents.routes import search
 from keyhole.server.errors import ApiError, api_error
@@ -42,29 +44,44 @@ async def chat(body: ChatBody, request: Request) -> Response:
     state = state_of(request)
     state.asked(body.messages)
     body.check_others()
-    params = state.shares(body.n, body.chat_sampling(state.most_tokens))
-    policy = body.policy(state.llm.llm.policy)
-    if body.documents is None:
-        streams = [
-            state.llm.stream_chat(
-                body.messages,
-                one,
-                tools=body.tools,
-                chat_template_kwargs=body.chat_template_kwargs,
-                policy=policy,
-            )
-            for one in params
-        ]
-    else:
-        question, reuse = _question(body.messages), _reuse(body.reuse)
-        names = await _names(state, body.documents, question)
-        streams = [
-            state.llm.stream_ask(question, names, reuse=reuse, params=one, chat=True, policy=policy)
-            for one in params
-        ]
-        told = functools.partial(_told, state, names, passages=body.passages)
-        return await _answer("chat.completion", body, request, streams, told)
-    return await _answer("chat.completion", body, request, streams)
+    state.check_count(body.n)
+    policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
+    if body.documents is not None:
+        return await _chat_over_documents(body, body.documents, request)
+    ready = await asyncio.to_thread(
+        prepared, state.tokenizer, body.chat_request(), state.config.tool_parser
+    )
+    params = body.chat_sampling(ready.grammar)
+    if ready.keeps_special:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    prompt = {"prompt_token_ids": ready.token_ids}
+    streams = state.llm.streams(prompt, params, policy=policy, caller=caller)
+    replies = [ready.reply() for _ in streams]
+    answer = Answer("chat.completion", state.name, state.tokenizer, replies)
+    return await respond(answer, body, request, streams)
+
+
+async def _chat_over_documents(
+    body: ChatBody, documents: list[str] | SearchedDocuments, request: Request
+) -> Response:
+    state = state_of(request)
+    if body.tools:
+        raise ApiError(400, "documents take no tools; leave one out", param="tools")
+    question, reuse = _question(body.messages), _reuse(body.reuse)
+    names = await _names(state, documents, question)
+    rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
+    replies = [reply_to_question(state.tokenizer, question) for _ in range(body.n)]
+    params = body.chat_sampling(None if rule is None else grammar_of(rule))
+    policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
+    streams = [
+        state.llm.stream_ask(
+            question, names, reuse=reuse, params=one, chat=True, policy=policy, caller=caller
+        )
+        for one in params.each()
+    ]
+    told = functools.partial(_told, state, names, passages=body.passages)
+    answer = Answer("chat.completion", state.name, state.tokenizer, replies)
+    return await respond(answer, body, request, streams, told)
 
 
 @router.post("/v1/completions")
@@ -73,12 +90,22 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     state = state_of(request)
     state.asked(body.prompt)
     body.check_others()
-    params = state.shares(body.n, body.sampling(state.most_tokens, body.logprobs))
-    policy = body.policy(state.llm.llm.policy)
+    state.check_count(body.n * len(body.prompts))
+    rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
+    params = body.sampling(body.logprobs, None if rule is None else grammar_of(rule))
+    policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
     streams = [
-        state.llm.stream(prompt, one, policy=policy) for prompt in body.prompts for one in params
+        stream
+        for prompt in body.prompts
+        for stream in state.llm.streams(prompt, params, policy=policy, caller=caller)
     ]
-    return await _answer("text_completion", body, request, streams)
+    answer = Answer("text_completion", state.name, state.tokenizer)
+    return await respond(answer, body, request, streams)
+
+
+def caller_of(request: Request, user: str | None) -> str:
+    """Whose request it is: by API key and `user`. They take turns in the engine's queue."""
+    return f"{request.headers.get('authorization', '')}\n{user or ''}"
 
 
 def _question(messages: Sequence[dict[str, Any]]) -> str:
@@ -128,49 +155,52 @@ def _reuse(given: str | dict[str, Any] | None) -> Reuse | None:
     return make_reuse(name, settings)
 
 
-async def _answer(
-    kind: str,
+async def respond(
+    answer: AnyAnswer,
     body: SamplingBody,
     request: Request,
     streams: list[_Stream],
     told: _Told | None = None,
 ) -> Response:
+    """The answer from its completions, whole or as a stream; they are freed when the client leaves.
+
+    told: what the first one took from documents.
+    """
     state = state_of(request)
     state.check_model(body.model)
-    if len(streams) > state.config.max_completions:
-        raise ApiError(
-            400,
-            f"{len(streams)} completions were asked for at once and at most "
-            f"{state.config.max_completions} are allowed",
-            param="n",
-        )
-    answer = Answer(kind, state.name)
+    limit = state.timeout(None if body.keyhole is None else body.keyhole.timeout)
     with ExitStack() as stack:
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
-            return await _unless_gone(request, lambda: _whole(state, answer, streams, told))
+            work = functools.partial(_whole, state, answer, streams, told, limit)
+            return await _unless_gone(request, work)
         usage = body.stream_options is not None and body.stream_options.include_usage
-        events = _events(state, answer, streams, stack.pop_all(), told, usage=usage)
+        events = _events(state, answer, streams, stack.pop_all(), told, limit, usage=usage)
         # What cannot be served at all has a status of its own.
         first = await anext(events)
     return StreamingResponse(
-        _after(state, first, events), media_type="text/event-stream", headers=_HEADERS
+        _after(state, answer, first, events), media_type="text/event-stream", headers=_HEADERS
     )
 
 
 async def _whole(
-    state: State, answer: Answer, streams: list[_Stream], told: _Told | None
+    state: State,
+    answer: AnyAnswer,
+    streams: list[_Stream],
+    told: _Told | None,
+    limit: float | None,
 ) -> Response:
     results: dict[int, Result] = {}
-    async with asyncio.timeout(state.config.timeout), aclosing(merged(streams)) as pieces:
+    async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
         async for index, piece in pieces:
+            answer.take(index, piece)
             if piece.result is not None:
                 results[index] = piece.result
                 state.finished(piece.result)
     ordered = [results[index] for index in range(len(streams))]
     documents = None if told is None else await asyncio.to_thread(told, ordered[0])
-    said = answer.whole(ordered, state.tokenizer, documents)
-    for choice, result in zip(said["choices"], ordered, strict=True):
+    said = answer.whole(ordered, documents)
+    for choice, result in zip(said.get("choices", ()), ordered, strict=False):
         if result.reads is not None:
             of = AnswerReads(state.tokenizer)
             choice["keyhole"] = await asyncio.to_thread(of.whole, result)
@@ -196,38 +226,44 @@ async def _left(request: Request) -> None:
 
 async def _events(
     state: State,
-    answer: Answer,
+    answer: AnyAnswer,
     streams: list[_Stream],
     stack: ExitStack,
     told: _Told | None,
+    limit: float | None,
     *,
     usage: bool,
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events, the last of them "[DONE]"; stack: left when the stream is."""
+    """Server-sent events; stack: left when the stream is."""
     results: dict[int, Result] = {}
     begun: set[int] = set()
     reads: dict[int, AnswerReads] = {}
     with stack:
-        async with asyncio.timeout(state.config.timeout), aclosing(merged(streams)) as pieces:
+        async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
-                said = answer.piece(index, piece, state.tokenizer, first=index not in begun)
-                if piece.reads is not None:
-                    of = reads.setdefault(index, AnswerReads(state.tokenizer))
-                    said["choices"][0]["keyhole"] = await asyncio.to_thread(of.piece, piece)
-                yield _event(said)
+                # The first piece says that all can be served; until then an error has a status.
+                for said in [] if begun else answer.begin():
+                    yield answer.frame(said)
+                for said in answer.piece(index, piece, first=index not in begun):
+                    if piece.reads is not None and "choices" in said:
+                        of = reads.setdefault(index, AnswerReads(state.tokenizer))
+                        said["choices"][0]["keyhole"] = await asyncio.to_thread(of.piece, piece)
+                    yield answer.frame(said)
                 begun.add(index)
                 if piece.result is not None:
                     results[index] = piece.result
                     state.finished(piece.result)
-        if usage:
-            ordered = [results[index] for index in range(len(streams))]
-            documents = None if told is None else await asyncio.to_thread(told, ordered[0])
-            yield _event(answer.closing(ordered, documents))
-        yield "data: [DONE]\n\n"
+        ordered = [results[index] for index in range(len(streams))]
+        documents = None
+        if told is not None and usage:
+            documents = await asyncio.to_thread(told, ordered[0])
+        for said in answer.closing(ordered, documents, wants_usage=usage):
+            yield answer.frame(said)
+        yield answer.end
 
 
 async def _after(
-    state: State, first: str, events: AsyncGenerator[str, None]
+    state: State, answer: AnyAnswer, first: str, events: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
     """The events behind the first one; an error in their midst ends them as an object."""
     async with aclosing(events):
@@ -240,7 +276,7 @@ async def _after(
             state.metrics.failed(found.kind)
             if found.status >= 500:
                 logger.exception("a stream failed")
-            yield _event(found.body)
+            yield answer.frame(answer.failed(found))
 
 
 async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -268,7 +304,3 @@ async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

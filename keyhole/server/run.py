@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -14,6 +15,7 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError
 from keyhole.server.app import create_app
 from keyhole.server.settings import ServerConfig
+from keyhole.server.state import State
 
 logger = logging.getLogger("keyhole.server")
 
@@ -33,7 +35,8 @@ def serve(llm: AsyncLLM, config: ServerConfig, ready: Callable[[str], None]) -> 
         app,
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+        # Requests have had the drain timeout by then; what is written goes out.
+        timeout_graceful_shutdown=1,
     )
     with listening(config) as place:
         host, port = place.getsockname()[:2]
@@ -42,16 +45,28 @@ def serve(llm: AsyncLLM, config: ServerConfig, ready: Callable[[str], None]) -> 
 
 
 class Server(uvicorn.Server):
-    """Says when it listens, and takes no new requests once it is to stop."""
+    """Says when it listens; a signal drains it: it answers new requests with 503 meanwhile."""
 
     def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(settings)
         self._ready = ready
+        self._drains_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A first signal drains, a second ends at once; uvicorn's own raises it again later."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        if self._drains_until is None:
+            self._state.admission.is_draining = True
+            self._drains_until = time.monotonic() + self._state.config.drain_timeout
+        else:
+            self.force_exit = self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """As uvicorn's, ten times a second; whether to stop."""
+        stops = await super().on_tick(counter)
+        if self._drains_until is None:
+            return stops
+        is_idle = not self._state.admission.running
+        return stops or is_idle or time.monotonic() > self._drains_until
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""
@@ -61,9 +76,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; open connections get 503 for what they ask from now on."""
-        app = self.config.app
-        app.state.keyhole.admission.is_draining = True  # type: ignore[union-attr]
+        self._state.admission.is_draining = True
         await super().shutdown(sockets)
+
+    @property
+    def _state(self) -> State:
+        state: State = self.config.app.state.keyhole  # type: ignore[union-attr]
+        return state
 
 
 def listening(config: ServerConfig) -> socket.socket:

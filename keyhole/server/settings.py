@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.errors import ConfigError
+from keyhole.server.chat.tool_formats import FORMATS
 
 LOG_FORMATS = ("text", "json")
 
@@ -25,6 +26,9 @@ class ServerConfig:
     max_documents: int = setting(1000, "documents that each caller, known by its key, may store")
     timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
     drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
+    tool_parser: str = setting(
+        "auto", f"form of the model's calls of tools: auto (by its template), {', '.join(FORMATS)}"
+    )
     log_format: str = setting("text", "lines of the log: text or json")
     log_prompts: bool = setting(False, "write prompts to the log")
     page: bool = setting(True, "serve the page at /")
@@ -44,6 +48,8 @@ class ServerConfig:
             require(good, name, value, right)
         good = self.log_format in LOG_FORMATS
         require(good, "log_format", self.log_format, " or ".join(LOG_FORMATS))
+        known = ("auto", *FORMATS)
+        require(self.tool_parser in known, "tool_parser", self.tool_parser, f"one of {known}")
         require(all(self.api_key), "api_key", "", "at least one character")
         if not (self.api_key or self.insecure or is_local(self.host)):
             raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from fastapi import Request
 
 from keyhole.async_llm import AsyncLLM
-from keyhole.config import SamplingParams
 from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Result
@@ -23,6 +21,7 @@ from keyhole.server.monitoring import logs
 from keyhole.server.monitoring.collectors import DocumentGauges, DocumentState
 from keyhole.server.monitoring.metrics import Metrics
 from keyhole.server.monitoring.traces import Traces, make_provider
+from keyhole.server.responses.history import History
 from keyhole.server.settings import ServerConfig
 
 
@@ -38,6 +37,7 @@ class State:
     config: ServerConfig
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
+    history: History = field(default_factory=History, init=False)
     traces: Traces | None = field(init=False)
     storing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -118,11 +118,20 @@ class State:
                 code="model_not_found",
             )
 
-    def shares(self, count: int, params: SamplingParams) -> list[SamplingParams]:
-        """For each of `count` completions of a prompt; with a seed each gets the next one."""
-        if params.seed is None:
-            return [params] * count
-        return [dataclasses.replace(params, seed=params.seed + i) for i in range(count)]
+    def check_count(self, count: int) -> None:
+        """ApiError for more completions at once than the server allows."""
+        most = self.config.max_completions
+        if count > most:
+            raise ApiError(
+                400,
+                f"{count} completions were asked for at once and at most {most} are allowed",
+                param="n",
+            )
+
+    def timeout(self, asked: float | None) -> float | None:
+        """Seconds that a request may take; None: as long as it needs."""
+        limits = [limit for limit in (asked, self.config.timeout) if limit is not None]
+        return min(limits, default=None)
 
 
 def state_of(request: Request) -> State:

@@ -136,3 +136,50 @@ def test_a_completion_knows_names(typed: str, names: set[str], run: Run, tmp_pat
 
 def test_an_unknown_shell_is_refused(run: Run) -> None:
     assert "unknown shell 'csh'" in run("completion", "csh").err
+
+
+YAML = """
+model: mine
+serve:
+  port: 8123
+  api_key: [a, b]
+  policy: {name: delta, token_budget: 512, delta_layers: [2, 3]}
+  max_queue: 7
+  prefix_cache: false
+  drain-timeout: 2.5
+  documents_limit: 20MiB
+  offload:
+"""
+
+
+def test_a_server_has_all_its_settings_in_a_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(YAML)
+    config = parser.read_config(["serve", "--config", str(path)])
+    found = build_parser(config).parse_args(["serve", "--port", "9"])
+    assert (found.model, found.port, found.max_queue) == ("mine", "9", "7")
+    assert found.api_key == ["a", "b"]
+    assert found.policy == "delta:token_budget=512,delta_layers=2,3"
+    assert (found.drain_timeout, found.prefix_cache) == ("2.5", "False")
+    assert (found.documents_limit, found.offload) == ("20MiB", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("serve: {port: [}", "cannot be read"),
+        ("- a\n- b\n", "must have names"),
+        ("1: 2\n", "must have names"),
+        ("serve: {policy: {token_budget: 4}}", "must have a name"),
+        ("serve: {portt: 4}", "did you mean 'port'"),
+        ("serve: {policy: !!python/name:os.system }", "cannot be read"),
+    ],
+)
+def test_a_yaml_file_that_cannot_be_is_one_line(
+    tmp_path: Path, run: Run, text: str, said: str
+) -> None:
+    path = tmp_path / "server.yml"
+    path.write_text(text)
+    error = run("serve", "--config", str(path)).err
+    assert said in error
+    assert error.count("\n") == 1

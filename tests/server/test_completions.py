@@ -130,7 +130,8 @@ WRONG = [
     ({"n": 10**30}, 400, "n: "),
     ({"model": "other"}, 404, "'other' is not served here"),
     ({"top_logprobs": 3}, 400, "needs logprobs"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    ({"functions": [{"name": "f"}]}, 400, "functions is not supported"),
+    ({"n": 10000}, 400, "10000 completions"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "tokens"),
     ({"documents": ["nowhere"]}, 400, "nowhere"),
 ]

@@ -63,6 +63,10 @@ def test_a_signal_lets_what_runs_finish(path: str) -> None:
             events = answer.iter_lines()
             next(events)
             server.send_signal(signal.SIGTERM)
+            while httpx2.get(f"{address}/ready").status_code == 200:
+                pass
+            refused = httpx2.post(f"{address}/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             *_, last = (line for line in events if line)
         assert last == "data: [DONE]"
     assert server.returncode == 0

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors"},
     {"config", "drawing"},
-    {"kernels", "planner", "registry", "tokenization"},
+    {"grammar", "kernels", "planner", "registry", "tokenization"},
     {"cache"},
     {"documents", "retrieval"},
     {"policies", "reuse"},
@@ -42,7 +42,7 @@ LAZY_FILES = {
 """Files whose job is to import by name."""
 
 OPTIONAL = {
-    *("aiohttp", "markitdown", "matplotlib", "opentelemetry", "scipy"),
+    *("aiohttp", "llguidance", "markitdown", "matplotlib", "opentelemetry", "scipy"),
     *("sentence_transformers", "sqlite_vec"),
 }
 """Packages that may be absent, and so may be imported inside the function that needs them."""

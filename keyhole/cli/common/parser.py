@@ -29,6 +29,8 @@ from keyhole.reuse import available_reuse_methods
 
 _FLAG, _VARIABLE = "--config", "KEYHOLE_CONFIG"
 _SHARED = ("model", "device", "dtype", "store")
+#: Flags that name a method, with its settings behind the name.
+_METHODS = ("policy", "reuse")
 
 
 def read_config(given: Sequence[str]) -> dict[str, Any]:
@@ -40,16 +42,31 @@ def read_config(given: Sequence[str]) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        found = _parsed(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {path!r} cannot be read: {error}") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{flag} {path!r} cannot be read: {said}") from error
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"{flag} {path!r} must have names of commands and flags, and values")
     for name, value in found.items():
         if not isinstance(value, Mapping) and name not in _SHARED:
             raise ConfigError(
                 f"{flag} {path!r}: {name} must be in the table of a command, such as [generate]; "
                 f"alone stand {', '.join(_SHARED)}"
             )
-    return found
+    return dict(found)
+
+
+def _parsed(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix not in (".yaml", ".yml"):
+        return tomllib.loads(text)
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def apply_config(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> None:
@@ -67,6 +84,8 @@ def apply_config(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> 
     shared = {name: config[name] for name in _SHARED if name in config and name in actions}
     for given, value in {**shared, **own}.items():
         name = given.replace("-", "_")
+        if value is None:  # YAML's empty value: as if the line were not there
+            continue
         if isinstance(value, Mapping) and name not in actions:  # of an action
             continue
         if name not in actions:
@@ -84,11 +103,29 @@ def _value(action: argparse.Action, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):  # of numbers by token id
             return [f"{key}={one}" for key, one in value.items()]
         return [str(one) for one in (value if isinstance(value, list) else [value])]
+    if action.dest in _METHODS and isinstance(value, Mapping):
+        return _method(name, value)
     if isinstance(value, Mapping):
         raise ConfigError(f"{name} {dict(value)!r} in the config file must be one value")
     if isinstance(value, list):
         return ",".join(map(str, value))
     return action.type(str(value)) if callable(action.type) else str(value)
+
+
+def _method(flag: str, given: Mapping[str, Any]) -> str:
+    """NAME:SETTING=VALUE,SETTING=VALUE from a table with "name"."""
+    settings = dict(given)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{flag} {dict(given)!r} in the config file must have a name")
+    shown = ",".join(f"{key}={_shown(value)}" for key, value in settings.items())
+    return f"{name}:{shown}" if shown else name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -173,7 +210,9 @@ def add_command(
     def fill(parser: Parser) -> None:
         command.add_arguments(parser)
         parser.add_argument(
-            "--config", metavar="FILE", help="TOML with values for flags; default: $KEYHOLE_CONFIG"
+            "--config",
+            metavar="FILE",
+            help="TOML or YAML with values for flags; default: $KEYHOLE_CONFIG",
         )
         parser.add_argument("--debug", action="store_true", help="show where an error came from")
         apply_config(parser, config)

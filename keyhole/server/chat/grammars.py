@@ -1,0 +1,167 @@
+"""What a reply must follow, as a grammar of llguidance: response_format and tool_choice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from keyhole.grammar import JSON_WHITESPACE
+from keyhole.server.chat.reasoning import Markers
+from keyhole.server.chat.tool_formats import ToolFormat
+from keyhole.server.errors import ApiError
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def answer_rule(response_format: Mapping[str, Any] | None) -> str | None:
+    """The rule of a response_format; None: any text. ApiError for one that is not known."""
+    kind = "text" if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return _json(_ANY_OBJECT)
+    if kind == "json_schema":
+        found = response_format.get("json_schema")
+        schema = found.get("schema") if isinstance(found, Mapping) else None
+        if not isinstance(schema, Mapping):
+            raise ApiError(
+                400, "response_format.json_schema needs a 'schema'", param="response_format"
+            )
+        return _json(schema)
+    raise ApiError(
+        400,
+        f"response_format.type {kind!r} must be 'text', 'json_object' or 'json_schema'",
+        param="response_format",
+    )
+
+
+def constraint_of(given: Mapping[str, Any] | None) -> str | None:
+    """The rule of vLLM's structured_outputs: one of json, regex, choice, grammar (Lark)."""
+    if given is None:
+        return None
+    known = {"json", "regex", "choice", "grammar"}
+    if len(given) != 1 or not given.keys() <= known:
+        raise ApiError(
+            400,
+            f"structured_outputs must have one of {', '.join(sorted(known))}, not {[*given]}",
+            param="structured_outputs",
+        )
+    ((kind, value),) = given.items()
+    if kind == "json":
+        schema = _parsed(value) if isinstance(value, str) else value
+        if isinstance(schema, Mapping):
+            return _json(schema)
+    elif kind == "choice" and isinstance(value, list) and value:
+        if all(isinstance(one, str) and one for one in value):
+            return " | ".join(json.dumps(one) for one in value)
+    elif kind == "regex" and isinstance(value, str) and value:
+        return _regex(value)
+    elif kind == "grammar" and isinstance(value, str) and value:
+        return value
+    raise ApiError(
+        400, f"structured_outputs.{kind} {value!r} cannot be used", param="structured_outputs"
+    )
+
+
+class CallRules:
+    """Rules of calls in one format.
+
+    special: text of a marker -> its token id, where it is one special token.
+    """
+
+    def __init__(self, tool_format: ToolFormat, special: Mapping[str, int]) -> None:
+        self._format, self._special = tool_format, special
+
+    def calls(
+        self, tools: Sequence[Mapping[str, Any]], *, several: bool, is_begun: bool = False
+    ) -> str:
+        """One call of one of these functions, or several calls; is_begun: behind the marker."""
+        given = self._format
+        one = "(" + " | ".join(self._call(tool) for tool in tools) + ")"
+        if given.is_bare:
+            return one
+        begin = marker_term(given.begin, self._special)
+        first = "" if is_begun else begin
+        if given.is_list:
+            more = f'(", " {one})*' if several else ""
+            return f'{first} "[" {one} {more} "]"'
+        line = r'"\n"' if given.end else ""
+        end = f"{line} {marker_term(given.end, self._special)}" if given.end else ""
+        more = rf'("\n"? {begin} {line} {one} {end})*' if several else ""
+        return f"{first} {line} {one} {end} {more}"
+
+    def free(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+        """Any text, and if the model likes, calls behind it."""
+        given = self._format
+        if given.is_bare:
+            return f"TEXT | {self.calls(tools, several=several)}\nTEXT: /[^{{](?s:.*)/"
+        if given.begin in self._special:
+            return f"TEXT | TEXT? {self.calls(tools, several=several)}\nTEXT: /(?s:.+)/"
+        # The text up to a call ends with the marker: a lexer would read on into it otherwise.
+        marker = _escaped(given.begin)
+        behind = self.calls(tools, several=several, is_begun=True)
+        text = rf"/(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"
+        return f"TEXT | before {behind}\nTEXT: {text}\nbefore[lazy]: /(?s:.*){marker}/"
+
+    def _call(self, tool: Mapping[str, Any]) -> str:
+        name, arguments = tool["name"], _json(tool.get("parameters") or _ANY_OBJECT)
+        if self._format.is_named:
+            return f"{json.dumps(name)} {marker_term('[ARGS]', self._special)} {arguments}"
+        head = f'{{"name": {json.dumps(name)}, "{self._format.arguments}": '
+        return f'{json.dumps(head)} {arguments} "}}"'
+
+
+def grammar_of(
+    answer: str,
+    reasoning: Markers | None = None,
+    special: Mapping[str, int] = MappingProxyType({}),
+    *,
+    is_inside: bool = False,
+) -> str:
+    """A whole grammar: the answer, after reasoning where the template marks it.
+
+    answer: a rule, or a grammar of its own, which takes no reasoning before it.
+    """
+    if re.search(r"^\s*start\s*:", answer, re.MULTILINE):
+        return answer
+    if reasoning is None:
+        return f"start: {answer}"
+    if reasoning.end in special:
+        thoughts = f"thoughts: /(?s:.*)/ {marker_term(reasoning.end, special)}"
+    else:
+        thoughts = f"thoughts[lazy]: /(?s:.*){_escaped(reasoning.end)}/"
+    before = r'thoughts "\n"*'
+    if not is_inside:
+        before = f"({marker_term(reasoning.begin, special)} {before})?"
+    return f"start: {before} answer\n{thoughts}\nanswer: {answer}"
+
+
+def marker_term(marker: str, special: Mapping[str, int]) -> str:
+    """A marker in a rule: a special token by its id, others by their text."""
+    return f"<[{special[marker]}]>" if marker in special else json.dumps(marker)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    own = schema.get("x-guidance")
+    options = {"whitespace_pattern": JSON_WHITESPACE} | (own if isinstance(own, dict) else {})
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _regex(pattern: str) -> str:
+    escaped = re.sub(r"(?<!\\)/", r"\\/", pattern).replace("\n", r"\n")
+    return f"/{escaped}/"
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return re.sub(r"([\\^$.|?*+()\[\]{}/])", r"\\\1", text)

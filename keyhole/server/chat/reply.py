@@ -1,0 +1,117 @@
+"""A reply as it comes: reasoning, answer and calls of tools, each for itself."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyhole.engine.sequence import Piece
+from keyhole.server.chat.reasoning import ReasoningSplitter
+from keyhole.server.chat.tool_parser import CallArguments, CallBegin, ToolCallParser
+
+_LETTERS = string.ascii_letters + string.digits
+#: Mistral's templates want nine letters or digits; others take any text.
+_ID_LENGTH = 9
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A part of the reasoning."""
+
+    text: str
+
+
+#: Text of the answer, or one of the others.
+Event = str | Reasoning | CallBegin | CallArguments
+
+
+@dataclass
+class Call:
+    """A call of a tool. arguments: JSON."""
+
+    name: str
+    arguments: str = ""
+    id: str = field(
+        default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
+    )
+
+
+@dataclass
+class Reply:
+    """A reply so far, and how the rest is read.
+
+    splitter, parser: None where nothing is marked, or no tools are there. reasoning_tokens: how
+    many tokens the reasoning took.
+    """
+
+    splitter: ReasoningSplitter | None = None
+    parser: ToolCallParser | None = None
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    reasoning_tokens: int = 0
+
+    def add(self, piece: Piece) -> list[Event]:
+        """Takes a piece; what it brings."""
+        final = piece.result is not None
+        parts = [(False, piece.text)]
+        if self.splitter is not None:
+            parts = self.splitter.feed(piece.text, final=final)
+            if self.splitter.is_inside or any(is_reasoning for is_reasoning, _ in parts):
+                self.reasoning_tokens += len(piece.token_ids)
+        events: list[Event] = [Reasoning(text) for is_reasoning, text in parts if is_reasoning]
+        said = "".join(text for is_reasoning, text in parts if not is_reasoning)
+        events += [said] if self.parser is None else self.parser.feed(said, final=final)
+        found = [event for event in events if event != ""]
+        for event in found:
+            self._take(event)
+        return found
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, str):
+            self.text += event
+        elif isinstance(event, Reasoning):
+            self.reasoning += event.text
+        elif isinstance(event, CallBegin):
+            self.calls.append(Call(event.name))
+        else:
+            self.calls[event.index].arguments += event.text
+
+    def finish_reason(self, reason: str) -> str:
+        """As OpenAI's interface has it."""
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    def message(self) -> dict[str, Any]:
+        """The whole of it, as a message of a chat."""
+        calls = [
+            {"id": call.id, "type": "function"}
+            | {"function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        content = self.text if self.text or not calls else None
+        return (
+            {"role": "assistant", "content": content}
+            | ({"reasoning_content": self.reasoning} if self.reasoning else {})
+            | ({"tool_calls": calls} if calls else {})
+        )
+
+    def delta(self, events: list[Event]) -> dict[str, Any]:
+        """Events as a stream's delta."""
+        found: dict[str, Any] = {}
+        for event in events:
+            if isinstance(event, str):
+                found["content"] = found.get("content", "") + event
+            elif isinstance(event, Reasoning):
+                found["reasoning_content"] = found.get("reasoning_content", "") + event.text
+            else:
+                found.setdefault("tool_calls", []).append(self._call_delta(event))
+        return found
+
+    def _call_delta(self, event: CallBegin | CallArguments) -> dict[str, Any]:
+        if isinstance(event, CallArguments):
+            return {"index": event.index, "function": {"arguments": event.text}}
+        named = {"name": event.name, "arguments": ""}
+        call = self.calls[event.index]
+        return {"index": event.index, "id": call.id, "type": "function", "function": named}

@@ -1,0 +1,51 @@
+"""How the common chat templates write a call of a tool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keyhole.errors import UnknownNameError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """A format of calls.
+
+    begin, end: around each call, or around all of them. arguments: the key beside "name".
+    is_list: the calls of a reply are one JSON list. is_named: a call is its name, "[ARGS]" and the
+    arguments. is_bare: a reply that begins with "{" is a call, without a marker.
+    """
+
+    name: str
+    begin: str
+    end: str = ""
+    arguments: str = "arguments"
+    is_list: bool = False
+    is_named: bool = False
+    is_bare: bool = False
+
+
+HERMES = ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>")
+LLAMA3 = ToolFormat(name="llama3", begin="<|python_tag|>", arguments="parameters", is_bare=True)
+MISTRAL = ToolFormat(name="mistral", begin="[TOOL_CALLS]", is_list=True)
+MISTRAL_NAMED = ToolFormat(name="mistral_named", begin="[TOOL_CALLS]", is_named=True)
+
+FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED)}
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """The format that a chat template teaches its model; None: none of ours."""
+    if HERMES.begin in template:
+        return HERMES
+    if MISTRAL.begin in template:
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
+    return LLAMA3 if '"parameters"' in template else None
+
+
+def named_format(name: str, template: str) -> ToolFormat | None:
+    """The format of a name; "auto": that of the template. UnknownNameError for another name."""
+    if name == "auto":
+        return format_of(template)
+    if name not in FORMATS:
+        raise UnknownNameError("tool_parser", name, ["auto", *FORMATS])
+    return FORMATS[name]

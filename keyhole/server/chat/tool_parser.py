@@ -1,0 +1,197 @@
+"""Finds calls of tools in a text that comes piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from keyhole.server.chat.reasoning import held_back
+from keyhole.server.chat.tool_formats import ToolFormat
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """A call of a tool begins; index: its number in the reply."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A part of a call's arguments, which are JSON together."""
+
+    index: int
+    text: str
+
+
+#: Text beside calls, or a call.
+ToolEvent = str | CallBegin | CallArguments
+
+_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
+#: Between calls, and around a list of them.
+_BETWEEN = " \t\n\r,;[]"
+
+
+class ToolCallParser:
+    """Reads a reply in one format. names: of the tools; a call of another one is text."""
+
+    def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
+        self._format, self._names = tool_format, names
+        self._left = ""  # not given out yet
+        self._state = "begin" if tool_format.is_bare else "text"
+        self._count = 0
+        self._scan = _JsonScan()
+
+    def feed(self, text: str, *, final: bool = False) -> list[ToolEvent]:
+        """What is new; final: no more text comes."""
+        self._left += text
+        found: list[ToolEvent] = []
+        while True:
+            state, size = self._state, len(self._left)
+            found += _STATES[state](self, final)
+            if (self._state, len(self._left)) == (state, size):
+                break
+        if final and self._left.strip(_BETWEEN) and self._state == "call":
+            found.append(self._left)
+        return [event for event in found if event != ""]
+
+    def _at_begin(self, final: bool) -> list[ToolEvent]:
+        """A bare format: the first character tells."""
+        start = self._left.lstrip()
+        if start or final:
+            self._state = "call" if start.startswith("{") else "text"
+        return []
+
+    def _in_text(self, final: bool) -> list[ToolEvent]:
+        text, begun, rest = self._left.partition(self._format.begin)
+        if begun:
+            self._state, self._left = "call", rest
+            return [text.rstrip("\n")]
+        if final:
+            self._left = ""
+            return [text] if text.strip() or not self._count else []
+        # Lines between text and a call belong to neither.
+        shown = text[: len(text) - held_back(text, [self._format.begin])].rstrip("\n")
+        self._left = text[len(shown) :]
+        return [shown]
+
+    def _at_call(self, final: bool) -> list[ToolEvent]:
+        """Before a call, between two, or behind the last one."""
+        plain, begin = self._left.lstrip(), self._format.begin
+        if plain.startswith(begin):
+            self._left = plain[len(begin) :]
+            return []
+        if not plain or (begin.startswith(plain) and not final):
+            return []
+        return self._named(plain, final) if self._format.is_named else self._object(plain, final)
+
+    def _named(self, plain: str, final: bool) -> list[ToolEvent]:
+        """NAME[ARGS]{...}."""
+        found = _NAMED.match(plain)
+        if found is None:
+            return self._as_text(plain) if final else []
+        return self._begin(found[1], plain[found.end() :], raw=plain)
+
+    def _object(self, plain: str, final: bool) -> list[ToolEvent]:
+        """{"name": ..., "arguments": {...}}, alone or in a list."""
+        start = plain.lstrip(_BETWEEN)
+        if not start.startswith("{"):
+            return self._behind(start, final)
+        found = _HEAD.match(start)
+        if found is not None:
+            return self._begin(json.loads(found[1]), start[found.end() :], raw=start)
+        end = _JsonScan().end_of(start)
+        return [] if end is None else self._whole(start[:end], start[end:])
+
+    def _behind(self, start: str, final: bool) -> list[ToolEvent]:
+        """Behind a call: its end marker, or text."""
+        end = self._format.end
+        if end and start.startswith(end):
+            self._left, self._state = start[len(end) :], "text"
+        elif start and (final or not end.startswith(start)):
+            return self._as_text(start)
+        return []
+
+    def _as_text(self, text: str) -> list[ToolEvent]:
+        """What was no call after all."""
+        self._left, self._state = "", "text"
+        return [text]
+
+    def _begin(self, name: str, rest: str, *, raw: str) -> list[ToolEvent]:
+        if name not in self._names:
+            return self._as_text(raw)
+        self._left, self._state, self._scan = rest, "arguments", _JsonScan()
+        self._count += 1
+        return [CallBegin(self._count - 1, name)]
+
+    def _in_arguments(self, _: bool) -> list[ToolEvent]:
+        end = self._scan.end_of(self._left)
+        text = self._left if end is None else self._left[:end]
+        self._left = self._left[len(text) :]
+        if end is not None:
+            self._state = "call" if self._format.is_named else "close"
+        return [CallArguments(self._count - 1, text)] if text else []
+
+    def _at_close(self, _: bool) -> list[ToolEvent]:
+        """The brace of the object that had name and arguments."""
+        start = self._left.lstrip()
+        if start:
+            self._left, self._state = start.removeprefix("}"), "call"
+        return []
+
+    def _whole(self, text: str, rest: str) -> list[ToolEvent]:
+        """A call whose keys stand in another order, or whose arguments are a text of JSON."""
+        try:
+            call = json.loads(text)
+        except ValueError:
+            call = None
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or name not in self._names:
+            return self._as_text(text + rest)
+        given = call.get("arguments", call.get("parameters", {}))
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        self._left, self._state = rest, "call"
+        self._count += 1
+        return [CallBegin(self._count - 1, name), CallArguments(self._count - 1, arguments)]
+
+
+_STATES = {
+    "begin": ToolCallParser._at_begin,
+    "text": ToolCallParser._in_text,
+    "call": ToolCallParser._at_call,
+    "arguments": ToolCallParser._in_arguments,
+    "close": ToolCallParser._at_close,
+}
+
+
+class _JsonScan:
+    """Finds the end of a JSON object in a text that comes piece by piece."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def end_of(self, text: str) -> int | None:
+        """The place behind the object's last brace in this piece; None: it goes on."""
+        for place, character in enumerate(text):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return place + 1
+        return None

@@ -1,0 +1,161 @@
+"""Reasoning and calls of tools in a text that comes in pieces of any size."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.engine.sequence import Piece
+from keyhole.server.chat.reasoning import ReasoningSplitter, markers_of
+from keyhole.server.chat.reply import Reply
+from keyhole.server.chat.tool_formats import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    ToolFormat,
+    format_of,
+)
+from keyhole.server.chat.tool_parser import ToolCallParser
+
+THINK = markers_of("... </think> ...")
+Calls = list[tuple[str, str]]
+
+#: Format, text of the model, what is text for the user, and the calls.
+REPLIES: list[tuple[ToolFormat, str, str, Calls]] = [
+    (HERMES, "no call at all < tool", "no call at all < tool", []),
+    (
+        HERMES,
+        'Let me look.\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\"{"}}\n</tool_call>',
+        "Let me look.",
+        [("f", '{"a": "}\\"{"}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "g", "arguments": {"x": [1, {"y": 2}]}}\n</tool_call>\n',
+        "",
+        [("f", "{}"), ("g", '{"x": [1, {"y": 2}]}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    (LLAMA3, '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+    (
+        LLAMA3,
+        '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
+        "",
+        [("f", "{}"), ("g", '{"b": 2}')],
+    ),
+    (LLAMA3, 'A set is written {"name"}.', 'A set is written {"name"}.', []),
+    (LLAMA3, '{"city": "Oslo"}', '{"city": "Oslo"}', []),
+    (
+        LLAMA3,
+        '{"name": "nobody", "parameters": {"a": 1}}',
+        '{"name": "nobody", "parameters": {"a": 1}}',
+        [],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        MISTRAL_NAMED,
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+]
+
+
+def pieces(text: str, cuts: list[int]) -> list[Piece]:
+    places = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    parts = [text[a:b] for a, b in itertools.pairwise(places)]
+    done: Any = object()
+    return [
+        Piece(text=part, token_ids=[0], result=done if n == len(parts) - 1 else None)
+        for n, part in enumerate(parts)
+    ]
+
+
+def streamed(reply: Reply, given: list[Piece]) -> dict[str, Any]:
+    """What a client puts together from the deltas."""
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}}
+    for piece in given:
+        delta = reply.delta(reply.add(piece))
+        found["content"] += delta.get("content", "")
+        found["reasoning"] += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", []):
+            entry = found["calls"].setdefault(call["index"], ["", ""])
+            entry[0] += call["function"].get("name", "")
+            entry[1] += call["function"]["arguments"]
+    found["calls"] = [tuple(call) for call in found["calls"].values()]
+    return found
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "calls"), REPLIES)
+@given(cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_calls_are_found_however_the_text_is_cut(
+    form: ToolFormat, text: str, shown: str, calls: Calls, cuts: list[int]
+) -> None:
+    reply = Reply(parser=ToolCallParser(form, {"f", "g"}))
+    found = streamed(reply, pieces(text, cuts))
+    assert (found["content"], found["calls"]) == (shown, calls)
+    assert (reply.text, [(call.name, call.arguments) for call in reply.calls]) == (shown, calls)
+    assert reply.finish_reason("stop") == ("tool_calls" if calls else "stop")
+    assert len({call.id for call in reply.calls}) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_inside", "reasoning", "answer"),
+    [
+        ("<think>\nhm, <b\n</think>\n\nOslo.", False, "\nhm, <b\n", "Oslo."),
+        ("hm</think>Oslo", True, "hm", "Oslo"),
+        ("never ends </thin", True, "never ends </thin", ""),
+        ("Oslo <think> is a town", False, "", "Oslo <think> is a town"),
+        ("<thing>", False, "", "<thing>"),
+        ("  <think>a</think>b</think>", False, "a", "b</think>"),
+        ("", False, "", ""),
+    ],
+)
+@given(cuts=st.lists(st.integers(0, 60), max_size=8))
+def test_reasoning_is_split_off_however_the_text_is_cut(
+    text: str, is_inside: bool, reasoning: str, answer: str, cuts: list[int]
+) -> None:
+    assert THINK is not None
+    reply = Reply(splitter=ReasoningSplitter(THINK, is_inside=is_inside))
+    found = streamed(reply, pieces(text, cuts))
+    assert (found["reasoning"], found["content"]) == (reasoning, answer)
+    assert (reply.reasoning, reply.text) == (reasoning, answer)
+    assert bool(reply.reasoning_tokens) == bool(reasoning)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("... <tool_call>\\n{...}\\n</tool_call> ...", HERMES),
+        ("... [TOOL_CALLS][ ...", MISTRAL),
+        ("... [TOOL_CALLS]{{ name }}[ARGS] ...", MISTRAL_NAMED),
+        ("... {{- '\"parameters\": ' }} ...", LLAMA3),
+        ("{{ messages }}", None),
+    ],
+)
+def test_a_template_tells_its_format(template: str, form: ToolFormat | None) -> None:
+    assert format_of(template) is form
