@@ -63,17 +63,26 @@ class Exactness:
         return self.reason is None
 
 
-def require(config: Any, name: str) -> None:
+def require(config: Any, name: str) -> str | None:
     """ModelError unless the engine is exact for models of this config.
 
-    The first time for a family this takes about a second, and one line is logged.
+    The first time for a family this takes about a second; a line that says so is logged and
+    returned. None where the verdict was known.
     """
-    verdict = _known(config, name)
+    verdict, measured_now = _known(config, name)
     if not verdict.exact:
         raise ModelError(
             f"model {name!r} is of the family {verdict.family!r}, which Keyhole cannot run: "
             f"{verdict.reason}; `keyhole models` lists the families that are exact"
         )
+    if not measured_now:
+        return None
+    line = (
+        f"family {verdict.family}: exact (the logits of a small random model differ from those of "
+        f"transformers' eager attention by {verdict.error:.0e} standard deviations)"
+    )
+    logging.getLogger("keyhole").info(line)
+    return line
 
 
 def measure(config: Any, name: str = "this model") -> Exactness:
@@ -118,7 +127,7 @@ def measure_family(family: str) -> Exactness:
     except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
         line = (str(failed).strip().splitlines() or ["no message"])[0]
         return Exactness(family, None, f"its default config fails: {type(failed).__name__}: {line}")
-    verdict = _known(config, family)
+    verdict, _ = _known(config, family)
     return dataclasses.replace(verdict, family=family)
 
 
@@ -167,13 +176,15 @@ class _quiet:  # noqa: N801 - reads as a word after `with`
         transformers.logging.set_verbosity(self._level)
 
 
-def _known(config: Any, name: str) -> Exactness:
+def _known(config: Any, name: str) -> tuple[Exactness, bool]:
+    """The verdict, and whether it was measured now."""
     try:
         families.check(config, name)
         key = _digest(shrink(config))
     except Exception:  # noqa: BLE001 - `measure` says what is wrong
-        return measure(config, name)
-    return _stored(key) or _measured(key, config, name)
+        return measure(config, name), True
+    kept = _stored(key)
+    return (_measured(key, config, name), True) if kept is None else (kept, False)
 
 
 @functools.cache
@@ -197,13 +208,6 @@ def _measured(key: str, config: Any, name: str) -> Exactness:
         partial.replace(path)
     except OSError:  # a read-only home: measured again next time
         pass
-    if verdict.exact:
-        logging.getLogger("keyhole").info(
-            "family %s: exact (a small random model differs from transformers' eager attention by "
-            "%.0e standard deviations of its logits)",
-            verdict.family,
-            verdict.error,
-        )
     return verdict
 
 

@@ -53,7 +53,7 @@ CALIBRATION_FILE = "keyhole-delta.json"
 HEAD_FOLDER = "keyhole-head"
 
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
-Accept = Callable[[Any, str], None]
+Accept = Callable[[Any, str], object]
 
 _DTYPES: dict[Any, Any] = {
     "auto": "auto",

@@ -122,8 +122,13 @@ def load_model(arguments: argparse.Namespace) -> Model:
     from keyhole.exactness_gate import require
     from keyhole.models.loading import load_files
 
+    def accept(config: Any, name: str) -> None:
+        measured = require(config, name)
+        if measured is not None:
+            terminal.status(measured)
+
     measure.device(arguments.device)  # before the weights
-    return load_files(found, arguments.device, arguments.dtype, accept=require)
+    return load_files(found, arguments.device, arguments.dtype, accept=accept)
 
 
 def is_bundled(model: str | None) -> bool:

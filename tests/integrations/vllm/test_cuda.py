@@ -86,9 +86,17 @@ def dense(calls: list[Any]) -> Any:
     """vLLM's attention as plain numbers; records what it was called with."""
 
     def forward(
-        self: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, md: Any,
-        output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        md: Any,
+        output: Tensor,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Tensor:
         calls.append((self, md, kv))
         keys, values = kv.transpose(1, 2).split(D, -1)  # [P, page_size, Hkv, D]
         starts, lengths = md.query_start_loc.tolist(), md.seq_lens.tolist()
@@ -151,8 +159,12 @@ def test_a_gpus_metadata_leads_to_the_selected_pages(
         for row in range(2):
             length = LENGTHS[row]
             pages = table[row, : -(-length // PAGE)].long()
-            cached = [float64(x[pages].transpose(0, 1).flatten(1, 2)[:, :length]) for x in (keys, values)]  # fmt: skip  # noqa: E501
-            lists = [set(range(10))] if chosen is None else [set(x.tolist()) for x in chosen.indices[row]]  # fmt: skip  # noqa: E501
+            in_order = (x[pages].transpose(0, 1).flatten(1, 2) for x in (keys, values))
+            cached = [float64(x[:, :length]) for x in in_order]
+            if chosen is None:
+                lists = [set(range(10))]
+            else:
+                lists = [set(pages_of.tolist()) for pages_of in chosen.indices[row]]
             read = [[i for i in range(length) if i // PAGE in pages_of] for pages_of in lists]
             read = read * HKV if len(read) == 1 else read
             expected, _ = attention(float64(query[row]), *cached, read, scale=impl.scale)
