@@ -26,7 +26,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "looks", "parameters": SCHEMA}}
     for name in ("weather", "people")
 ]
-SETTINGS: Any = {"model": "small", "messages": HELLO, "max_tokens": 120, "temperature": 1.0}
+SETTINGS: Any = {"model": "small", "messages": HELLO, "max_tokens": 250, "temperature": 1.0}
 FORMS = {"hermes": templates.HERMES, "llama3": templates.LLAMA3, "mistral": templates.MISTRAL}
 
 

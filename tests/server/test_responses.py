@@ -17,7 +17,8 @@ from tests.server.test_chat import SCHEMA
 TOOLS: list[Any] = [
     {"type": "function", "name": "weather", "description": "looks", "parameters": SCHEMA}
 ]
-SETTINGS: Any = {"model": "small", "input": "hello", "temperature": 1.0, "max_output_tokens": 100}
+#: As many tokens as the longest text of SCHEMA has, with all the whitespace that is allowed.
+SETTINGS: Any = {"model": "small", "input": "hello", "temperature": 1.0, "max_output_tokens": 250}
 REASONING = 'start: "<think>" /[a-z]{4}/ "</think>\\n\\n" /[0-9]{3}/'
 
 
