@@ -94,7 +94,8 @@ async def _post(app: FastAPI, path: str, body: Any, identity: str) -> tuple[int,
         if begun:
             return begun.pop()
         # What comes after the body is that the client leaves, which it does not.
-        return await asyncio.get_running_loop().create_future()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
 
     async def send(message: MutableMapping[str, Any]) -> None:
         nonlocal status

@@ -97,6 +97,7 @@ class BatchOutput:
                 elif entry is not None:
                     _write(self._file, b"\n", end)
                     yield end + 1, entry
+                    return
                 elif text.endswith(b"\n") or not _was_cut_off(text):
                     raise ConfigError(
                         f"{self._name}, line {number} is no answer of a batch; take it out or "
