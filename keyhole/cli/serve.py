@@ -6,14 +6,13 @@ Ctrl-C or SIGTERM lets running requests finish, and then ends.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, terminal
-from keyhole.config import EngineConfig
+from keyhole.config import EngineConfig, bytes_text
 from keyhole.errors import ConfigError
 from keyhole.server.settings import ServerConfig
 
@@ -32,10 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", metavar="FILE", help=text)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")
-    group = parser.add_argument_group("documents")
-    group.add_argument("--documents", metavar="PLACE", help="folder or URL of stored documents")
-    text = "the most that they may take, bytes or 20GiB; default: no limit"
-    group.add_argument("--documents-limit", metavar="SIZE", help=text)
+    flags.add_documents(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = flags.settings_of(arguments, ServerConfig)
     keys = (*settings.get("api_key", ()), *_keys(arguments.api_key_file))
     config = ServerConfig(**{**settings, "api_key": keys})
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
+    flags.require_server("serve")
     llm = flags.make_llm(
         arguments,
         documents=arguments.documents,
@@ -93,14 +88,14 @@ def _memory(llm: LLM) -> str:
     from keyhole.engine.memory import model_size
 
     engine = llm.engine
-    weights = terminal.bytes_text(model_size(engine.model, None).weight_bytes)
+    weights = bytes_text(model_size(engine.model, None).weight_bytes)
     room = terminal.count(engine.max_pages * engine.config.page_size, "token")
     said = f"memory: weights {weights}; KV cache: room for {room}"
     if engine.placement is None:
         return said
     plan = engine.placement.plan
     cache, first = (
-        terminal.bytes_text(plan.cache_memory),
+        bytes_text(plan.cache_memory),
         terminal.count(plan.thresholds[0], "token"),
     )
     return f"{said} in {cache} and beyond, the first layer is offloaded after {first}"
