@@ -58,6 +58,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 def _handler(convert: Any) -> Any:
     async def handle(request: Request, error: Exception) -> Response:
         answer: ApiError = convert(error)
+        if answer.status == 404 and isinstance(error, HTTPException):
+            answer = errors.no_such_path(request.method, request.url.path)
         state_of(request).metrics.failed(answer.kind)
         if answer.status >= 500 and not isinstance(error, ApiError):
             logger.error("a request failed", exc_info=error)
