@@ -59,8 +59,8 @@ test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real brows
 	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
 
 # Clients that people use against `keyhole serve`. Their warnings are their own.
-test-clients: $(CLIENTS_READY) $(READY) ## `keyhole serve` with litellm, langchain-openai and llm, in .venv-clients
-	@PYTHONPATH=.venv-clients .venv/bin/python -m pytest -W ignore tests/server/clients
+test-clients: $(CLIENTS_READY) $(READY) ## `keyhole serve` with litellm, langchain-openai, llm and markitdown, in .venv-clients
+	@PYTHONPATH=.venv-clients .venv/bin/python -m pytest -W ignore tests/server/clients tests/server/test_documents.py
 
 # Keyhole's policies inside vLLM on the CPU. Its warnings are vLLM's own, so they are no errors here.
 test-vllm: $(VLLM_READY) ## the plugin for vLLM, in .venv-vllm (5 GB); ARGS="-k delta" for some tests

@@ -101,7 +101,7 @@ def test_a_response_is_that_of_a_chat(bundled: str) -> None:
 
 
 def test_errors_are_those_of_the_client(bundled: str) -> None:
-    with pytest.raises(litellm.BadRequestError, match="temperature -1.0 must be at least 0"):
+    with pytest.raises(litellm.BadRequestError, match=r"temperature -1\.0 must be at least 0"):
         ask(bundled, model="openai/keyhole-tiny", temperature=-1, max_retries=0)
     with pytest.raises(litellm.NotFoundError, match="'other' is not served here"):
         ask(bundled, model="openai/other", max_retries=0)
