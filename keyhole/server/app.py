@@ -108,6 +108,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a chat."""
     state = state_of(request)
     body.check_others()
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
 
     def encode() -> list[int]:
         if body.prompt is not None:

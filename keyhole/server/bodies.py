@@ -13,7 +13,6 @@ from pydantic import (
     Field,
     Tag,
     field_validator,
-    model_validator,
 )
 
 from keyhole.config import SamplingParams
@@ -266,17 +265,11 @@ class CompletionBody(SamplingBody):
 
 
 class TokenizeBody(Body):
-    """/tokenize: a prompt, or the messages of a chat, which the model's template makes a prompt."""
+    """/tokenize: either a prompt, or the messages of a chat."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _one(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
 
 
 class DetokenizeBody(Body):
