@@ -11,10 +11,10 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from keyhole.documents import file
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, RecordError, differences, foreign, model_of
 from keyhole.documents.reader import StoredDocument, header_of
+from keyhole.documents.record import read_header, read_statistics
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.errors import ConfigError, UnknownNameError
@@ -81,7 +81,7 @@ class DocumentLookup:
             raise self._unreadable(error) from error
         try:
             header = header_of(reader, digest, self._fingerprint)
-            small = file.read_small(reader, header)
+            small = read_statistics(reader, header)
         except RecordError as error:
             reader.close()
             raise error.of(name) from error
@@ -115,7 +115,7 @@ class DocumentLookup:
         """The fingerprint in a record; None if it is damaged or gone."""
         try:
             with closing(self._place.reader(f"records/{record}")) as reader:
-                return file.parse(reader).fingerprint
+                return read_header(reader).fingerprint
         except (OSError, RecordError):
             return None
 

@@ -9,6 +9,7 @@ model computes what no document has and what the reuse method computes again (`f
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -183,11 +184,10 @@ def _watch_runner(config: Any) -> None:
 
     vLLM hands a connector pages, not the model that computes tokens.
     """
-    if config.use_v2_model_runner:
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    else:
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    plain: Callable[..., None] = GPUModelRunner.initialize_kv_cache
+    # By name: the other one needs packages that may be missing here.
+    module = "gpu.model_runner" if config.use_v2_model_runner else "gpu_model_runner"
+    runners: Any = pkgutil.resolve_name(f"vllm.v1.worker.{module}:GPUModelRunner")
+    plain: Callable[..., None] = runners.initialize_kv_cache
     if getattr(plain, "keyhole", False):
         return
 
@@ -199,4 +199,4 @@ def _watch_runner(config: Any) -> None:
             group.take_runner(self)
 
     initialize_kv_cache.keyhole = True  # type: ignore[attr-defined]
-    GPUModelRunner.initialize_kv_cache = initialize_kv_cache
+    runners.initialize_kv_cache = initialize_kv_cache

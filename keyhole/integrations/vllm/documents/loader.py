@@ -1,4 +1,4 @@
-"""Writes keys and values of stored documents into vLLM's pages, rotated to their places."""
+"""Writes keys and values of stored documents into vLLM's pages, rotated to their positions."""
 
 from __future__ import annotations
 

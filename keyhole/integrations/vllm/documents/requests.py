@@ -1,9 +1,8 @@
 """What a request asks of stored documents, checked in the frontend before the engine sees it.
 
 A request names documents, and its prompt contains their tokens in that order, with anything before
-and between them and a question after them. Here their places are found, and what the reuse method
-computes again is laid down as runs of tokens. A bad request is refused with one line, and the
-engine goes on.
+and between them and a question after them. Here their positions are found, and which tokens the
+reuse method computes again. A bad request is refused with one line, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class DocumentRequest:
 
     names, digests, offsets, lengths: of each document. end: position of the question's first
     token. runs: first and last + 1 of the tokens that are computed in the prompt, ascending.
-    shifted: whether keys are rotated to their places.
+    shifted: whether keys are rotated to their positions.
     """
 
     names: list[str]
@@ -57,7 +56,7 @@ class DocumentRequest:
         return None if placed is None else cls(**placed)
 
 
-class Documents:
+class DocumentFinder:
     """The documents that requests of one engine may name."""
 
     def __init__(self, facts: DocumentFacts) -> None:
@@ -190,7 +189,7 @@ def _check(processor: Any, request: Any, config: VllmConfig) -> None:
         if request.prompt_token_ids is None:
             raise RequestError("a prompt of embeddings has no tokens of documents; give token ids")
         if not hasattr(processor, "keyhole_documents"):
-            processor.keyhole_documents = Documents(facts_of(config))
+            processor.keyhole_documents = DocumentFinder(facts_of(config))
         placed = processor.keyhole_documents.place(asked, request.prompt_token_ids)
     except KeyholeError as error:
         raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
