@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import queue
 import socket
@@ -24,10 +23,7 @@ from keyhole.tokenization import Prompt
 
 
 class Link:
-    """Messages to the engine's process and from it. Its methods may be called from any thread.
-
-    updates: called with what a step brought. drain: called when the server shall end.
-    """
+    """Messages to the engine's process and from it, which may be sent from any thread."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -36,29 +32,29 @@ class Link:
         self._answers: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def open(self, updates: Callable[[Any], None], drain: Callable[[], None]) -> None:
-        """Takes messages in this event loop from now on."""
+    async def open(self, takers: Mapping[str, Callable[..., None]]) -> None:
+        """Takes messages in this event loop from now on.
+
+        takers: "updates", of what a step brought; "drain", when the server shall end; "lost", when
+        the other process has ended.
+        """
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await asyncio.open_connection(sock=self._end)
-        self._tasks.add(asyncio.ensure_future(self._read(reader, updates, drain)))
+        self._tasks.add(asyncio.ensure_future(self._read(reader, takers)))
 
     async def _read(
-        self,
-        reader: asyncio.StreamReader,
-        updates: Callable[[Any], None],
-        drain: Callable[[], None],
+        self, reader: asyncio.StreamReader, takers: Mapping[str, Callable[..., None]]
     ) -> None:
         while True:
             try:
                 size = await reader.readexactly(LENGTH.size)
                 data = await reader.readexactly(LENGTH.unpack(size)[0])
             except (asyncio.IncompleteReadError, OSError):
-                os._exit(1)  # the engine is gone; another server may want the port at once
+                takers["lost"]()
+                return
             kind, *rest = pickle.loads(data)
-            if kind == "updates":
-                updates(*rest)
-            elif kind == "drain":
-                drain()
+            if kind in takers:
+                takers[kind](*rest)
             else:
                 number, value = rest
                 self._answers[number].put((kind, value))
@@ -139,9 +135,12 @@ class RemoteLLM(AsyncLLM):
         self._steps = _RemoteSteps(link)
         self._documents: Documents | None = None
 
-    async def open(self, drain: Callable[[], None]) -> None:
-        """Begins, in the event loop that requests will come from."""
-        await self._link.open(self._deliver, drain)
+    async def open(self, drain: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Begins, in the event loop that requests will come from.
+
+        drain: called when the server shall end. lost: called when the other process has ended.
+        """
+        await self._link.open({"updates": self._deliver, "drain": drain, "lost": lost})
 
     @property
     def documents(self) -> Documents:

@@ -145,7 +145,11 @@ class Server(uvicorn.Server):
         """As uvicorn's."""
         llm = self._state.llm
         if isinstance(llm, RemoteLLM):
-            await llm.open(lambda: self.handle_exit(signal.SIGTERM, None))
+            await llm.open(
+                drain=lambda: self.handle_exit(signal.SIGTERM, None),
+                # Without its clean-up: another server may want the port at once.
+                lost=lambda: os._exit(1),
+            )
         await super().startup(sockets)
         if self.started:
             self._ready()
