@@ -6,6 +6,7 @@ PEERS_READY := .venv-peers/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
 KVPRESS_READY := .venv-kvpress/.ready
 VLLM_READY := .venv-vllm/.ready
+RAY_READY := .venv-ray/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
 PAGE_READY := .venv-page/.ready
@@ -205,6 +206,14 @@ $(VLLM_READY): pyproject.toml tests/integrations/vllm/vllm.txt $(wildcard keyhol
 	@.venv-vllm/bin/python -m pip install -qq --requirement tests/integrations/vllm/vllm.txt
 	@.venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@.venv-vllm/bin/python -m pip install -qq --editable .
+	@touch $@
+
+$(RAY_READY): pyproject.toml constraints.txt tests/integrations/ray/ray.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
+	@echo "setting up .venv-ray"
+	@$(PYTHON) -m venv .venv-ray
+	@.venv-ray/bin/python -m pip install -qq --constraint constraints.txt torch
+	@.venv-ray/bin/python -m pip install -qq --constraint constraints.txt \
+	  --requirement tests/integrations/ray/ray.txt --editable '.[ray]'
 	@touch $@
 
 $(TYPES_READY): constraints.txt

@@ -52,11 +52,6 @@ class Extras:
     error: BaseException | None = None
     num_silent: int = 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the request has ended."""
-        return self.result is not None or self.error is not None
-
 
 class Update(NamedTuple):
     """New tokens of request `number`."""

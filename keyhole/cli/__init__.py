@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model",
     "serve": "serve a model over HTTP, for any OpenAI client",
+    "batch": "answer a file of requests in OpenAI's batch format",
     "documents": "store documents once, ask questions over them",
     "methods": "list the policies and reuse methods, or tell all about one",
     "plan": "which layers fit into memory at which length",
@@ -85,6 +86,7 @@ def _modules() -> dict[str, Any]:
     """By the name of a command the module, or the class of one, with `add_arguments` and `run`."""
     from keyhole.cli import (
         about,
+        batch,
         bench,
         calibrate,
         demo,
@@ -103,6 +105,7 @@ def _modules() -> dict[str, Any]:
         "generate": generate,
         "chat": generate.Chat,
         "serve": serve,
+        "batch": batch,
         "documents": documents,
         "methods": about.Methods,
         "plan": plan,

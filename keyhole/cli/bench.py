@@ -227,6 +227,7 @@ _ADMISSION: Columns = (
     ("longest", "longest_ms", milliseconds),
     ("longest / median", "longest_ratio", "{:.2f}".format),
     ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
+    ("the worst", "worst_cpu_ratio", "{:.2f}".format),
     ("of as many steps without", "noise_ratio", "{:.2f}".format),
     ("first token", "ttft_ms", milliseconds),
     ("alone", "alone_ms", milliseconds),

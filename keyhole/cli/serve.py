@@ -6,7 +6,6 @@ Ctrl-C or SIGTERM lets running requests finish, and then ends.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -32,10 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", metavar="FILE", help=text)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")
-    group = parser.add_argument_group("documents")
-    group.add_argument("--documents", metavar="PLACE", help="folder or URL of stored documents")
-    text = "the most that they may take, bytes or 20GiB; default: no limit"
-    group.add_argument("--documents-limit", metavar="SIZE", help=text)
+    flags.add_documents(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = flags.settings_of(arguments, ServerConfig)
     keys = (*settings.get("api_key", ()), *_keys(arguments.api_key_file))
     config = ServerConfig(**{**settings, "api_key": keys})
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise ConfigError("keyhole serve needs more packages: pip install 'keyhole[serve]'")
+    flags.require_server("serve")
     llm = flags.make_llm(
         arguments,
         documents=arguments.documents,

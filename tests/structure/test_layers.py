@@ -27,6 +27,7 @@ LAYERS = (
     {"bench"},
     {"__init__"},
     {"server"},
+    {"batch"},
     {"cli", "integrations"},  # users of the public interface
     {"__main__"},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from keyhole.config import (
     kind_of,
     read_setting,
 )
+from keyhole.errors import ConfigError
 from keyhole.models.locate import TINY, ModelFiles, is_tiny, locate
 from keyhole.policies import available_policies, make_policy
 from keyhole.registry import require_depth
@@ -79,6 +81,14 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**settings_of(arguments, SamplingParams))
 
 
+def add_documents(parser: argparse.ArgumentParser) -> None:
+    """--documents and --documents-limit, of the store that a command opens."""
+    group = parser.add_argument_group("documents")
+    group.add_argument("--documents", metavar="PLACE", help="folder or URL of stored documents")
+    text = "the most that they may take, bytes or 20GiB; default: no limit"
+    group.add_argument("--documents-limit", metavar="SIZE", help=text)
+
+
 def add_policy(parser: argparse.ArgumentParser) -> None:
     """--policy."""
     _add_method(parser, "policy", "full", "what a decode step reads", available_policies())
@@ -134,6 +144,12 @@ def load_model(arguments: argparse.Namespace) -> Model:
 def is_bundled(model: str | None) -> bool:
     """Whether a command's MODEL is the one that comes with Keyhole, which is its default."""
     return model is None or is_tiny(model)
+
+
+def require_server(command: str) -> None:
+    """ConfigError unless the packages of the extra `keyhole[serve]` are there."""
+    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+        raise ConfigError(f"keyhole {command} needs more packages: pip install 'keyhole[serve]'")
 
 
 def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:

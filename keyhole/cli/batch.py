@@ -1,0 +1,65 @@
+"""Answers a file of requests, one JSON object a line, in OpenAI's batch format.
+
+Every line of the input has a custom_id, "method": "POST", a url, which is /v1/chat/completions or
+/v1/completions, and a body as the server takes it. OUTPUT gets one line for each, in the order in
+which they are done; a line that cannot be answered gets an error. The same command again, after
+whatever ended it, answers only what is missing. Exit status 1: some lines have errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from keyhole.cli.common import flags, terminal
+from keyhole.config import EngineConfig
+from keyhole.policies import make_policy
+from keyhole.server.settings import ServerConfig
+
+_SERVER = ("served_model_name", "tool_parser", "max_completions", "timeout")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `keyhole batch`."""
+    parser.add_argument("input", metavar="INPUT", help="file of requests, one a line")
+    parser.add_argument("output", metavar="OUTPUT", help="file of answers, which is continued")
+    text = "answer every n-th line, from line i on; each shard needs an OUTPUT of its own"
+    parser.add_argument("--shard", metavar="I/N", default="1/1", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object when done")
+    flags.add_model(parser)
+    flags.add_policy(parser)
+    flags.add_settings(parser, EngineConfig, "engine")
+    flags.add_settings(parser, ServerConfig, "server", only=_SERVER)
+    flags.add_documents(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answers what has no answer yet."""
+    flags.require_server("batch")
+    settings = flags.settings_of(arguments, ServerConfig)
+    # Each says what is wrong with its settings, before there is an output.
+    ServerConfig(**settings)
+    EngineConfig(**flags.settings_of(arguments, EngineConfig))
+    make_policy(arguments.policy)
+    flags.find_model(arguments)
+    from keyhole.batch.lines import Shard
+    from keyhole.batch.run import run_batch
+
+    done = run_batch(
+        arguments.input,
+        arguments.output,
+        lambda: flags.make_llm(
+            arguments,
+            documents=arguments.documents,
+            documents_limit=arguments.documents_limit,
+        ),
+        shard=Shard.parse(arguments.shard),
+        settings=settings,
+    )
+    if arguments.json:
+        print(terminal.to_json(done))
+    else:
+        print(
+            f"{terminal.count(done.lines, 'line')}: {done.answered} answered now, {done.kept} "
+            f"before, {done.failed} with errors; {arguments.output}"
+        )
+    return 1 if done.failed else 0
