@@ -30,7 +30,7 @@ from keyhole.engine.sequence import Piece, Result
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM, Params, params_for
 from keyhole.reuse.base import Reuse
-from keyhole.step_thread import Call, Extras, Method, StepThread, Update
+from keyhole.step_thread import Extras, Method, StepThread, Submission, Update
 from keyhole.tokenization import Detokenizer, Message, Prompt, Prompts, Tool, one_or_several
 
 
@@ -65,7 +65,7 @@ class Steps(Protocol):
     def is_idle(self) -> bool:
         """Whether no request is under way."""
 
-    def start(self, number: int, call: Call) -> None:
+    def start(self, number: int, call: Submission) -> None:
         """Takes a request."""
 
     def leave(self, number: int) -> None:
@@ -353,8 +353,8 @@ class AsyncLLM:
         number, inbox = next(self._numbers), _Inbox(self.llm.tokenizer, params)
         self._inboxes[number] = inbox
         arguments = {**given, "params": params}
-        call = Call(method=method, arguments=arguments, group=group, whole=whole)
-        self._steps.start(number, call)
+        request = Submission(method=method, arguments=arguments, group=group, whole=whole)
+        self._steps.start(number, request)
         try:
             while True:
                 piece = await inbox.take()

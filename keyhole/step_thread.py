@@ -23,7 +23,7 @@ Method = Literal["submit", "submit_chat", "submit_ask"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class Submission:
     """A request: the method of `LLM` that makes its sequence, and the arguments.
 
     group: requests of one number have the same prompt; those after the first share its computation.
@@ -66,7 +66,7 @@ class _Request:
     """given: tokens that were handed out; is_left: nobody waits any more."""
 
     number: int
-    call: Call
+    call: Submission
     stack: ExitStack = field(default_factory=ExitStack)
     sequence: Sequence | None = None
     given: int = 0
@@ -94,7 +94,7 @@ class StepThread:
         """Whether no request is under way."""
         return self._thread is None
 
-    def start(self, number: int, call: Call) -> None:
+    def start(self, number: int, call: Submission) -> None:
         """Takes a request. Its documents are open until it ends."""
         request = _Request(number, call)
         with self._guard:

@@ -18,7 +18,7 @@ from keyhole.documents.store import DocumentInfo, DocumentStore
 from keyhole.engine.documents.library import Documents, Progress
 from keyhole.llm import LLM
 from keyhole.server.engine_process import LENGTH, packed
-from keyhole.step_thread import Call
+from keyhole.step_thread import Submission
 from keyhole.tokenization import Prompt
 
 
@@ -111,7 +111,7 @@ class _RemoteSteps:
         """Whether no request is under way."""
         return not self._running
 
-    def start(self, number: int, call: Call) -> None:
+    def start(self, number: int, call: Submission) -> None:
         """Takes a request."""
         self._running.add(number)
         self._link.send("start", number, call)

@@ -185,7 +185,7 @@ def test_documents_are_encoded_there_and_read_here(llm: LLM) -> None:
             assert [one.name for one in served.documents.list()] == ["one"]
             answer = await served.ask("what?", ["one"], reuse="reuse", params=PARAMS)
             assert answer.reused is not None
-            assert answer.reused.documents == ("one",)
+            assert answer.reused.documents == ["one"]
 
     asyncio.run(main())
 
