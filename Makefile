@@ -20,6 +20,8 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Else every process of the tests compiles what it imports: 8 s for pytest, a second for a command.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
