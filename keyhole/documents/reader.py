@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from keyhole.documents import file
 from keyhole.documents.catalogue import Catalogue
-from keyhole.documents.file import RecordHeader, Span
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import (
     Fingerprint,
@@ -26,7 +24,18 @@ from keyhole.documents.integrity import (
     foreign,
     model_of,
 )
-from keyhole.documents.record import STATISTICS, HeadRecord, LayerStatistics
+from keyhole.documents.record import (
+    STATISTICS,
+    HeadRecord,
+    LayerStatistics,
+    RecordHeader,
+    Span,
+    check_tensor,
+    check_tensors,
+    checksums_name,
+    checksums_of,
+    read_header,
+)
 from keyhole.documents.source import SourceFile
 from keyhole.documents.storage import Lease, StorageReader
 from keyhole.errors import ConfigError
@@ -62,9 +71,9 @@ class StoredDocument:
         self._extremes = header.extremes
         self._reader = reader
         self._checksums = {
-            name: small[file.checksums_name(name)].tolist()
+            name: small[checksums_name(name)].tolist()
             for name in header.spans
-            if checks and file.checksums_name(name) in small
+            if checks and checksums_name(name) in small
         }
         self._checks = checks
         self._release = weakref.finalize(self, _release, reader, lease)
@@ -141,7 +150,7 @@ class StoredDocument:
         names = [f"heads.{head}.keys", f"heads.{head}.last"]
         keys, last = self._read([self._spans[name] for name in names])
         for name, x in zip(names, (keys, last), strict=True):
-            file.check(name, self._spans[name], x.view(-1).view(torch.uint8))
+            check_tensor(name, self._spans[name], x.view(-1).view(torch.uint8))
         return HeadRecord(keys, last)
 
     @property
@@ -171,7 +180,7 @@ class StoredDocument:
         begin, last = first * size, min(end * size, self.length)
         blocks = self._read([_part(self._spans[name], begin, last) for name in names])
         for name, rows in zip(names, blocks, strict=True):
-            found = file.checksums_of(rows.view(torch.uint8), size)
+            found = checksums_of(rows.view(torch.uint8), size)
             for block, checksum in enumerate(found, first):
                 if checksum != self._checksums[name][block]:
                     raise self._changed(f"block {block} of {name} of its record has changed")
@@ -181,7 +190,7 @@ class StoredDocument:
         """Compares a whole tensor with its digest."""
         if self._checks:
             try:
-                file.check(name, self._spans[name], tensor.reshape(-1).view(torch.uint8))
+                check_tensor(name, self._spans[name], tensor.reshape(-1).view(torch.uint8))
             except RecordError as error:
                 raise error.of(self.info.name) from None
 
@@ -250,7 +259,7 @@ def _faults(
     try:
         with closing(place.reader(f"records/{record}")) as reader:
             header = header_of(reader, source.digest, fingerprint)
-            file.check_all(reader, header)
+            check_tensors(reader, header)
             if not header.is_current:
                 yield outdated()
     except FileNotFoundError:
@@ -272,7 +281,7 @@ def nameless(catalogue: Catalogue) -> list[Problem]:
 
 def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> RecordHeader:
     """The header of a record; RecordError if it is damaged, or of another model or text."""
-    header = file.parse(reader)
+    header = read_header(reader)
     error = foreign(header.fingerprint, fingerprint)
     if error is not None:
         raise error

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.config import is_count, require
-from keyhole.documents import file as document_file
 from keyhole.documents.catalogue import Catalogue
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, Problem, RecordError, model_of
@@ -31,7 +30,7 @@ from keyhole.documents.reader import (
     outdated,
     problems,
 )
-from keyhole.documents.record import DocumentRecord, validate
+from keyhole.documents.record import DocumentRecord, read_statistics, validate
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import Source, SourceFile, check_name, metadata_text
 from keyhole.documents.writer import Writer
@@ -189,7 +188,7 @@ class DocumentStore:
             raise
         try:
             header = header_of(reader, source.digest, self.fingerprint)
-            small = document_file.read_small(reader, header)
+            small = read_statistics(reader, header)
             checks = self.check == "read"
             if checks and not header.is_current:
                 raise outdated()

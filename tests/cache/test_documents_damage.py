@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.documents import file as document_file
+from keyhole.documents import record as record_module
 from keyhole.documents.index import Index
-from keyhole.documents.record import HeadRecord
+from keyhole.documents.record import HeadRecord, check_tensors, read_header, serialise
 from keyhole.documents.storage import LocalReader
 from keyhole.documents.store import DocumentStore, RecordError, StoredDocument
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
@@ -92,14 +92,12 @@ def b_is_well(store: DocumentStore) -> bool:
 
 def test_no_byte_of_a_record_can_change_unseen() -> None:
     record = make_record(n=3, num_layers=1, heads=1, dims=(2, 2), block_size=2)
-    pieces = document_file.serialise(
-        record, name="x", digest="d" * 64, created=1.5, fingerprint=MODEL
-    )
+    pieces = serialise(record, name="x", digest="d" * 64, created=1.5, fingerprint=MODEL)
     data = b"".join(pieces)
 
     def read(changed: bytes) -> None:
         reader = Bytes(changed)
-        document_file.check_all(reader, document_file.parse(reader))
+        check_tensors(reader, read_header(reader))
 
     read(data)
     for position in range(len(data)):
@@ -347,7 +345,7 @@ def test_a_value_that_flips_is_not_answered_from(store: DocumentStore, name: str
     checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
     path = record_path(store, "c")
     with closing(LocalReader(path)) as reader:
-        span = document_file.parse(reader).spans[name]
+        span = read_header(reader).spans[name]
     row = (span.stop - span.start) // span.shape[0]
 
     def read(document: StoredDocument, start: int, stop: int) -> object:
@@ -380,7 +378,7 @@ def test_other_values_are_checked_as_a_whole(store: DocumentStore, name: str) ->
     checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
     path = record_path(store, "c")
     with closing(LocalReader(path)) as reader:
-        span = document_file.parse(reader).spans[name]
+        span = read_header(reader).spans[name]
     with checking.open("c") as document:
         assert same(document, record)
         flip(path, span.start)
@@ -405,7 +403,7 @@ def test_a_record_without_checksums_is_refused_where_they_are_wanted(
     store: DocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(document_file, "_ROWS", ())
+        patch.setattr(record_module, "_ROWS", ())
         store.add("c", "text c", make_record(3))
     assert same(store.open("c"), make_record(3))
     checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")

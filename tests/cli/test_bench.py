@@ -68,7 +68,7 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
         (("offload", "--dtype", "float32"), "--dtype is for `keyhole bench decode`"),
         (("decode", "--budgets", "64"), "--budgets is for `keyhole bench offload`"),
         (("decode", "--documents", "2"), "--documents is for `keyhole bench admission`"),
-        (("admission", "--documents", "0"), "documents 0 must be a whole number >= 1"),
+        (("admission", "--documents", "0"), "documents 0 must be at least 1"),
         (("offload", "--words", "50"), "words 50 must be at least 96"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),

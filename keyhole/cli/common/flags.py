@@ -84,14 +84,14 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
 # Those of `keyhole.documents.store`, which imports torch.
 _CHECKS = ("open", "read")
 _CHECK_HELP = (
-    "when stored keys and values are compared with checksums: only those of the statistics, when a "
-    "document is opened, or everything that is read; default: open"
+    "what is compared with checksums: open, a record's statistics when it is opened; read, "
+    "everything that is read of it"
 )
 
 
 def add_check(parser: argparse._ActionsContainer, flag: str) -> None:
     """When records are compared with their checksums."""
-    parser.add_argument(flag, default="open", choices=_CHECKS, help=_CHECK_HELP)
+    parser.add_argument(flag, default="open", choices=_CHECKS, metavar="WHAT", help=_CHECK_HELP)
 
 
 def add_documents(parser: argparse.ArgumentParser) -> None:
