@@ -10,6 +10,7 @@ RAY_READY := .venv-ray/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
 PAGE_READY := .venv-page/.ready
+CLIENTS_READY := .venv-clients/.ready
 AXE := 4.14.1
 DEPLOY_READY := .venv-deploy/.ready
 WORKFLOWS_READY := .venv-workflows/.ready
@@ -19,8 +20,10 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Else every process of the tests compiles what it imports: 8 s for pytest, a second for a command.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page lint types lint-workflows lint-deploy docs reference \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -57,6 +60,10 @@ test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 # The page of `keyhole serve` in Debian's Chromium, by Playwright; UPDATE_PICTURES=1 takes those of docs/ again.
 test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real browser, with .venv-page
 	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
+
+# Clients that people use against `keyhole serve`. Their warnings are their own.
+test-clients: $(CLIENTS_READY) $(READY) ## `keyhole serve` with litellm, langchain-openai, llm and markitdown, in .venv-clients
+	@PYTHONPATH=.venv-clients .venv/bin/python -m pytest -W ignore tests/server/clients tests/server/test_documents.py
 
 # Keyhole's policies inside vLLM on the CPU. Its warnings are vLLM's own, so they are no errors here.
 test-vllm: $(VLLM_READY) ## the plugin for vLLM, in .venv-vllm (5 GB); ARGS="-k delta" for some tests
@@ -234,6 +241,14 @@ $(PAGE_READY): tests/server/page/requirements.txt | $(READY)
 	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
 	@.venv/bin/python -m pip install -qq --upgrade --target .venv-page --requirement tests/server/page/requirements.txt
 	@cd .venv-page && npm pack --silent axe-core@$(AXE) > /dev/null && tar -xzf axe-core-$(AXE).tgz --strip-components 1 package/axe.min.js
+	@touch $@
+
+# Beside .venv, not in it: what they need in other versions would change what is tested elsewhere.
+$(CLIENTS_READY): constraints.txt tests/server/clients/requirements.txt | $(READY)
+	@echo "setting up .venv-clients"
+	@rm -rf .venv-clients
+	@.venv/bin/python -m pip install -qq --target .venv-clients --constraint constraints.txt \
+	  --requirement tests/server/clients/requirements.txt
 	@touch $@
 
 $(WORKFLOWS_READY): requirements/workflows.txt requirements/workflows/package-lock.json

@@ -47,9 +47,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="memory, by that of all layers")
     parser.add_argument("--note", default="")
     arguments = parser.parse_args()
-    line = measure.header(
-        "adaptive-layers", torch.device("cpu"), arguments.note, keyhole.__version__
-    )
+    line = measure.header("adaptive-layers", torch.device("cpu"), arguments.note)
     line["command"] = "python -m benchmarks.adaptive_layers"
     found = run(
         load(keyhole.tiny(), "cpu"),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks
-from keyhole.drawing import STYLE, matplotlib, save
+from keyhole.drawing import picture
 from keyhole.eval.attention.pictures import drawings
 from keyhole.eval.attention.tables import AttentionSetting, places, tables
 from keyhole.eval.line_file import EvalTable, Line, LineFile
@@ -91,13 +91,10 @@ def markdown(table: EvalTable) -> str:
 
 def write_pictures(place: AttentionSetting, paths: dict[str, Path]) -> None:
     """Writes the pictures "loss" and "overlap" of a place; paths: by these names."""
-    pyplot = matplotlib()[0]
     for drawing in drawings(place):
-        with pyplot.rc_context(STYLE):
-            figure = pyplot.figure(figsize=drawing.size, layout="constrained")
+        path = paths[drawing.name]
+        with picture(path, figsize=drawing.size, layout="constrained") as figure:
             drawing.draw(figure)
-            save(figure, paths[drawing.name])
-            pyplot.close(figure)
 
 
 if __name__ == "__main__":

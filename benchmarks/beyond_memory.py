@@ -78,7 +78,7 @@ def main() -> int:
     cases = ["full, memory given", "full, memory not given", "delta"]
     if (Path(keyhole.tiny()) / "keyhole-head").is_dir():
         cases.append("spe_context")
-    line = measure.header("beyond-memory", torch.device("cpu"), arguments.note, keyhole.__version__)
+    line = measure.header("beyond-memory", torch.device("cpu"), arguments.note)
     settings = {name: value for name, value in vars(arguments).items() if name != "case"}
     line |= {
         "command": shlex.join(["python", "-m", "benchmarks.beyond_memory", *sys.argv[1:]]),

@@ -240,7 +240,7 @@ class RunHeader:
 
     def __call__(self) -> dict[str, Any]:
         """The fields."""
-        line = measure.header("evaluation", torch.device("cpu"), self._note, keyhole.__version__)
+        line = measure.header("evaluation", torch.device("cpu"), self._note)
         line["command"] = shlex.join(["python", "-m", "benchmarks.evaluation", *sys.argv[1:]])
         now = time.process_time()
         line["cpu_seconds"], self._begin = round(now - self._begin, 1), now

@@ -78,7 +78,7 @@ def line(named: list[str], note: str) -> dict[str, object]:
         for n in LENGTHS
     }
     cells = verify.measure_recall(model, heads, texts, BUDGETS)
-    header = measure.header("head-recall", model.device, note, keyhole.__version__)
+    header = measure.header("head-recall", model.device, note)
     header["command"] = shlex.join(["python", "-m", "benchmarks.head_recall", *sys.argv[1:]])
     settings = {"model": model.name, "budgets": BUDGETS, "lengths": LENGTHS, "tasks": TASKS}
     settings |= {"rows": MOST_ROWS, "items": ITEMS, "most_items": MOST_ITEMS}

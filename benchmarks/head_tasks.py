@@ -42,9 +42,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write the table")
     arguments = parser.parse_args()
     if not arguments.render:
-        line = measure.header(
-            "head_tasks", torch.device("cpu"), arguments.note, keyhole.__version__
-        )
+        line = measure.header("head_tasks", torch.device("cpu"), arguments.note)
         line["command"] = shlex.join(["python", "-m", "benchmarks.head_tasks", *sys.argv[1:]])
         heads = dict(name.split("=", 1) for name in arguments.heads)
         line["results"] = count(heads, arguments.items)

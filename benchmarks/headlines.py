@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks
-import keyhole
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import measure, model
@@ -49,7 +48,7 @@ def main() -> None:
 def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"{name}: {HEADLINES[name].about if name in HEADLINES else 'unknown'}", flush=True)
     device = measure.device(arguments.device)
-    line = measure.header("headline", device, arguments.note, keyhole.__version__)
+    line = measure.header("headline", device, arguments.note)
     line["command"] = shlex.join(["python", "-m", "benchmarks.headlines", *sys.argv[1:]])
     begin = time.monotonic()
     line |= setting.measured(name, str(device), _report, small=arguments.small)

@@ -231,7 +231,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(keyhole.tiny())
     for group in arguments.groups:
         name, device = "reuse-differences", torch.device("cpu")
-        line = measure.header(name, device, arguments.note, keyhole.__version__)
+        line = measure.header(name, device, arguments.note)
         command = ["python", "-m", "benchmarks.reuse_differences", *sys.argv[1:]]
         line |= {"command": shlex.join(command), "group": group, "kind": GROUPS[group][0]}
         line["results"] = count(network, tokenizer, group, arguments.items)

@@ -139,7 +139,7 @@ def _line(
     kind: str, shape: str, items: int, block_size: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """What is known of a line before it is measured."""
-    line = measure.header("samkv", torch.device("cpu"), arguments.note, keyhole.__version__)
+    line = measure.header("samkv", torch.device("cpu"), arguments.note)
     line["command"] = shlex.join(["python", "-m", "benchmarks.samkv", *sys.argv[1:]])
     return line | {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
 

@@ -118,6 +118,19 @@ def parse_bytes(value: int | str, name: str = "memory") -> int:
     return size
 
 
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_text(size: float) -> str:
+    """A size for people: 512 B, 1.5 KiB, 3.2 MiB."""
+    unit = 0
+    # A size that would round to 1024.0 is written in the next unit.
+    while unit < len(_SIZES) - 1 and size >= (1023.5 if unit == 0 else 1023.95):
+        size /= 1024
+        unit += 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_SIZES[unit]}"
+
+
 def require(good: bool, name: str, value: object, right: str) -> None:
     """Raises ConfigError "name value must be right" unless `good`."""
     if not good:
@@ -127,6 +140,13 @@ def require(good: bool, name: str, value: object, right: str) -> None:
 def is_count(value: object, least: int = 1) -> bool:
     """Whether `value` is a whole number of at least `least`, numpy's too (a bool is not)."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def require_counts(settings: object, *names: str, least: int = 1) -> None:
+    """Raises ConfigError unless all these settings are whole numbers of at least `least`."""
+    for name in names:
+        value = getattr(settings, name)
+        require(is_count(value, least), name, value, f"at least {least}")
 
 
 def require_layers(name: str, value: object, right: str = "layer numbers such as (0, 1)") -> None:
@@ -321,8 +341,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         settle_types(self)
-        for name in ("max_batch", "page_size", "prefill_chunk"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require_counts(self, "max_batch", "page_size", "prefill_chunk")
         for name in ("memory", "total_memory", "max_length"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")

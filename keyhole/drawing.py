@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,35 @@ def matplotlib() -> tuple[Any, Any, Any]:
     return pyplot, colors, patches
 
 
-def save(figure: Any, path: str | Path) -> None:
-    """Writes a figure, by the ending of its path; ConfigError if it cannot be written."""
+@contextmanager
+def picture(
+    path: str | Path, title: str = "", date: str | None = None, **options: Any
+) -> Iterator[Any]:
+    """A figure in the shared style; it is written when the block ends, by the ending of `path`.
+
+    title: at the top left. date: the description in the file, which tells whether a picture is
+    older than its results. options: of matplotlib's `figure`. ConfigError if it cannot be written.
+    """
+    pyplot = matplotlib()[0]
+    with pyplot.rc_context(STYLE):
+        figure = pyplot.figure(**options)
+        try:
+            if title:
+                heading(figure, title)
+            yield figure
+            _save(figure, path, date)
+        finally:
+            pyplot.close(figure)
+
+
+def _save(figure: Any, path: str | Path, date: str | None) -> None:
+    metadata = None if date is None else {"Description": date, "Software": None}
     try:
-        figure.savefig(path)
+        figure.savefig(path, metadata=metadata)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+
+
+def heading(figure: Any, text: str) -> None:
+    """Puts the title of a figure at its top left."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold")

@@ -10,9 +10,11 @@ A method with its settings, as text (`delta:token_budget=512`) or as a JSON file
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -92,8 +94,8 @@ class Registry(Generic[Method]):
 
     def _places(self) -> dict[str, str]:
         places = dict(self._ours)
-        for point in entry_points(group=self._group):
-            places.setdefault(point.name, point.value)
+        for name, place in _entry_points(self._group, tuple(sys.path)):
+            places.setdefault(name, place)
         return places
 
     def _load(self, name: str, place: str) -> type[Method]:
@@ -110,6 +112,15 @@ class Registry(Generic[Method]):
                 f"{self._kind} {name!r}: {place!r} is not a subclass of keyhole.{base}"
             )
         return found
+
+
+@functools.cache
+def _entry_points(group: str, path: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Names and values of a group; `path` is `sys.path`, where importlib looks for packages.
+
+    It reads files of every installed package, which takes 10 ms, and `make` is called per request.
+    """
+    return [(point.name, point.value) for point in entry_points(group=group)]
 
 
 def _plain(name: str) -> str:

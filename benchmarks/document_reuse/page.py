@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.document_reuse.methods import ABLATION, METHODS
-from keyhole.drawing import FAINT, INK, STYLE, matplotlib
+from keyhole import drawing
+from keyhole.drawing import FAINT, INK
 
 Line = dict[str, Any]
 #: Lines by kind of question and shape.
@@ -150,7 +151,6 @@ def picture(lines: Lines, path: Path) -> None:
 
     A panel for each shape and place of what is needed: not every place is measured in every shape.
     """
-    pyplot = matplotlib()[0]
     panels = [
         (shape, place, own)
         for shape in _shapes(lines)
@@ -158,11 +158,9 @@ def picture(lines: Lines, path: Path) -> None:
         if (own := [line for (kind, at), line in lines.items()
                     if at == shape and kind.endswith(f"/{place}")])
     ]  # fmt: skip
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            1, len(panels), figsize=(max(4.2, 2.1 * len(panels) + 0.6), 3.5), layout="constrained",
-            sharey=True, squeeze=False,
-        )  # fmt: skip
+    size, date = (max(4.2, 2.1 * len(panels) + 0.6), 3.5), max(x["date"] for x in lines.values())
+    with drawing.picture(path, date=date, figsize=size, layout="constrained") as figure:
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
         for axis, (shape, place, own) in zip(axes[0], panels, strict=True):
             _panel(axis, own)
             number, words = shape.split("x")
@@ -183,9 +181,6 @@ def picture(lines: Lines, path: Path) -> None:
             ncols=columns,
             frameon=False,
         )
-        date = max(line["date"] for line in lines.values())
-        figure.savefig(path, metadata={"Description": date, "Software": None})
-        pyplot.close(figure)
 
 
 def _panel(axis: Any, lines: list[Line]) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks
-import keyhole
 from benchmarks.paper import documents
 from benchmarks.paper.documents import RECOMPUTE
 from benchmarks.paper.kinds import DocumentSettings
@@ -52,7 +51,7 @@ def main() -> None:
         device=arguments.device,
     )
     device = measure.device(arguments.device)
-    line = measure.header("documents", device, arguments.note, keyhole.__version__)
+    line = measure.header("documents", device, arguments.note)
     line["command"] = shlex.join(
         ["python", "-m", "benchmarks.document_reuse.prompt_time", *sys.argv[1:]]
     )

@@ -14,6 +14,7 @@ from keyhole.bench.measure import Report
 from keyhole.cli import bench
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.parser import Parser
+from keyhole.config import bytes_text
 from keyhole.errors import KeyholeError
 
 _COLUMNS: bench.Columns = (
@@ -21,7 +22,7 @@ _COLUMNS: bench.Columns = (
     ("on", "about", str),
     ("system", "system", str),
     ("time", "ms", bench.milliseconds),
-    ("moved", "moved_bytes", terminal.bytes_text),
+    ("moved", "moved_bytes", bytes_text),
     ("GFLOP/s", "gflop_per_s", "{:.0f}".format),
     *bench.COMMON,
     ("of a copy's", "copy_share", "{:.0%}".format),

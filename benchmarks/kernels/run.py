@@ -32,6 +32,7 @@ from benchmarks.targets import bars
 from keyhole.bench import decode, measure, model
 from keyhole.bench.measure import Report, Result, Turn, capture, take_turns
 from keyhole.bench.settings import PAGE_SIZE, SHAPES, require_known
+from keyhole.config import bytes_text
 from keyhole.errors import CapacityError
 from keyhole.kernels import cpu
 
@@ -217,8 +218,8 @@ def _check_room(settings: KernelSettings, device: torch.device) -> None:
     need, free = int((1 + _COPIES) * cache), model.free_bytes(device)
     if need > free:
         raise CapacityError(
-            f"{settings.contexts[-1]:,} tokens, batch {settings.batch}, need {model.gib(need)}, "
-            f"{model.gib(free)} are free; give fewer --contexts or a smaller --batch"
+            f"{settings.contexts[-1]:,} tokens, batch {settings.batch}, need {bytes_text(need)}, "
+            f"{bytes_text(free)} are free; give fewer --contexts or a smaller --batch"
         )
 
 

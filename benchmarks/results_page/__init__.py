@@ -15,8 +15,8 @@ from benchmarks.results_page import pictures as results_pictures
 from benchmarks.results_page import scope as results_scope
 from benchmarks.results_page.cells import ASKED, FULL, TaskCells, columns, methods, named, of_task
 from benchmarks.results_page.text import image, kib, month, paragraph, percent, ratio, written
-from keyhole.eval.line_file import Line
-from keyhole.eval.report.cells import Cell, cells, read_lines
+from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.report.cells import Cell, cells
 from keyhole.eval.report.plot_style import NOTHING
 
 PAGE = "results.md"
@@ -42,7 +42,7 @@ def write(results: Path, docs: Path) -> None:
 
 def stored(path: Path) -> list[Line]:
     """The lines of a file; none where there is no file."""
-    return read_lines(path) if path.is_file() else []
+    return LineFile(path).lines
 
 
 def newest(lines: Sequence[Line]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results_page.controls import TERMS
-from keyhole.drawing import STYLE, matplotlib, save
+from keyhole.drawing import picture
 from keyhole.errors import ConfigError
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
@@ -57,37 +57,28 @@ def shown(lines: Sequence[Line]) -> dict[tuple[str, str], np.ndarray]:
 
 def _lengths(found: Mapping[tuple[str, str], np.ndarray], path: Path) -> None:
     """Steps of a distribution for each method."""
-    pyplot = matplotlib()[0]
     style: dict[str, Look] = looks(found)
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    with picture(path, figsize=(7, 4), layout="constrained") as figure:
+        axes = figure.subplots()
         for (_, name), lengths in found.items():
             shares = np.arange(1, len(lengths) + 1) / len(lengths)
             axes.step(lengths, shares, where="post", color=style[name].color, label=name)
         axes.set_xlabel("tokens of an answer")
         axes.set_ylabel("share of answers")
         axes.legend(fontsize=7, ncols=2)
-        save(figure, path)
-        pyplot.close(figure)
 
 
 def pareto_chart(cells: Sequence[Cell], path: str | Path, *, title: str) -> None:
     """Writes a picture, a panel for each task and length; ConfigError if nothing is to be drawn."""
-    pyplot = matplotlib()[0]
     by_place = {at: own for at, own in places(cells).items() if points(own)}
     if not by_place:
         raise ConfigError("no line has both a score and bytes_per_step; there is nothing to draw")
     columns = min(_PANELS_ACROSS, len(by_place))
     rows = math.ceil(len(by_place) / columns)
     style = looks((cell.policy, cell.name) for cell in cells)
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            rows,
-            columns,
-            figsize=(_PANEL[0] * columns, _PANEL[1] * rows + 0.7),
-            squeeze=False,
-            layout="constrained",
-        )
+    size = (_PANEL[0] * columns, _PANEL[1] * rows + 0.7)
+    with picture(path, title, figsize=size, layout="constrained") as figure:
+        axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat[len(by_place) :]:
             axis.set_visible(False)
         handles: dict[str, Any] = {}
@@ -98,6 +89,3 @@ def pareto_chart(cells: Sequence[Cell], path: str | Path, *, title: str) -> None
         figure.legend(
             handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
         )
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        save(figure, path)
-        pyplot.close(figure)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keyhole.drawing import FAINT, INK, STYLE, matplotlib
+from keyhole import drawing
+from keyhole.drawing import FAINT, INK
 from keyhole.eval.verify import BEST, WINDOW
 
 #: What `python -m benchmarks.head_recall`, or head_tasks, adds to benchmarks/results/.
@@ -52,20 +53,15 @@ def tasks(line: Line) -> str:
 
 def picture(line: Line, path: str | Path) -> None:
     """Writes a PNG: a panel per budget, recall against length, a line per chooser."""
-    pyplot = matplotlib()[0]
     results = line["results"]
     names = list(dict.fromkeys(c["chooser"] for c in results))
     budgets = sorted({c["budget"] for c in results})
     lengths = sorted({c["length"] for c in results})
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            1,
-            len(budgets),
-            figsize=(1.4 + 1.8 * len(budgets), 3.4),
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
+    title = f"Attention of {line['settings']['model']} on the tokens that were chosen"
+    size = (1.4 + 1.8 * len(budgets), 3.4)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with drawing.picture(path, title, line["date"], figsize=size, layout="constrained") as figure:
+        axes = figure.subplots(1, len(budgets), sharey=True, squeeze=False)
         for axis, budget in zip(axes[0], budgets, strict=True):
             for number, name in enumerate(names):
                 own = sorted(
@@ -86,16 +82,6 @@ def picture(line: Line, path: str | Path) -> None:
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
         figure.supxlabel("tokens of context", fontsize=9)
-        figure.suptitle(
-            f"Attention of {line['settings']['model']} on the tokens that were chosen",
-            x=0.01,
-            ha="left",
-            fontsize=11,
-            fontweight="bold",
-        )
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Description": line["date"]})
-        pyplot.close(figure)
 
 
 def _look(name: str, number: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.results_page.cells import ASKED, TaskCells, columns, methods, of_task
 from benchmarks.results_page.text import month
-from keyhole.drawing import FAINT, STYLE, matplotlib
+from keyhole.drawing import FAINT, picture
 from keyhole.eval.line_file import Line
 from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report import charts
@@ -97,7 +97,7 @@ def _heat_map(found: Sequence[Cell], path: Path, date: str) -> None:
 
     def draw(_: Any, axes: list[Any]) -> None:
         for axis, (task, grid) in zip(axes, grids, strict=True):
-            charts.draw_heat_map(axis, grid, matplotlib()[2])
+            charts.draw_heat_map(axis, grid)
             axis.set_title(ASKED[task].title)
             axis.set_xticks([n + 0.5 for n in range(len(grid.columns))], grid.columns, fontsize=7)
 
@@ -136,7 +136,7 @@ def _maps(lines: Sequence[Line], path: Path, date: str) -> None:
     def draw(figure: Any, axes: list[Any]) -> None:
         for axis, line in zip(axes, shown, strict=True):
             kept, look = SelectionMap.from_json(line["map"]), style[line["method"]]
-            charts.draw_selection_map(axis, kept, color=look.color, colors=matplotlib()[1])
+            charts.draw_selection_map(axis, kept, color=look.color)
             axis.axhline(line["map_step"], color=look.color, linewidth=1.2)
             axis.set_title(f"{line['method']}, {kept.subject}", pad=7)
         figure.supxlabel("position in the text", fontsize=9, color=FAINT)
@@ -158,18 +158,12 @@ def _figure(
     extra: float = 0.5,
 ) -> None:
     """A PNG of so many panels, at most `most` side by side; sizes in inches."""
-    pyplot = matplotlib()[0]
     across = min(most, count)
     down = math.ceil(count / across)
-    with pyplot.rc_context(STYLE):
-        size = (panel[0] * across, panel[1] * down + extra)
-        figure, axes = pyplot.subplots(
-            down, across, figsize=size, squeeze=False, layout="constrained"
-        )
+    size = (panel[0] * across, panel[1] * down + extra)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with picture(path, title, date, figsize=size, layout="constrained") as figure:
+        axes = figure.subplots(down, across, squeeze=False)
         for axis in axes.flat[count:]:
             axis.set_visible(False)
         draw(figure, list(axes.flat[:count]))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Description": date, "Software": None})
-        pyplot.close(figure)

@@ -54,7 +54,6 @@ def main() -> None:
         "serve",
         torch.device("cpu"),
         arguments.note,
-        keyhole.__version__,
         ("python", "-m", "benchmarks.serving.overhead"),
     )
     llm = LLM(keyhole.tiny(), max_batch=max(_BATCHES), prefix_cache=False)

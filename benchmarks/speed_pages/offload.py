@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.speed_pages import tables
 from keyhole.bench.offload_loading import ELASTIC, NO_ELASTIC, NO_OVERLAP
-from keyhole.drawing import FAINT, INK, STYLE, matplotlib
+from keyhole.drawing import FAINT, INK, picture
 
 Line = dict[str, Any]
 
@@ -54,10 +54,10 @@ def section(line: Line) -> list[str]:
 
 def curve(line: Line, path: Path) -> None:
     """Writes a PNG: repeat rate and moved share against budget; its description is the date."""
-    pyplot = matplotlib()[0]
     policies = list(dict.fromkeys(result["policy"] for result in line["results"]))
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, 2, figsize=(7.2, 3.2), layout="constrained", sharex=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with picture(path, date=line["date"], figsize=(7.2, 3.2), layout="constrained") as figure:
+        axes = figure.subplots(1, 2, sharex=True)
         for place, policy in enumerate(policies):
             points = [p for p in _pairs(line) if p[ELASTIC]["policy"] == policy]
             budgets = [p[ELASTIC]["budget"] for p in points]
@@ -84,9 +84,6 @@ def curve(line: Line, path: Path) -> None:
             axis.set_axisbelow(True)
             axis.set_xlabel("token budget")
         axes[1].legend(frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Description": line["date"]})
-        pyplot.close(figure)
 
 
 def _large(line: Line) -> list[str]:

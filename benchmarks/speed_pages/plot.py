@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.llama_cpp.system import SYSTEMS
 from keyhole.bench.settings import BASELINES, MORE_BASELINES
-from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, STYLE, matplotlib
+from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, picture
 
 # Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
 _MARKS = "osD^vPX*"
@@ -16,14 +16,15 @@ _OTHERS = (*BASELINES, *SYSTEMS, *MORE_BASELINES)
 
 def step_times(line: dict[str, Any], path: Path) -> None:
     """Writes a PNG whose description is the line's date, so that it can be told from older ones."""
-    pyplot = matplotlib()[0]
     settings, machine = line["settings"], line["machine"]
     found: dict[str, list[tuple[int, float]]] = {}
     for result in line["results"]:
         point = result["context"], result["step_ms"]
         found.setdefault(result["system"], []).append(point)
-    with pyplot.rc_context(STYLE):
-        figure, axis = pyplot.subplots(figsize=(7.2, 4.0), layout="constrained")
+    title = f"A decode step, {settings['shape']}, {settings['dtype']}, batch {settings['batch']}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with picture(path, title, line["date"], figsize=(7.2, 4.0), layout="constrained") as figure:
+        axis = figure.subplots()
         for name, points in found.items():
             axis.plot(*zip(*points, strict=True), label=name, linewidth=1.6, **_look(name, found))
         contexts = sorted({context for points in found.values() for context, _ in points})
@@ -39,18 +40,8 @@ def step_times(line: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("tokens of context")
         axis.set_ylabel("milliseconds per step (logarithmic)")
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-        figure.suptitle(
-            f"A decode step, {settings['shape']}, {settings['dtype']}, batch {settings['batch']}",
-            x=0.01,
-            ha="left",
-            fontsize=11,
-            fontweight="bold",
-        )
         where = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
         axis.set_title(f"{where}, {line['date'][:10]}", loc="left", fontsize=8, color=FAINT)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Description": line["date"]})
-        pyplot.close(figure)
 
 
 def _look(name: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -40,15 +40,11 @@ BANDWIDTH_RUNS = 7
 
 
 def header(
-    benchmark: str,
-    device: torch.device,
-    note: str,
-    version: str,
-    command: Sequence[str] = ("keyhole",),
+    benchmark: str, device: torch.device, note: str = "", command: Sequence[str] = ("keyhole",)
 ) -> dict[str, Any]:
-    """What a line says about how, where and when it was measured; version: of Keyhole.
+    """The fields of a line of results that say how, where and when it was measured.
 
-    command: the program before the flags of this process.
+    command: the program, without the flags of this process.
     """
     return {
         "benchmark": benchmark,
@@ -57,7 +53,7 @@ def header(
         "commit": commit(),
         "note": note,
         "machine": machine(device),
-        "versions": versions() | {"keyhole": version},
+        "versions": versions(),
     }
 
 
@@ -99,7 +95,15 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
+        "keyhole": _keyhole_version(),
     }
+
+
+def _keyhole_version() -> str:
+    try:
+        return importlib.metadata.version("keyhole")
+    except importlib.metadata.PackageNotFoundError:  # a bare copy of the source
+        return "0+unknown"
 
 
 def commit() -> str | None:

@@ -29,6 +29,7 @@ from keyhole.bench import measure
 from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, SHAPES, DecodeSettings
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import bytes_per_page
+from keyhole.config import bytes_text
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models import families
 from keyhole.models.attention import NAME
@@ -101,11 +102,6 @@ def workspace_bytes() -> int:
     return 0 if _cpu is None else _cpu.workspace_bytes()
 
 
-def gib(size: float) -> str:
-    """A size for people."""
-    return f"{size / 2**30:.1f} GiB"
-
-
 def _field(file: Path, name: str) -> int:
     """A size in a file of /proc with lines such as "VmRSS:  12 kB"."""
     text = file.read_text()
@@ -129,7 +125,7 @@ class Skipped:
     def __str__(self) -> str:
         who = "the caches" if self.system is None else self.system
         where = f"{self.context:,} tokens, batch {self.batch}"
-        need, free = gib(self.need_bytes), gib(self.free_bytes)
+        need, free = bytes_text(self.need_bytes), bytes_text(self.free_bytes)
         return f"skipped at {where}: {who} would need {need}, {free} are free"
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from keyhole.config import is_count, is_number, require, setting
+from keyhole.config import is_count, is_number, require, require_counts, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import is_settings_file, parse, parse_one, written
@@ -89,8 +89,7 @@ class BenchSettings:
         pages = [is_count(n, PAGE_SIZE) and n % PAGE_SIZE == 0 for n in self.contexts]
         good = bool(pages) and all(pages) and sorted(set(self.contexts)) == list(self.contexts)
         require(good, "contexts", self.contexts, right)
-        require(is_count(self.batch), "batch", self.batch, "a whole number >= 1")
-        require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
+        require_counts(self, "batch", "repeat")
         require_known("shape", [self.shape], SHAPES)
         require_known("dtype", [self.dtype], DTYPES)
 
@@ -162,10 +161,8 @@ class OffloadSettings:
         require(good, "budgets", self.budgets, "numbers of tokens, the least first")
         object.__setattr__(self, "policies", specs(self.policies))
         require(bool(self.policies), "policies", self.policies, "at least one")
-        # What the task itself asks for (keyhole.eval.tiny_language.tasks).
-        require(is_count(self.words, 96), "words", self.words, "at least 96")
-        require(is_count(self.items), "items", self.items, "a whole number >= 1")
-        require(is_count(self.repeat), "repeat", self.repeat, "a whole number >= 1")
+        require_counts(self, "words", least=96)  # see keyhole.eval.tiny_language.tasks.make
+        require_counts(self, "items", "repeat")
         pages = self.context is None or (is_count(self.context) and self.context % PAGE_SIZE == 0)
         require(pages, "context", self.context, f"a multiple of {PAGE_SIZE}")
         fits = self.memory is None or self.context is not None
@@ -191,9 +188,7 @@ class AdmissionSettings:
     device: str = setting("auto", DEVICES)
 
     def __post_init__(self) -> None:
-        for name in ("documents", "tokens", "question", "others", "prompt", "repeat"):
-            right = "a whole number >= 1"
-            require(is_count(getattr(self, name)), name, getattr(self, name), right)
+        require_counts(self, "documents", "tokens", "question", "others", "prompt", "repeat")
         named = parse(",".join(self.methods))
         object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
         require(bool(self.methods), "methods", self.methods, "at least one")
@@ -224,7 +219,7 @@ class ServeSettings:
     seed: int = setting(0, "of lengths, prompts and arrivals")
 
     def __post_init__(self) -> None:
-        require(is_count(self.requests), "requests", self.requests, "a whole number >= 1")
+        require_counts(self, "requests")
         good = self.rate is None or (is_number(self.rate) and self.rate > 0)
         require(good, "rate", self.rate, "a number above 0")
         if self.concurrency is None and self.rate is None:

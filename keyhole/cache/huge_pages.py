@@ -1,31 +1,83 @@
-"""Large tensors backed by 2 MiB memory pages, where the system supports them.
+"""Large tensors backed by 2 MiB memory pages, which grow without being copied.
 
 Selected tokens are scattered over a cache of gigabytes. With 4 KiB memory pages nearly every one of
-them is a TLB miss (measured: benchmarks/LOG.md).
+them is a TLB miss (measured: benchmarks/LOG.md). On Linux a CPU tensor reserves the address space
+that it may grow to; the system provides memory as pages are written, so growth costs no time and
+only what is used is held. Elsewhere, and without address space, growth copies.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
+import resource
 import sys
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 _HUGE_BYTES = 1 << 21
 _MADV_HUGEPAGE = 14  # see madvise(2)
+_MAP_NORESERVE = 0x4000  # see mmap(2)
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: reserved memory counts as used
 
 
-def new_empty(like: Tensor, *shape: int) -> Tensor:
+def new_empty(like: Tensor, *shape: int, most: int = 0) -> Tensor:
     """An uninitialised tensor with the dtype and device of `like`.
 
     For a large CPU tensor this requests huge pages from Linux before the first write; without any
-    available it is an ordinary tensor.
+    available it is an ordinary tensor. most: rows for which address space is reserved.
     """
-    tensor = like.new_empty(*shape)
-    if tensor.device.type == "cpu" and sys.platform == "linux":
-        begin = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_BYTES * _HUGE_BYTES
+    tensor = _reserved(like, max(most, shape[0]), *shape[1:]) if most else None
+    if tensor is None:
+        tensor = like.new_empty(*shape)
+    storage = tensor.untyped_storage()
+    if is_lazy(tensor):
+        begin = -(-storage.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
+        end = (storage.data_ptr() + storage.nbytes()) // _HUGE_BYTES * _HUGE_BYTES
         if begin < end:
             libc = ctypes.CDLL(None)
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
-    return tensor
+    return tensor[: shape[0]]
+
+
+def enlarged(tensor: Tensor, count: int, most: int) -> Tensor:
+    """`tensor` with at least `count` rows: in place where it has reserved them, else a copy.
+
+    most: rows for which a copy reserves address space.
+    """
+    if len(tensor) >= count:  # a growth that failed half-way is resumed
+        return tensor
+    storage, row = tensor.untyped_storage(), tensor.stride(0) * tensor.itemsize
+    if row and count * row <= storage.nbytes():
+        return tensor.new_empty(0).set_(storage, 0, (count, *tensor.shape[1:]), tensor.stride())
+    larger = new_empty(tensor, count, *tensor.shape[1:], most=most)
+    larger[: len(tensor)] = tensor
+    return larger
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the system provides its memory as it is written, and takes parts of it back."""
+    return tensor.device.type == "cpu" and sys.platform == "linux"
+
+
+def _reserved(like: Tensor, most: int, *row: int) -> Tensor | None:
+    """A tensor [most, ...] without memory yet; None where that much cannot be reserved."""
+    size = most * math.prod(row) * like.itemsize
+    if not is_lazy(like) or not size or _is_counted():
+        return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, size, flags=flags)
+    except (OSError, OverflowError):  # more than there are addresses
+        return None
+    return torch.frombuffer(memory, dtype=like.dtype).view(most, *row)
+
+
+def _is_counted() -> bool:
+    """Whether reserved address space counts against a limit, of the process or of the system."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return True
+    return _OVERCOMMIT.is_file() and _OVERCOMMIT.read_text().strip() == "2"

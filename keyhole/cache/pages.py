@@ -3,9 +3,10 @@
 A page holds `page_size` tokens in every layer at once, so one page number serves all layers. Per
 layer there is one tensor in which a head's page of keys is followed by its page of values: data
 read together is adjacent, which speeds up selected tokens most (benchmarks/LOG.md). The policy's
-side data has tensors of its own. Tensors grow as pages are used, up to `max_pages`. Keys and values
-of a layer can be offloaded (to RAM or disk), where they are read and grow as before, and become
-resident again once the tensors have been shrunk to the pages in use.
+side data has tensors of its own. Tensors grow as pages are used, up to `max_pages`, on a CPU
+without being copied (`huge_pages`). Keys and values of a layer can be offloaded (to RAM or disk),
+where they are read and grow as before, and become resident again once the tensors have been shrunk
+to the pages in use.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ class PageCache:
         lower = self._pages[layer]
         self._settle()
         with _no_room("an offloaded layer could not be made resident again"):
-            upper = huge_pages.new_empty(self.empty, self.capacity, *lower.shape[1:])
+            shape = self.capacity, *lower.shape[1:]
+            upper = huge_pages.new_empty(self.empty, *shape, most=self._most)
         used = self._past_last
         upper[:used] = lower[:used]
         self.moves += 1
@@ -197,9 +199,9 @@ class PageCache:
     def cut(self, count: int) -> None:
         """Frees the resident memory of all except the first `count` pages.
 
-        None of the others is in use (`pack` first). Not while a step runs. Tensors are replaced one
-        by one; CapacityError if there is no memory for a smaller one: the remaining tensors keep
-        their size.
+        None of the others is in use (`pack` first). Not while a step runs. Where the system does
+        not take parts of a tensor back, tensors are replaced one by one; CapacityError if there is
+        no memory for a smaller one: the remaining tensors keep their size.
         """
         used = self._past_last
         assert used <= count <= self.capacity, f"page {used - 1} is in use"
@@ -343,7 +345,7 @@ class PageCache:
         return self.max_pages + (self._aside is not None)
 
     def _grow(self, least: int) -> None:
-        """Doubles the tensors one by one, so that only one is held twice at a time."""
+        """Doubles the tensors, one by one: of those that must be copied only one is held twice."""
         self.moves += 1
         self._settle()
         capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))
@@ -359,15 +361,19 @@ class PageCache:
             for i, data in enumerate(self.data):
                 self._pages[i] = self._enlarged_pages(i, capacity)
                 self.keys, self.values = self._views()  # let go of the smaller tensor
-                _enlarge_all(data, capacity)
-            _enlarge_all(self.common, capacity)
+                self._enlarge_all(data, capacity)
+            self._enlarge_all(self.common, capacity)
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
         self._refs.extend([0] * (capacity - self.capacity))
 
     def _enlarged_pages(self, layer: int, capacity: int) -> Tensor:
         if layer in self._stores:
             return self._stores[layer].resized(capacity)
-        return _enlarged(self._pages[layer], capacity)
+        return huge_pages.enlarged(self._pages[layer], capacity, self._most)
+
+    def _enlarge_all(self, data: dict[str, Tensor], capacity: int) -> None:
+        for name, tensor in data.items():
+            data[name] = huge_pages.enlarged(tensor, capacity, self._most)
 
 
 def bytes_per_page(geometry: Geometry, page_data: Sequence[Mapping[str, tuple[int, ...]]]) -> int:
@@ -402,19 +408,6 @@ def _no_room(message: str) -> Iterator[None]:
         raise CapacityError(message) from error
 
 
-def _enlarge_all(data: dict[str, Tensor], capacity: int) -> None:
-    for name, tensor in data.items():
-        data[name] = _enlarged(tensor, capacity)
-
-
-def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
-    if tensor.shape[0] >= capacity:  # a growth that failed half-way is resumed
-        return tensor
-    larger = huge_pages.new_empty(tensor, capacity, *tensor.shape[1:])
-    larger[: tensor.shape[0]] = tensor
-    return larger
-
-
 def _copy_pages(tensor: Tensor, source: list[int], target: list[int]) -> None:
     """Copies pages within a tensor, a few at a time, to bound the temporary copy."""
     step = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes))
@@ -424,9 +417,12 @@ def _copy_pages(tensor: Tensor, source: list[int], target: list[int]) -> None:
 
 
 def _cut(tensor: Tensor, count: int, used: int) -> Tensor:
-    """The first `count` pages in a tensor of their own; only the first `used` are copied."""
+    """The first `count` pages, without the memory of the others; the first `used` keep contents."""
     if tensor.shape[0] <= count:
         return tensor
+    if huge_pages.is_lazy(tensor):
+        discard(tensor[used:])
+        return tensor[:count]
     smaller = huge_pages.new_empty(tensor, count, *tensor.shape[1:])
     discard(tensor[used:])
     move(tensor[:used], smaller[:used])

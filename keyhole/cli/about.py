@@ -19,7 +19,7 @@ from keyhole.cli import bench
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Parser
 from keyhole.cli.evaluate import SUITES
-from keyhole.config import help_of
+from keyhole.config import bytes_text, help_of
 from keyhole.documents.source import default_place
 from keyhole.errors import UnknownNameError
 from keyhole.models.checkpoint import ITEMSIZES
@@ -173,7 +173,7 @@ def _found() -> dict[str, dict[str, Any]]:
     for number in range(torch.cuda.device_count()):
         name = f"cuda:{number}"
         about = torch.cuda.get_device_properties(number)
-        devices[name] = f"{about.name}, {terminal.bytes_text(about.total_memory)}"
+        devices[name] = f"{about.name}, {bytes_text(about.total_memory)}"
         backends[name] = kernels.backend(torch.device(name))
     return {
         "versions": {

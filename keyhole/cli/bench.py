@@ -26,6 +26,7 @@ from keyhole.bench.settings import (
 )
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LINES, TRACE, Output, check_outputs
+from keyhole.config import bytes_text
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.line_file import LineFile
 
@@ -147,7 +148,7 @@ def measured(
     from keyhole.bench import measure
 
     device = measure.device(settings.device)
-    line = measure.header(name, device, arguments.note or "", keyhole.__version__, command)
+    line = measure.header(name, device, arguments.note or "", command)
     # Beside one JSON object on stdout, tables still show how far a long run has come.
     stream = sys.stderr if arguments.json else sys.stdout
     columns = _TABLES[name] if table is None else table
@@ -200,11 +201,11 @@ _DECODE: Columns = (
     ("tokens", "context", "{:,}".format),
     ("system", "system", str),
     ("step", "step_ms", milliseconds),
-    ("KV read", "kv_bytes", terminal.bytes_text),
+    ("KV read", "kv_bytes", bytes_text),
     ("keys read", "attended_fraction", "{:.1%}".format),
     *COMMON,
-    ("peak memory", "peak_bytes", terminal.bytes_text),
-    ("stated", "stated_bytes", terminal.bytes_text),
+    ("peak memory", "peak_bytes", bytes_text),
+    ("stated", "stated_bytes", bytes_text),
 )
 
 
@@ -215,7 +216,7 @@ _OFFLOAD: Columns = (
     ("step", "step_ms", milliseconds),
     ("time / above", "ratio_to_above", "{:.2f}".format),
     ("waiting", "stall_ms", milliseconds),
-    ("moved per step", "moved_bytes", terminal.bytes_text),
+    ("moved per step", "moved_bytes", bytes_text),
     ("was there", "hit_rate", "{:.1%}".format),
     ("repeated", "repeat_rate", "{:.1%}".format),
     ("right words", "right_share", "{:.1%}".format),
@@ -227,6 +228,7 @@ _ADMISSION: Columns = (
     ("longest", "longest_ms", milliseconds),
     ("longest / median", "longest_ratio", "{:.2f}".format),
     ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
+    ("the worst", "worst_cpu_ratio", "{:.2f}".format),
     ("of as many steps without", "noise_ratio", "{:.2f}".format),
     ("first token", "ttft_ms", milliseconds),
     ("alone", "alone_ms", milliseconds),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LAYERS, PICTURE, Output, check_outputs
-from keyhole.config import is_count, require, setting
+from keyhole.config import require_counts, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies.delta import Delta
 from keyhole.policies.selection_layers import rank_by_shift
@@ -70,8 +70,7 @@ class PlacementSettings:
             raise ConfigError(
                 f"--measure {self.measure} goes with --method optimal: paper goes by the shift"
             )
-        for name in ("num_delta_layers", "max_tokens"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require_counts(self, "num_delta_layers", "max_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -279,8 +278,7 @@ class StableSettings:
     block_size: int = setting(64, "tokens in a block; documents are cut to 32 blocks")
 
     def __post_init__(self) -> None:
-        for name in ("num_stable_layers", "num_documents", "block_size"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require_counts(self, "num_stable_layers", "num_documents", "block_size")
 
 
 def run_stable(

@@ -14,6 +14,7 @@ import keyhole
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import PICTURE, Output, check_outputs
+from keyhole.config import bytes_text
 from keyhole.errors import ConfigError
 from keyhole.models.locate import TINY
 
@@ -147,5 +148,5 @@ def _row(outcome: DemoOutcome) -> list[str]:
         "right" if outcome.correct else "wrong",
         "-" if fraction is None else f"{fraction:.1%}",
         f"{stats.step_ms:.1f} ms",
-        terminal.bytes_text(terminal.bytes_per_step(stats)),
+        bytes_text(terminal.bytes_per_step(stats)),
     ]

@@ -1,14 +1,15 @@
 """The suites `attention` and `paper` of `keyhole eval`.
 
-attention: what sparse attention loses of a text, layer by layer. It takes --text (several files
-with commas between), --lengths, --limit, --policies (all of them, unless some are named), --budgets
-(1/8,1/16), --terms and its settings, --batch, --prompt-memory. docs/attention.md says what is
+attention: how much of the attention to a text is lost, layer by layer. It takes --text (several
+files, separated by commas), --lengths, --limit, --policies (default: all), --budgets (default:
+1/8,1/16), --terms and its settings, --batch, --prompt-memory. docs/attention.md says what is
 measured.
 
-paper: whether a method may be used on a checkpoint, and how. First `keyhole verify`: a model that
-fails is not evaluated. Then an estimate of the time; RULER and long derivations under every policy
-with its controls; questions over stored documents under every reuse method. At the end a verdict
-for each, a page, and a settings file for `LLM(policy=FILE)`.
+paper: whether a method may be used on a checkpoint, and how. First it runs `keyhole verify`; a
+model that fails is not evaluated. Then it estimates the time, and evaluates RULER and long
+derivations under every policy and its controls, and questions over stored documents under every
+reuse method. It ends with a verdict for each method, a page, and a settings file for
+`LLM(policy=FILE)`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import keyhole
-from keyhole import drawing
-from keyhole.cli import evaluate
 from keyhole.cli.common import flags, terminal
-from keyhole.cli.common.terminal import LINES, PAGE, POLICY, Output, check_outputs
-from keyhole.cli.evaluate import methods_of
+from keyhole.cli.common.terminal import POLICY, Output
+from keyhole.cli.evaluate import (
+    exit_status,
+    header,
+    methods_of,
+    output_file,
+    print_closing,
+    print_table,
+    resumable,
+)
 from keyhole.config import EngineConfig, require
 from keyhole.errors import ConfigError
 from keyhole.eval import comparisons
@@ -36,12 +42,13 @@ from keyhole.policies import available_policies
 if TYPE_CHECKING:
     from keyhole.eval.forced_text import Windows
     from keyhole.eval.paper.suite import PaperSuite
+    from keyhole.eval.suite import Header
     from keyhole.eval.tasks import Task
     from keyhole.models.loading import Model
 
 
 def run_attention(arguments: argparse.Namespace) -> int:
-    """Measures what is not there yet and prints the tables of all that was asked for."""
+    """Measures the cells that are not stored yet and prints the tables of all cells."""
     given = flags.settings_of(arguments, AttentionSettings)
     for name in given:
         if name not in TAKEN:
@@ -55,27 +62,17 @@ def run_attention(arguments: argparse.Namespace) -> int:
         for method in methods_of(dataclasses.replace(settings, policies=names))
         if not available_policies()[method.name].dense
     ]
-    check_outputs(
-        Output("--output", arguments.output, LINES),
-        Output("--html", arguments.html, PAGE),
-    )
     flags.find_model(arguments)  # before scipy and matplotlib are imported
-    comparisons.require_scipy()  # of the intervals; before hours of work
-    file = LineFile(arguments.output)
-    if arguments.html:  # before hours of work
-        drawing.matplotlib()
+    comparisons.require_scipy()
+    file = output_file(arguments)
     model = flags.load_model(arguments)
     import torch
 
-    from keyhole.bench import measure
     from keyhole.engine.allocation import free_memory
     from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.attention.suite import AttentionGrid, AttentionSuite
     from keyhole.eval.methods import Budget
     from keyhole.eval.suite import terms_of
-
-    def header() -> dict[str, Any]:
-        return measure.header("attention", model.device, "", keyhole.__version__)
 
     grid = AttentionGrid(
         windows=_windows(model, settings, flags.is_bundled(arguments.model)),
@@ -87,12 +84,9 @@ def run_attention(arguments: argparse.Namespace) -> int:
         # Prompts that are gone must not count as memory in use.
         config=EngineConfig(max_batch=settings.batch, prefix_cache=False),
     )
-    try:
-        limit = settings.prompt_memory or free_memory(torch.device("cpu")) // 4
-        outcome = AttentionSuite(model, grid, file, header, SharedPromptCache(limit)).run()
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {arguments.output}", file=sys.stderr)
-        raise
+    copies = SharedPromptCache(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)
+    with resumable(arguments.output):
+        outcome = AttentionSuite(model, grid, file, header("attention", model), copies).run()
     if arguments.json:
         print(terminal.to_json({**vars(outcome), "output": arguments.output}))
     else:
@@ -101,7 +95,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
         from keyhole.eval.attention.pictures import write_page
 
         write_page(outcome.lines, Path(arguments.html))
-    return 1 if any(not one["unequal"] for one in outcome.refused) else 0
+    return exit_status(outcome)
 
 
 def _windows(model: Model, settings: AttentionSettings, bundled: bool) -> Windows:
@@ -121,15 +115,12 @@ def _print_attention(model: Model, outcome: EvalOutcome, output: str) -> None:
         print(f"\n{tables.title(place)}")
         for one in tables.tables(place):
             print(f"\n{one.title}")
-            print(terminal.table(one.heads, one.rows, left=one.left))
+            print_table(one)
     print(f"\n{tables.HOW_TO_READ}")
-    new = len(outcome.lines) - outcome.stored
-    print(f"\n{terminal.count(new, 'cell')} measured, {outcome.stored} there already: {output}")
-    for reason in dict.fromkeys(f"refused: {x['method']}: {x['error']}" for x in outcome.refused):
-        print(reason)
+    print_closing(outcome, output)
 
 
-#: What the suite asks where the flags do not say it. Lengths and policies depend on the model.
+#: Defaults of the suite. Those of lengths and policies depend on the model.
 _DEFAULTS: dict[str, Any] = {
     "tasks": "ruler,walk,derive",
     "limit": 50,
@@ -137,26 +128,28 @@ _DEFAULTS: dict[str, Any] = {
     "budgets": ("1/16", "1/8", "1/4"),
 }
 _DOCUMENTS = "multi_document_1,multi_document_2"
-#: Of the bundled model's own kinds the one where a document says little without the others.
+#: With the kind of the bundled model's questions whose documents refer to each other.
 _BUNDLED_DOCUMENTS = f"{_DOCUMENTS},tiny_documents_needs_each_other"
 _SETTINGS = "keyhole-settings.json"
-#: Columns of a text in the help that argparse leaves as it is.
+#: Columns of a paragraph in the help that argparse does not wrap.
 _WIDTH = 76
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the suite that the others do not have."""
+    """The flags that only the suite `paper` has."""
     usual = " ".join(f"--{name} {_written(value)}" for name, value in _DEFAULTS.items())
-    about = f"Unless said otherwise: {usual}, and the lengths and policies that the model can have."
+    about = f"Defaults: {usual}, and the lengths and policies that suit the model."
     group = parser.add_argument_group("suite paper", textwrap.fill(about, _WIDTH))
     group.add_argument(
         "--settings",
         metavar="FILE",
         default=_SETTINGS,
-        help="where the settings to use are written, for LLM(policy=FILE)",
+        help="file to write the recommended settings to, for LLM(policy=FILE)",
     )
     group.add_argument(
-        "--dry-run", action="store_true", help="say what would be measured and how long it takes"
+        "--dry-run",
+        action="store_true",
+        help="print what would be measured, and an estimate of the time",
     )
 
 
@@ -165,28 +158,19 @@ def _written(value: object) -> str:
 
 
 def run_paper(arguments: argparse.Namespace) -> int:
-    """Gate, estimate, measurements, verdicts."""
+    """Runs the gate, estimates the time, measures, and prints the verdicts."""
     given = flags.settings_of(arguments, EvalSettings)
-    html = Path(arguments.html or Path(arguments.output).with_suffix(".html"))
-    check_outputs(
-        Output("--output", arguments.output, LINES),
-        Output("--html", html, PAGE),
-        Output("--settings", arguments.settings, POLICY),
-    )
-    file = LineFile(arguments.output)
+    arguments.html = arguments.html or str(Path(arguments.output).with_suffix(".html"))
     flags.find_model(arguments)  # before scipy and matplotlib are imported
-    evaluate.require_statistics()
-    drawing.matplotlib()
+    comparisons.require_scipy()
+    file = output_file(arguments, Output("--settings", arguments.settings, POLICY))
     model = flags.load_model(arguments)
-    from keyhole.bench import measure
     from keyhole.eval.paper import report
     from keyhole.eval.paper.suite import estimate_text, gate, why_not_evaluated
     from keyhole.eval.run import model_digest
 
-    def header() -> dict[str, Any]:
-        return measure.header("eval", model.device, "", keyhole.__version__)
-
-    suite = _paper_suite(model, given, file, header, flags.is_bundled(arguments.model))
+    about = header("eval", model)
+    suite = _paper_suite(model, given, file, about, flags.is_bundled(arguments.model))
     told = sys.stderr if arguments.json else sys.stdout
     if arguments.dry_run:
         parts = suite.estimate()
@@ -194,8 +178,8 @@ def run_paper(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(terminal.to_json([vars(part) for part in parts]))
         return 0
-    try:
-        checked = gate(model, file, header)
+    with resumable(arguments.output):
+        checked = gate(model, file, about)
         wrong = why_not_evaluated(checked)
         if wrong is not None:
             print(f"not evaluated: {wrong}", file=sys.stderr)
@@ -203,14 +187,11 @@ def run_paper(arguments: argparse.Namespace) -> int:
         print(f"verify: {terminal.count(len(checked['checks']), 'check')} passed", file=told)
         print(f"{model.name}, {estimate_text(suite.estimate())}\n", file=told, flush=True)
         outcome = suite.run()
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {arguments.output}", file=sys.stderr)
-        raise
-    about = {"model": model.name, "fingerprint": model_digest(model)} | header()
+    measured = {"model": model.name, "fingerprint": model_digest(model)} | about()
     geometry = model.geometry(EngineConfig.page_size)
-    settings = report.recommended(outcome, about, geometry.num_layers)
+    settings = report.recommended(outcome, measured, geometry.num_layers)
     settings.save(arguments.settings)
-    report.write_page(outcome, settings, html)
+    report.write_page(outcome, settings, arguments.html)
     if arguments.json:
         lines = {"lines": outcome.cells.lines, "questions": outcome.questions.lines}
         refused = [*outcome.cells.refused, *outcome.questions.refused]
@@ -218,14 +199,17 @@ def run_paper(arguments: argparse.Namespace) -> int:
     else:
         for table in report.tables(outcome):
             print(f"{table.title}\n")
-            print(terminal.table(table.heads, table.rows, left=table.left) + "\n")
-        print(f"settings to use: {arguments.settings}; page: {html}; lines: {arguments.output}")
-    refused = [one for one in outcome.cells.refused if not one["unequal"]]
-    return 1 if refused or outcome.questions.refused else 0
+            print_table(table)
+            print()
+        print(
+            f"recommended settings: {arguments.settings}; page: {arguments.html}; "
+            f"lines: {arguments.output}"
+        )
+    return 1 if outcome.questions.refused else exit_status(outcome.cells)
 
 
 def _paper_suite(
-    model: Model, given: dict[str, Any], file: LineFile, header: Any, bundled: bool
+    model: Model, given: dict[str, Any], file: LineFile, about: Header, bundled: bool
 ) -> PaperSuite:
     import torch
 
@@ -246,10 +230,12 @@ def _paper_suite(
     own = {"lengths": default_lengths(model), "policies": default_policies(model)}
     settings = EvalSettings(**(_DEFAULTS | own | given))
     good = settings.terms != "tuned"
-    right = "given, equal or published here; what --suite tasks has tuned goes into --policies"
+    right = "given, equal or published; settings that --suite tasks has tuned go into --policies"
     require(good, "terms", settings.terms, right)
     tasks: list[Task | str] = list(
-        answered(parse(settings.tasks, bundled=bundled), "is over a text: not in this suite")
+        answered(
+            parse(settings.tasks, bundled=bundled), "forces a text, which this suite does not do"
+        )
     )
     asked = parse(_BUNDLED_DOCUMENTS if bundled else _DOCUMENTS, bundled=bundled)
     workloads = make_workloads(tasks, None, model, settings.first_seed)
@@ -260,7 +246,7 @@ def _paper_suite(
         lengths=settings.lengths,
         lengths_of=lengths_of,
         setups=setups,
-        methods=evaluate.methods_of(settings),
+        methods=methods_of(settings),
         samples=settings.limit,
         maps=settings.maps,
         terms=terms_of(settings),
@@ -269,10 +255,10 @@ def _paper_suite(
     )
     documents = DocumentGrid(
         places=document_places(
-            answered(asked, "is no question over documents"), settings.lengths, model
+            answered(asked, "is not a question over documents"), settings.lengths, model
         ),
         samples=settings.limit,
         first_seed=settings.first_seed,
     )
     limit = settings.prompt_memory or free_memory(torch.device("cpu")) // 4
-    return PaperSuite(model, grid, documents, file, header, SharedPromptCache(limit))
+    return PaperSuite(model, grid, documents, file, about, SharedPromptCache(limit))

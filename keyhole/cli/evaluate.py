@@ -1,11 +1,11 @@
-"""Asks a model tasks under several policies and budgets, beside full attention.
+"""Evaluates a model on tasks under several policies and budgets, next to full attention.
 
 Names may have settings: `--tasks passkey:depth=0.5`, `--policies delta:recent_pages=2,quest`. For
-the bundled model, tasks in plain English are replaced by their forms in its words. perplexity and
-attention_recall force the text of --text through decode steps.
+the bundled model, tasks in plain English are replaced by their forms in its vocabulary. perplexity
+and attention_recall force the text of --text through decode steps.
 
 Every cell (task, length, setup, policy, budget) becomes a line of --output. Cells that are stored
-with as many samples are not measured again: after an interruption, repeat the command.
+with at least as many samples are not measured again: after an interruption, repeat the command.
 Exit status 1 if a policy was refused on this model. docs/evaluation.md says what is measured.
 """
 
@@ -13,28 +13,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import keyhole
 from keyhole import drawing, registry
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LINES, PAGE, Output, check_outputs
+from keyhole.config import bytes_text
 from keyhole.errors import UnknownNameError
-from keyhole.eval.line_file import EvalOutcome, LineFile
+from keyhole.eval import comparisons
+from keyhole.eval.line_file import EvalOutcome, EvalTable, LineFile
 from keyhole.eval.settings import EvalSettings
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import is_settings_file
 
 if TYPE_CHECKING:
     from keyhole.eval.methods import Method
+    from keyhole.models.loading import Model
 
 
 #: Name and one line of help.
 SUITES = {
     "tasks": "tasks with right answers, and texts, under several policies and budgets",
-    "attention": "what each layer loses of a text's attention under every policy",
+    "attention": "how much of each layer's attention to a text every policy loses",
     "paper": "RULER, derivations and stored documents, with controls and a verdict for each method",
 }
 _DEFAULT = "tasks"
@@ -48,9 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suite", metavar="NAME", default=_DEFAULT, help=f"what is measured: {told}"
     )
     parser.add_argument(
-        "--output", metavar="FILE", default="keyhole-eval.jsonl", help="where the lines are kept"
+        "--output",
+        metavar="FILE",
+        default="keyhole-eval.jsonl",
+        help="file of the results; default: keyhole-eval.jsonl",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_task_arguments(parser)
     from keyhole.cli import eval_suites
@@ -73,62 +81,87 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the suite."""
     from keyhole.eval.tasks import names
 
     own = {"tasks": names(), "policies": ", ".join(available_policies())}
     rest = [field.name for field in dataclasses.fields(EvalSettings) if field.name not in own]
     flags.add_settings(parser, EvalSettings, "what is measured", rest)
-    group = parser.add_argument_group("names, and settings behind them")
+    group = parser.add_argument_group("names, each optionally with settings")
     for name, known in own.items():
         text = f"{known}; default: {getattr(EvalSettings, name)}"
         group.add_argument(f"--{name}", metavar="NAME,NAME", help=text)
 
 
 def _run_tasks(arguments: argparse.Namespace) -> int:
-    """Measures what is not there yet and prints the table of all that was asked for."""
+    """Measures the cells that are not stored yet and prints the table of all cells."""
     from keyhole.eval.tasks import answered, parse
 
     settings = EvalSettings(**flags.settings_of(arguments, EvalSettings))
-    if settings.controls:  # before hours of work
-        require_statistics()
+    if settings.controls:
+        comparisons.require_scipy()
     methods = methods_of(settings)
-    check_outputs(
-        Output("--output", arguments.output, LINES),
-        Output("--html", arguments.html, PAGE),
-    )
-    file = LineFile(arguments.output)
+    file = output_file(arguments)
     bundled = flags.is_bundled(arguments.model)
     tasks = parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
         answered(tasks, "needs a text of your own: --text FILE")
-    if arguments.html:  # before hours of work
-        drawing.matplotlib()
     model = flags.load_model(arguments)
-    from keyhole.bench import measure
     from keyhole.eval import suite
 
-    def header() -> dict[str, Any]:
-        return measure.header("eval", model.device, "", keyhole.__version__)
-
-    try:
-        outcome = suite.evaluate(model, settings, tasks, methods, file, header)
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {arguments.output}", file=sys.stderr)
-        raise
+    with resumable(arguments.output):
+        outcome = suite.evaluate(model, settings, tasks, methods, file, header("eval", model))
     if arguments.json:
-        print(terminal.to_json(_told(outcome, settings, arguments.output)))
+        found: dict[str, Any] = {**vars(outcome), "output": arguments.output}
+        if settings.controls:
+            beside = comparisons.compared(outcome.lines)
+            found["comparisons"] = [one and one.to_json() for one in beside]
+        print(terminal.to_json(found))
     else:
         _print(outcome, settings, model.name, arguments.output)
     if arguments.html and outcome.lines:
         from keyhole.eval.report.page import write_report
 
         write_report(outcome.lines, Path(arguments.html))
+    return exit_status(outcome)
+
+
+def output_file(arguments: argparse.Namespace, *others: Output) -> LineFile:
+    """The lines of --output; ConfigError, before hours of work, if a result could not be written.
+
+    others: more files that the command will write.
+    """
+    check_outputs(
+        Output("--output", arguments.output, LINES), Output("--html", arguments.html, PAGE), *others
+    )
+    if arguments.html:
+        drawing.matplotlib()
+    return LineFile(arguments.output)
+
+
+@contextmanager
+def resumable(output: str) -> Iterator[None]:
+    """Says after Ctrl-C that the same command resumes."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command resumes from {output}", file=sys.stderr)
+        raise
+
+
+def header(benchmark: str, model: Model) -> Callable[[], dict[str, Any]]:
+    """What makes the fields of a line that say how, where and when it was measured."""
+    from keyhole.bench import measure
+
+    return functools.partial(measure.header, benchmark, model.device)
+
+
+def exit_status(outcome: EvalOutcome) -> int:
+    """1 if a policy was refused; one that cannot have equal terms is no failure."""
     return 1 if any(not one.get("unequal") for one in outcome.refused) else 0
 
 
 def methods_of(settings: EvalSettings) -> list[Method]:
-    """Full attention, and every policy under every budget; one of a settings file has its own."""
+    """Full attention, and every policy under every budget; a settings file has its own budget."""
     from keyhole.eval.methods import Budget, Method, under_budgets
 
     known, given = available_policies(), []
@@ -146,33 +179,26 @@ def methods_of(settings: EvalSettings) -> list[Method]:
     return under_budgets(given, [Budget.parse(text) for text in settings.budgets])
 
 
-def _told(outcome: EvalOutcome, settings: EvalSettings, output: str) -> dict[str, Any]:
-    """For `--json`: lines, and what they say beside their controls."""
-    told: dict[str, Any] = {**vars(outcome), "output": output}
-    if settings.controls:
-        from keyhole.eval.comparisons import compared
-
-        told["comparisons"] = [one and one.to_json() for one in compared(outcome.lines)]
-    return told
+def print_table(table: EvalTable) -> None:
+    """Prints a table without its title."""
+    print(terminal.table(table.heads, table.rows, left=table.left))
 
 
 def _print(outcome: EvalOutcome, settings: EvalSettings, model: str, output: str) -> None:
-    from keyhole.eval import comparisons
-
     if settings.controls:
         found = comparisons.controls_table(outcome.lines, outcome.refused)
     else:
-        found = comparisons.results_table(outcome.lines, outcome.refused, terminal.bytes_text)
+        found = comparisons.results_table(outcome.lines, outcome.refused, bytes_text)
     terms = "" if settings.terms == "given" else f" ({settings.terms} terms)"
     print(f"{model}{terms}: {found.title}\n")
-    print(terminal.table(found.heads, found.rows, left=found.left))
+    print_table(found)
     if settings.terms == "tuned":
         print(f"\nchosen:\n{_chosen(outcome)}")
-    print(_closing(outcome, output))
+    print_closing(outcome, output)
 
 
 def _chosen(outcome: EvalOutcome) -> str:
-    """What was chosen for each method, length and budget: a line each."""
+    """A line for the settings chosen for each method, length and budget."""
     texts = []
     for line in outcome.lines:
         if line.get("tuning"):
@@ -185,22 +211,14 @@ def _chosen(outcome: EvalOutcome) -> str:
     return "\n".join(dict.fromkeys(texts))
 
 
-def require_statistics() -> None:
-    """ConfigError if the tests of --controls cannot be computed."""
-    from keyhole.eval import comparisons
-
-    comparisons.require_scipy()
-
-
-def _closing(outcome: EvalOutcome, output: str) -> str:
-    """How many lines there are now, and what was refused."""
+def print_closing(outcome: EvalOutcome, output: str) -> None:
+    """Prints how many cells were measured, and what was refused."""
     new = len(outcome.lines) - outcome.stored
-    parts = [f"\n{terminal.count(new, 'cell')} measured, {outcome.stored} there already: {output}"]
-    # Once each: a budget that is too small is so for every task.
-    from keyhole.eval.comparisons import NOT_EQUAL
-
+    print(f"\n{terminal.count(new, 'cell')} measured, {outcome.stored} stored before: {output}")
     reasons = [
-        f"{NOT_EQUAL if one.get('unequal') else 'refused'}: {one['method']}: {one['error']}"
+        f"{comparisons.NOT_EQUAL if one.get('unequal') else 'refused'}: {one['method']}: "
+        f"{one['error']}"
         for one in outcome.refused
     ]
-    return "\n".join([*parts, *dict.fromkeys(reasons)])
+    # Once each: a budget that is too small is too small for every task.
+    print("\n".join(dict.fromkeys(reasons)), end="\n" if reasons else "")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import PICTURE, Output, check_outputs
-from keyhole.config import EngineConfig, is_count, require, setting
+from keyhole.config import EngineConfig, bytes_text, is_count, require, require_counts, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.models.locate import TINY
 from keyhole.policies import make_policy
@@ -62,8 +62,7 @@ class PlanSettings:
                 "give --total-memory, for example --total-memory 8GiB, or --memory, which is for "
                 "the KV cache alone"
             )
-        for name in ("requests", "token_budget"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require_counts(self, "requests", "token_budget")
         good = self.lengths is None or (self.lengths and all(map(is_count, self.lengths)))
         require(bool(good), "lengths", self.lengths, "numbers of tokens such as 1024,4096")
         if self.preset not in _PRESETS:
@@ -225,7 +224,7 @@ def _title(plan: MemoryPlan, shape: Checkpoint) -> str:
     count = plan.model.requests
     many = "request" if count == 1 else "requests"
     return (
-        f"{shape.name} in {terminal.bytes_text(plan.memory)}: {count} {many}, "
+        f"{shape.name} in {bytes_text(plan.memory)}: {count} {many}, "
         f"budget {plan.model.token_budget:,}"
     )
 
@@ -255,12 +254,12 @@ def _text(
 ) -> str:
     terms = plan.model.terms(0, 0)
     fixed = ", ".join(
-        f"{name} {terminal.bytes_text(terms[name])}"
+        f"{name} {bytes_text(terms[name])}"
         for name in ("weights", "requests", "runtime")
         if terms[name]
     )
     row_bytes = plan.model.token_bytes
-    cache = terminal.bytes_text(plan.cache_memory)
+    cache = bytes_text(plan.cache_memory)
     thresholds = ", ".join(f"{length:,}" for length in plan.thresholds)
     wrapped = textwrap.fill(thresholds, _WIDTH, initial_indent="  ", subsequent_indent="  ")
     under = "" if settings.policy is None else f", {settings.policy}"
@@ -268,7 +267,7 @@ def _text(
         f"{_title(plan, shape)}\n"
         f"preset {settings.preset}{under}, {_dtype(shape, settings)}; "
         f"{shape.num_parameters:,} weights counted from {shape.counted_from}\n"
-        f"{fixed}; a token {terminal.bytes_text(row_bytes)}\n"
+        f"{fixed}; a token {bytes_text(row_bytes)}\n"
         f"left for the KV cache {cache}{_as_given(plan, settings)}\n\n"
         f"maximum context with 0 to {len(plan.model.layers)} layers offloaded:\n{wrapped}\n\n"
         f"{terminal.table(_HEADS, [_cells(row, plan) for row in plan.rows(lengths)], left=0)}\n"
@@ -283,7 +282,7 @@ def _cells(row: PlanRow, plan: MemoryPlan) -> list[str]:
         f"{row.length:,}",
         str(len(plan.model.layers) - row.offloaded),
         str(row.offloaded),
-        terminal.bytes_text(row.resident_bytes),
-        terminal.bytes_text(row.offloaded_bytes),
+        bytes_text(row.resident_bytes),
+        bytes_text(row.offloaded_bytes),
         *batches,
     ]

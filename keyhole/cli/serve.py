@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, terminal
-from keyhole.config import EngineConfig
+from keyhole.config import EngineConfig, bytes_text
 from keyhole.errors import ConfigError
 from keyhole.server.settings import ServerConfig
 
@@ -88,14 +88,14 @@ def _memory(llm: LLM) -> str:
     from keyhole.engine.memory import model_size
 
     engine = llm.engine
-    weights = terminal.bytes_text(model_size(engine.model, None).weight_bytes)
+    weights = bytes_text(model_size(engine.model, None).weight_bytes)
     room = terminal.count(engine.max_pages * engine.config.page_size, "token")
     said = f"memory: weights {weights}; KV cache: room for {room}"
     if engine.placement is None:
         return said
     plan = engine.placement.plan
     cache, first = (
-        terminal.bytes_text(plan.cache_memory),
+        bytes_text(plan.cache_memory),
         terminal.count(plan.thresholds[0], "token"),
     )
     return f"{said} in {cache} and beyond, the first layer is offloaded after {first}"

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from keyhole.documents import file as document_file
 from keyhole.documents.index import Index
 from keyhole.documents.integrity import RecordError
+from keyhole.documents.record import RecordHeader, read_header
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.documents.storage import Entry, Lease, StorageBackend, is_free, locked
 from keyhole.errors import StorageFullError, UnknownNameError
@@ -125,14 +125,14 @@ class Catalogue:
             )
             self.index.put_documents([(source, entry.size_bytes, "")])
 
-    def header(self, record: str) -> document_file.RecordHeader | None:
+    def header(self, record: str) -> RecordHeader | None:
         """A record's header; None if the record is missing or damaged."""
         try:
             reader = self.place.reader(f"records/{record}")
         except OSError:
             return None
         try:
-            return document_file.parse(reader)
+            return read_header(reader)
         except (OSError, RecordError):
             return None
         finally:

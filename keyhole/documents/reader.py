@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from keyhole.documents import file
 from keyhole.documents.catalogue import Catalogue
-from keyhole.documents.file import RecordHeader, Span
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import (
     Fingerprint,
@@ -26,7 +24,16 @@ from keyhole.documents.integrity import (
     foreign,
     model_of,
 )
-from keyhole.documents.record import STATISTICS, HeadRecord, LayerStatistics
+from keyhole.documents.record import (
+    STATISTICS,
+    HeadRecord,
+    LayerStatistics,
+    RecordHeader,
+    Span,
+    check_tensor,
+    check_tensors,
+    read_header,
+)
 from keyhole.documents.source import SourceFile
 from keyhole.documents.storage import Lease, StorageReader
 from keyhole.errors import ConfigError
@@ -126,7 +133,7 @@ class StoredDocument:
         names = [f"heads.{head}.keys", f"heads.{head}.last"]
         keys, last = self._read([self._spans[name] for name in names])
         for name, x in zip(names, (keys, last), strict=True):
-            file.check(name, self._spans[name], x.view(-1).view(torch.uint8))
+            check_tensor(name, self._spans[name], x.view(-1).view(torch.uint8))
         return HeadRecord(keys, last)
 
     @property
@@ -206,7 +213,7 @@ def _faults(
     try:
         with closing(place.reader(f"records/{record}")) as reader:
             header = header_of(reader, source.digest, fingerprint)
-            file.check_all(reader, header)
+            check_tensors(reader, header)
             if not header.extremes:
                 yield RecordError("missing", "its record has no extreme keys", "a record with them")
     except FileNotFoundError:
@@ -228,7 +235,7 @@ def nameless(catalogue: Catalogue) -> list[Problem]:
 
 def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> RecordHeader:
     """The header of a record; RecordError if it is damaged, or of another model or text."""
-    header = file.parse(reader)
+    header = read_header(reader)
     error = foreign(header.fingerprint, fingerprint)
     if error is not None:
         raise error

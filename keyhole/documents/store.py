@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.config import is_count, require
-from keyhole.documents import file as document_file
 from keyhole.documents.catalogue import Catalogue
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, Problem, RecordError, model_of
 from keyhole.documents.reader import StoredDocument, absent, header_of, nameless, problems
-from keyhole.documents.record import DocumentRecord, validate
+from keyhole.documents.record import DocumentRecord, read_statistics, validate
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import Source, SourceFile, check_name, metadata_text
 from keyhole.documents.writer import Writer
@@ -163,7 +162,7 @@ class DocumentStore:
         try:
             reader = self._place.reader(f"records/{file}")
             header = header_of(reader, source.digest, self.fingerprint)
-            small = document_file.read_small(reader, header)
+            small = read_statistics(reader, header)
             info = self._catalogue.index.opened(source.name, file, self.model)
             if info is None:  # another process has just removed it
                 raise self._catalogue.unknown(source.name)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from keyhole.documents import file as document_file
 from keyhole.documents.catalogue import Catalogue
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, RecordError, model_of
 from keyhole.documents.reader import header_of
-from keyhole.documents.record import DocumentRecord
+from keyhole.documents.record import DocumentRecord, serialise
 from keyhole.documents.source import Source, SourceFile
 from keyhole.documents.storage import Staged
 from keyhole.errors import ConfigError
@@ -99,7 +98,7 @@ class Writer:
             pinned=pinned or (old is not None and old.pinned),
             metadata=metadata,
         )
-        pieces = document_file.serialise(
+        pieces = serialise(
             record,
             name=name,
             digest=origin.digest,

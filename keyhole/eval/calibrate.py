@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -208,8 +208,7 @@ def measured(
     delta = Delta(token_budget=token_budget, recent_pages=recent_pages, delta_layers=())
     geometry = model.geometry(page_size)
     sums = _Sums(delta.resolve(geometry), geometry)
-    settings = {field.name: getattr(model, field.name) for field in fields(Model)}
-    observed = _ObservedModel(**settings, observe=functools.partial(_observe, model, sums))
+    observed = dense_run.ObservedModel.of(model, functools.partial(_observe, model, sums))
     llm = LLM(observed, policy=_Watched(), page_size=page_size)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     longest = 0
@@ -288,19 +287,6 @@ class _Sums:
         chosen, step.shared_selection = step.shared_selection, None
         pages = dense_run.members(chosen.indices, largest.shape[1])[:, 0]
         return chosen, pages.double()
-
-
-@dataclass
-class _ObservedModel(Model):
-    """A model whose forwards show the queries of every layer to `observe`."""
-
-    observe: Callable[[Batch, int, Tensor, dict[str, Any]], None] | None = None
-
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-        """As of `Model`."""
-        assert self.observe is not None
-        batch.observer = functools.partial(self.observe, batch)
-        return super().forward(token_ids, positions, batch, rows)
 
 
 def _observe(

@@ -199,18 +199,45 @@ class Comparison:
 
 
 def compared(lines: Sequence[Line]) -> list[Comparison | None]:
-    """For each line its comparison; None for one that names no controls, or has no scores.
+    """For each line its comparison; None for one that names no controls, or has no scores."""
+    return [None if group is None else _compared(group) for group in paired(lines)]
 
-    A control is looked for among the lines by its policy, its settings and what was asked; of
-    several, the one with the most samples counts, and the last of these.
+
+#: The method itself, among its controls and full attention.
+METHOD = "method"
+
+
+def paired(lines: Sequence[Line]) -> list[dict[str, Line] | None]:
+    """For each line, by name: the line itself (METHOD), its controls, and full attention.
+
+    Their scores are cut to the first samples, which all of them have. None for a line that names no
+    controls, or has no scores. A control is looked up among the lines by its policy, its settings
+    and its samples; of several, the one with the most samples counts, and the last of these.
     """
     known: dict[str, Line] = {}
     full: dict[str, Line] = {}
     for line in sorted(lines, key=lambda line: len(_scores(line))):
         known[_key(line)] = line
         if line.get("policy") == FULL.name:
-            full[_asked(line)] = line
-    return [_compared(line, known, full) for line in lines]
+            full[_place(line)] = line
+    return [_paired(line, known, full) for line in lines]
+
+
+def _paired(
+    line: Line, known: Mapping[str, Line], full: Mapping[str, Line]
+) -> dict[str, Line] | None:
+    named = line.get(CONTROLS)
+    if not isinstance(named, dict) or not _scores(line):
+        return None
+    found = {
+        name: known.get(_key(line | one))
+        for name, one in named.items()
+        if isinstance(one, dict) and _key(line | one) != _key(line)  # a method may be a control
+    }
+    group = {METHOD: line, **found, FULL.name: full.get(_place(line))}
+    group = {name: one for name, one in group.items() if one and _scores(one)}
+    number = min(len(one["scores"]) for one in group.values() if one)
+    return {name: one | {"scores": one["scores"][:number]} for name, one in group.items() if one}
 
 
 def wilson_of(scores: object) -> tuple[float, float] | None:
@@ -222,28 +249,17 @@ def wilson_of(scores: object) -> tuple[float, float] | None:
     return wilson(sum(score == 1 for score in scores), len(scores))
 
 
-def _compared(line: Line, known: Mapping[str, Line], full: Mapping[str, Line]) -> Comparison | None:
-    named = line.get(CONTROLS)
-    if not isinstance(named, dict) or not _scores(line):
-        return None
-    others = {
-        name: known.get(_key(line | one))
-        for name, one in named.items()
-        if isinstance(one, dict) and _key(line | one) != _key(line)  # a method may be a control
-    }
-    found = {name: scores for name, one in others.items() if one and (scores := _scores(one))}
-    all_read = _scores(full.get(_asked(line), {}))
-    number = min(len(scores) for scores in (_scores(line), *found.values(), all_read) if scores)
-    own = _scores(line)[:number]
-    found = {name: scores[:number] for name, scores in found.items()}
+def _compared(group: Mapping[str, Line]) -> Comparison:
+    own = group[METHOD]["scores"]
+    controls = {n: line for n, line in group.items() if n not in (METHOD, FULL.name)}
     return Comparison(
-        samples=number,
+        samples=len(own),
         score=_mean(own),
         interval=wilson_of(own),
-        full=_mean(all_read[:number]) if all_read else None,
-        controls={name: _mean(scores) for name, scores in found.items()},
-        gains={name: gain(own, scores) for name, scores in found.items()},
-        lines={name: others[name] or {} for name in found},
+        full=_mean(group[FULL.name]["scores"]) if FULL.name in group else None,
+        controls={name: _mean(line["scores"]) for name, line in controls.items()},
+        gains={name: gain(own, line["scores"]) for name, line in controls.items()},
+        lines=controls,
     )
 
 
@@ -257,12 +273,12 @@ def _scores(line: Line) -> list[float]:
     return scores
 
 
-def _asked(line: Line) -> str:
+def _place(line: Line) -> str:
     return json.dumps([line.get(name) for name in _SAME], sort_keys=True)
 
 
 def _key(line: Line) -> str:
-    return json.dumps([_asked(line), line.get("policy"), line.get("settings")], sort_keys=True)
+    return json.dumps([_place(line), line.get("policy"), line.get("settings")], sort_keys=True)
 
 
 def _mean(scores: Sequence[float]) -> float:

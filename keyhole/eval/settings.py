@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keyhole.config import EngineConfig, is_count, require, setting
+from keyhole.config import EngineConfig, is_count, require, require_counts, setting
 from keyhole.errors import UnknownNameError
 
 SETUPS = ("prompt", "question")
@@ -94,10 +94,8 @@ class EvalSettings:
     def __post_init__(self) -> None:
         good = bool(self.lengths) and all(map(is_count, self.lengths))
         require(good, "lengths", self.lengths, "numbers of tokens such as 2048,8192")
-        for name in ("limit", "batch", "trials", "tuning_limit"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
-        for name in ("sinks", "first_seed"):
-            require(is_count(getattr(self, name), 0), name, getattr(self, name), "at least 0")
+        require_counts(self, "limit", "batch", "trials", "tuning_limit")
+        require_counts(self, "sinks", "first_seed", least=0)
         good = self.window is None or is_count(self.window)
         require(good, "window", self.window, "at least 1 token")
         if self.terms not in TERMS:

@@ -6,7 +6,6 @@ they go through decode steps under the policy, one by one, as generated tokens d
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 import time
@@ -171,8 +170,7 @@ class Answered(Workload):
         if model.tokenizer is None:
             raise ConfigError(f"task {task.name} is text, and {model.name} has no tokenizer")
         self.name = task.name
-        fields = [f.name for f in dataclasses.fields(task) if "help" in f.metadata]
-        self.settings = {name: getattr(task, name) for name in fields}
+        self.settings = task.settings
         if first_seed:  # lines without it are of the samples from 0 on
             self.settings[FIRST_SEED] = first_seed
         self._first_seed = first_seed

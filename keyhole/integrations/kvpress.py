@@ -32,7 +32,6 @@ from kvpress.presses.base_press import SUPPORTED_MODELS
 from torch import Tensor
 from transformers import DynamicCache
 
-import keyhole
 from keyhole import registry
 from keyhole.bench import measure
 from keyhole.config import is_count, require
@@ -244,7 +243,7 @@ class PressEvaluation:
         return str(self._model.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _header(self) -> dict[str, Any]:
-        header = measure.header("eval", self._model.device, "", keyhole.__version__)
+        header = measure.header("eval", self._model.device)
         header["command"] = shlex.join(
             ["python", "-m", "keyhole.integrations.kvpress", *sys.argv[1:]]
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyhole.config import is_count, is_number, require, require_layers
+from keyhole.config import is_count, is_number, require, require_counts, require_layers
 from keyhole.errors import UnknownNameError
 
 #: The inputs that a head computes queries and keys from.
@@ -61,9 +61,8 @@ class HeadConfig:
     own_embedding: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "trained_length")
-        for name in (*sizes, "head_dim"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require_counts(self, "vocab_size", "hidden_size", "num_heads", "num_kv_heads")
+        require_counts(self, "trained_length", "head_dim")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for RoPE turns pairs")
         whole = self.num_heads % self.num_kv_heads == 0
         require(

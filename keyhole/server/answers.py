@@ -58,13 +58,15 @@ class AnyAnswer(Protocol):
 class Answer:
     """One answer of chat or completions, and the identity that all of its pieces have.
 
-    kind: "chat.completion" or so. replies: of a chat, one for each completion.
+    kind: "chat.completion" or so. replies: of a chat, one for each completion. n: completions of
+    each prompt.
     """
 
     kind: str
     model: str
     tokenizer: Any = None
     replies: Sequence[Reply] = ()
+    n: int = 1
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -101,7 +103,7 @@ class Answer:
                     "finish_reason": self._reason(index, result),
                 }
             )
-        return {**self.head(), "choices": choices, "usage": usage(results, documents)}
+        return {**self.head(), "choices": choices, "usage": self._usage(results, documents)}
 
     def take(self, index: int, piece: Piece) -> None:
         """Keeps a piece for `whole`."""
@@ -132,7 +134,7 @@ class Answer:
         """What stands behind the last piece: the usage, if it is wanted."""
         if not wants_usage:
             return []
-        return [{**self.head(chunk=True), "choices": [], "usage": usage(results, documents)}]
+        return [{**self.head(chunk=True), "choices": [], "usage": self._usage(results, documents)}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """What ends a stream in its midst."""
@@ -146,6 +148,9 @@ class Answer:
     def end(self) -> str:
         """The last event of a stream."""
         return "data: [DONE]\n\n"
+
+    def _usage(self, results: Sequence[Result], documents: _Documents | None) -> dict[str, Any]:
+        return usage(results, documents, n=self.n)
 
     def _reason(self, index: int, result: Result) -> str:
         reason = result.finish_reason
@@ -180,16 +185,18 @@ class Answer:
         }
 
 
-def usage(results: Sequence[Result], documents: _Documents | None = None) -> dict[str, Any]:
-    """Tokens, and in `keyhole` what was read for them. A prompt of several completions is one.
+def usage(
+    results: Sequence[Result], documents: _Documents | None = None, *, n: int = 1
+) -> dict[str, Any]:
+    """Tokens, and in `keyhole` what was read for them.
 
-    documents: what they took from documents, None without any.
+    documents: what they took from documents, None without any. n: of so many results one after the
+    other the prompt is one.
     """
     found = {} if documents is None else {"documents": documents}
     stats = [result.stats for result in results]
-    prompts = {tuple(result.prompt_token_ids): result.stats for result in reversed(results)}
-    prompt = sum(one.prompt_tokens for one in prompts.values())
-    cached = sum(one.cached_prompt_tokens for one in prompts.values())
+    prompt = sum(one.prompt_tokens for one in stats[::n])
+    cached = sum(one.cached_prompt_tokens for one in stats[::n])
     generated = sum(one.generated_tokens for one in stats)
     return {
         "prompt_tokens": prompt,
@@ -201,12 +208,11 @@ def usage(results: Sequence[Result], documents: _Documents | None = None) -> dic
 
 
 def counters(stats: Iterable[Stats]) -> dict[str, Any]:
-    """Reads of all completions together; absent: does not apply."""
+    """Reads of all completions together; None: does not apply."""
     rows = [dataclasses.asdict(one) for one in stats]
     found: dict[str, Any] = {}
     for names, join in ((_ADDED, sum), (_MEAN, statistics.fmean)):
         for name in names:
             values = [row[name] for row in rows if row[name] is not None]
-            if values:
-                found[name] = join(values)
+            found[name] = join(values) if values else None
     return found

@@ -24,7 +24,7 @@ from keyhole.server.page import routes as page
 from keyhole.server.responses import routes as responses
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State, state_of
-from keyhole.tokenization import encode_text
+from keyhole.tokenization import chat_text, encode_text
 
 logger = logging.getLogger("keyhole.server")
 
@@ -58,6 +58,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 def _handler(convert: Any) -> Any:
     async def handle(request: Request, error: Exception) -> Response:
         answer: ApiError = convert(error)
+        if answer.status == 404 and isinstance(error, HTTPException):
+            answer = errors.no_such_path(request.method, request.url.path)
         state_of(request).metrics.failed(answer.kind)
         if answer.status >= 500 and not isinstance(error, ApiError):
             logger.error("a request failed", exc_info=error)
@@ -103,17 +105,26 @@ async def metrics(request: Request) -> Response:
 
 
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """Token ids of a text."""
+    """Token ids of a text, or of a chat."""
     state = state_of(request)
-    ids = await asyncio.to_thread(
-        encode_text, state.tokenizer, body.prompt, special=body.add_special_tokens
-    )
+    body.check_others()
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+
+    def encode() -> list[int]:
+        if body.prompt is not None:
+            return encode_text(state.tokenizer, body.prompt, special=body.add_special_tokens)
+        text = chat_text(state.tokenizer, body.messages or [])
+        return encode_text(state.tokenizer, text, special=False)
+
+    ids = await asyncio.to_thread(encode)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": state.most_tokens})
 
 
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids."""
     state = state_of(request)
+    body.check_others()
     size = state.llm.llm.engine.model.vocab_size
     for token in body.tokens:
         if not 0 <= token < size:

@@ -6,7 +6,14 @@ import dataclasses
 import logging
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+)
 
 from keyhole.config import SamplingParams
 from keyhole.engine.request import PolicySpec
@@ -19,7 +26,15 @@ from keyhole.server.errors import ApiError
 logger = logging.getLogger("keyhole.server")
 
 #: Fields without a meaning here that clients send all the time.
-_SILENT = {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_SILENT = {
+    "store",
+    "metadata",
+    "model",  # of /tokenize
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "stream_options.include_obfuscation",
+}
 #: Fields that change what an answer is, and what they must be as long as they do nothing here.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -36,7 +51,27 @@ _seen: set[str] = set()
 _MOST_SEEN = 1000
 
 
-class StreamOptions(BaseModel):
+class Body(BaseModel):
+    """What takes unknown fields, and ignores them as OpenAI's clients expect."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def check_others(self, place: str = "") -> None:
+        """ApiError for a field that changes answers and is not there; logs unknown ones once.
+
+        place: before each name, such as "stream_options.".
+        """
+        for field, value in (self.model_extra or {}).items():
+            name = place + field
+            if name in _UNSUPPORTED:
+                if value is not None and value not in _UNSUPPORTED[name]:
+                    raise ApiError(400, f"{name} is not supported by this server", param=name)
+            elif name not in _SILENT | _seen and len(_seen) < _MOST_SEEN:
+                _seen.add(name)
+                logger.warning("request field %.80r is unknown and ignored", name)
+
+
+class StreamOptions(Body):
     """What a stream says beside its pieces."""
 
     include_usage: bool = False
@@ -57,15 +92,13 @@ class KeyholeBody(BaseModel):
     trace: bool = False
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(Body):
     """What every completion has. None: as the model's generation_config says.
 
     response_format: text, any JSON object, or JSON of a schema. structured_outputs: vLLM's, an
     object of json, regex, choice or grammar. user: whose request it is; users take turns.
     keyhole: what the request reads; a text is a policy's name.
     """
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     stream: bool = False
@@ -138,15 +171,11 @@ class SamplingBody(BaseModel):
             made = make_policy(name, {"token_budget": most})
         return made
 
-    def check_others(self) -> None:
-        """ApiError for a field that changes answers and is not there; logs unknown ones once."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _UNSUPPORTED:
-                if value is not None and value not in _UNSUPPORTED[name]:
-                    raise ApiError(400, f"{name} is not supported by this server", param=name)
-            elif name not in _SILENT | _seen and len(_seen) < _MOST_SEEN:
-                _seen.add(name)
-                logger.warning("request field %.80r is unknown and ignored", name)
+    def check_others(self, place: str = "") -> None:
+        """See `Body`."""
+        super().check_others(place)
+        if self.stream_options is not None:
+            self.stream_options.check_others("stream_options.")
 
 
 class SearchBody(BaseModel):
@@ -235,20 +264,21 @@ class CompletionBody(SamplingBody):
         return [one if isinstance(one, str) else {"prompt_token_ids": one} for one in given]
 
 
-class TokenizeBody(BaseModel):
-    """/tokenize: a prompt."""
+class TokenizeBody(Body):
+    """/tokenize: either a prompt, or the messages of a chat."""
 
-    prompt: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Body):
     """/detokenize: token ids."""
 
     tokens: list[int]
 
 
-class DocumentBody(BaseModel):
+class DocumentBody(Body):
     """A document. overwrite: in place of another text of that name. metadata: kept with it."""
 
     text: str

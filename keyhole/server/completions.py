@@ -57,7 +57,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     prompt = {"prompt_token_ids": ready.token_ids}
     streams = state.llm.streams(prompt, params, policy=policy, caller=caller)
     replies = [ready.reply() for _ in streams]
-    answer = Answer("chat.completion", state.name, state.tokenizer, replies)
+    answer = Answer("chat.completion", state.name, state.tokenizer, replies, body.n)
     return await respond(answer, body, request, streams)
 
 
@@ -80,7 +80,7 @@ async def _chat_over_documents(
         for one in params.each()
     ]
     told = functools.partial(_told, state, names, passages=body.passages)
-    answer = Answer("chat.completion", state.name, state.tokenizer, replies)
+    answer = Answer("chat.completion", state.name, state.tokenizer, replies, body.n)
     return await respond(answer, body, request, streams, told)
 
 
@@ -99,7 +99,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         for prompt in body.prompts
         for stream in state.llm.streams(prompt, params, policy=policy, caller=caller)
     ]
-    answer = Answer("text_completion", state.name, state.tokenizer)
+    answer = Answer("text_completion", state.name, state.tokenizer, n=body.n)
     return await respond(answer, body, request, streams)
 
 

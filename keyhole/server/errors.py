@@ -77,6 +77,11 @@ def invalid(error: RequestValidationError) -> ApiError:
 
 
 def plain(error: HTTPException) -> ApiError:
-    """An error of the framework: no such path, no such method."""
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return ApiError(error.status_code, str(error.detail), kind=kind, headers=error.headers)
+    """An error of the framework, such as a method that a path does not have."""
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
+
+
+def no_such_path(method: str, path: str) -> ApiError:
+    """What is not served here, such as embeddings."""
+    said = f"there is no '{method} {path}' here; /docs lists what there is"
+    return ApiError(404, said, kind="not_found_error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from keyhole.config import is_count, is_number, require, setting
+from keyhole.config import is_count, is_number, require, require_counts, setting
 from keyhole.errors import ConfigError
 from keyhole.server.chat.tool_formats import FORMATS
 
@@ -39,8 +39,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require(is_count(self.port, 0) and self.port < 65536, "port", self.port, "from 0 to 65535")
-        for name in ("max_queue", "max_body", "max_completions", "max_documents"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
+        require_counts(self, "max_queue", "max_body", "max_completions", "max_documents")
         right = "a number of seconds above 0"
         for name in ("timeout", "drain_timeout"):
             value = getattr(self, name)

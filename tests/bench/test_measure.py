@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import benchmarks
+import keyhole
 from keyhole.bench import measure
 from keyhole.bench.measure import Turn, take_turns
 from keyhole.errors import ConfigError
@@ -61,11 +62,11 @@ def test_a_commit_that_was_changed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_line_says_how_where_and_when(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["/some/where/keyhole", "bench", "decode", "--note", "a b"])
-    line = measure.header("decode", CPU, "a b", "1.2.3")
+    line = measure.header("decode", CPU, "a b")
     assert line["command"] == "keyhole bench decode --note 'a b'"
     assert {"cpu", "cores", "threads", "memory_gib", "load_average"} <= line["machine"].keys()
     assert line["machine"]["device"] == "cpu"
-    assert line["versions"]["keyhole"] == "1.2.3"
+    assert line["versions"]["keyhole"] == keyhole.__version__
     assert {"date", "commit", "note", "benchmark"} <= line.keys()
     for _ in range(2):
         benchmarks.append(tmp_path / "new" / "lines.jsonl", line)

@@ -221,7 +221,7 @@ def test_documents_show_a_line(
     line: dict[str, Any], large: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     line = line | {"large": large, "settings": line["settings"] | {"context": 256}}
-    stored = measure.header("offload", torch.device("cpu"), "a note", "1.2.3") | line
+    stored = measure.header("offload", torch.device("cpu"), "a note") | line
     page = speed_pages.page([], [], [stored | {"commit": "old"}, stored | {"commit": "new"}])
     assert page.count("## Offloaded layers") == 1
     assert "commit new" in page

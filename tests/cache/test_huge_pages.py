@@ -1,4 +1,4 @@
-"""Large tensors: as torch makes them, with a word to the system."""
+"""Large tensors: huge pages are requested for them, and they grow in place."""
 
 from __future__ import annotations
 
@@ -46,3 +46,63 @@ def test_large_tensors_ask_for_huge_pages_and_small_ones_do_not() -> None:
     large, small = (huge_pages.new_empty(like, size) for size in (1 << 22, 1 << 18))
     assert "hg" in flags(large)
     assert "hg" not in flags(small)
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="address space is reserved on Linux")
+
+
+@LINUX
+def test_a_tensor_grows_in_place_and_holds_only_what_is_written() -> None:
+    gib = 1 << 30
+    before = resident()
+    tensor = huge_pages.new_empty(torch.empty(0), 2, 1 << 18, most=64 << 10)  # 64 GiB of addresses
+    tensor.fill_(1)
+    larger = huge_pages.enlarged(tensor, 32 << 10, 64 << 10)
+    assert larger.data_ptr() == tensor.data_ptr()
+    assert larger.shape == (32 << 10, 1 << 18)
+    larger[-1] = 2
+    assert (larger[:2] == 1).all()
+    assert larger.nbytes == 32 * gib
+    assert resident() - before < gib // 8
+
+
+@pytest.mark.parametrize("most", [0, 3, 5])
+def test_beyond_what_was_reserved_growth_copies(most: int) -> None:
+    tensor = huge_pages.new_empty(torch.empty(0, dtype=torch.bfloat16), 3, 7, most=most).fill_(1)
+    larger = huge_pages.enlarged(tensor, 6, 9)
+    assert larger.data_ptr() != tensor.data_ptr()
+    assert larger.shape == (6, 7)
+    assert (larger[:3] == 1).all()
+    assert huge_pages.enlarged(larger, 4, 9) is larger
+
+
+@LINUX
+def test_a_tensor_without_numbers_grows() -> None:
+    tensor = huge_pages.enlarged(torch.empty(0, 3, 0), 4, 8)
+    assert tensor.shape == (4, 3, 0)
+    assert huge_pages.enlarged(tensor, 8, 8).shape == (8, 3, 0)
+
+
+@LINUX
+@pytest.mark.parametrize("counted", ["limit", "overcommit"])
+def test_no_address_space_is_reserved_where_it_counts_as_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counted: str
+) -> None:
+    if counted == "limit":
+        monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 33, 1 << 33))
+    else:
+        (tmp_path / "overcommit").write_text("2\n")
+        monkeypatch.setattr(huge_pages, "_OVERCOMMIT", tmp_path / "overcommit")
+    tensor = huge_pages.new_empty(torch.empty(0), 2, 5, most=100)
+    assert tensor.untyped_storage().nbytes() == 2 * 5 * 4
+
+
+@LINUX
+def test_more_than_there_are_addresses_is_not_reserved() -> None:
+    tensor = huge_pages.new_empty(torch.empty(0), 2, 5, most=1 << 56)
+    assert tensor.untyped_storage().nbytes() == 2 * 5 * 4
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from keyhole.cache import huge_pages
 from keyhole.cache import pages as pages_module
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.pages import PageCache, bytes_per_page
@@ -33,7 +34,8 @@ def test_page_bytes_are_those_of_the_tensors(
     cache.allocate(3)
     tensors = [*cache.keys, *cache.values, *(t for data in cache.data for t in data.values())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    assert sum(storages.values()) == cache.capacity * cache.page_bytes
+    assert sum(storages.values()) == cache.max_pages * cache.page_bytes
+    assert cache.resident_bytes == cache.capacity * cache.page_bytes
 
 
 def test_page_bytes_count_side_data_in_the_cache_s_dtype() -> None:
@@ -104,15 +106,15 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_helps(
     first = cache.allocate(2)
     assert first is not None
     cache.keys[1][first] = 7.0
-    enlarged = pages_module._enlarged
+    enlarged = huge_pages.enlarged
     calls = iter(range(100))
 
-    def fails_half_way(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
+    def fails_half_way(tensor: torch.Tensor, count: int, most: int) -> torch.Tensor:
         if next(calls) == 3:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return enlarged(tensor, capacity)
+        return enlarged(tensor, count, most)
 
-    monkeypatch.setattr(pages_module, "_enlarged", fails_half_way)
+    monkeypatch.setattr(huge_pages, "enlarged", fails_half_way)
     with pytest.raises(CapacityError, match="memory="):
         cache.allocate(63)
     assert cache.available == 98

@@ -360,10 +360,10 @@ def fails_once() -> Callable[..., Tensor]:
     """`huge_pages.new_empty`, the first time without memory."""
     real, calls = huge_pages.new_empty, iter(range(1000))
 
-    def new_empty(like: Tensor, *shape: int) -> Tensor:
+    def new_empty(like: Tensor, *shape: int, most: int = 0) -> Tensor:
         if next(calls) == 0:
             raise MemoryError
-        return real(like, *shape)
+        return real(like, *shape, most=most)
 
     return new_empty
 

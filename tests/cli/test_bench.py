@@ -27,9 +27,10 @@ def test_admission_says_what_others_felt(run: Run, tmp_path: Path) -> None:
     assert done.status == 0, done.err
     assert "longest / median" in done.out
     assert done.out.count("longest step / median while ") == 4
+    assert done.out.count("of all questions / median while ") == 2
     line = json.loads(output.read_text())
     assert line["settings"]["methods"] == ["epic:num_initial=8", "reuse"]
-    assert len(line["bars"]) == 4
+    assert len(line["bars"]) == 6
     for number, found in enumerate(line["results"]):
         assert found["stored_tokens"] == 400
         assert len(found["all_rounds"]) == len(found["all_alone_ms"]) == 3
@@ -39,10 +40,12 @@ def test_admission_says_what_others_felt(run: Run, tmp_path: Path) -> None:
             assert one["longest_ratio"] == pytest.approx(one["longest_ms"] / one["step_ms"])
             assert one["longest_cpu_ratio"] > 0
         names = ("longest_ratio", "longest_cpu_ratio")
-        for name, bar in zip(names, line["bars"][2 * number :][:2], strict=True):
+        for name, bar in zip(names, line["bars"][3 * number :][:2], strict=True):
             middle = sorted(one[name] for one in found["all_rounds"])[1]
             assert found[name] == bar["value"] == middle
             assert bar["met"] == (middle <= 2)
+        worst = max(one["longest_cpu_ratio"] for one in found["all_rounds"])
+        assert found["worst_cpu_ratio"] == line["bars"][3 * number + 2]["value"] == worst
 
 
 def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
@@ -65,7 +68,7 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
         (("offload", "--dtype", "float32"), "--dtype is for `keyhole bench decode`"),
         (("decode", "--budgets", "64"), "--budgets is for `keyhole bench offload`"),
         (("decode", "--documents", "2"), "--documents is for `keyhole bench admission`"),
-        (("admission", "--documents", "0"), "documents 0 must be a whole number >= 1"),
+        (("admission", "--documents", "0"), "documents 0 must be at least 1"),
         (("offload", "--words", "50"), "words 50 must be at least 96"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),

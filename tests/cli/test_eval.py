@@ -55,7 +55,7 @@ def test_cells_are_shown_and_stored(path: str, run: Run, tmp_path: Path) -> None
     assert shown == [
         ["passkey", setup, *method] for setup in ("prompt", "question") for method in methods
     ]
-    assert ran.out.endswith(f"10 cells measured, 0 there already: {output}\n")
+    assert ran.out.endswith(f"10 cells measured, 0 stored before: {output}\n")
     found = lines(output)
     assert len(found) == 10
     for line in found:
@@ -95,14 +95,14 @@ def test_a_killed_run_goes_on_where_it_was(
     ran = run("eval", "--model", path, *command)
     assert ran.status == 0, ran.err
     assert done == ["full", "quest", "streaming_llm", "delta"]
-    assert "2 cells measured, 2 there already" in ran.out
+    assert "2 cells measured, 2 stored before" in ran.out
     stored = lines(output)
     assert [line["policy"] for line in stored] == ["full", "quest", "streaming_llm", "delta"]
     # Fewer samples are there as well, more are not; nor is anything of another text.
-    assert "0 cells measured, 4 there" in run("eval", "--model", path, *command, "--limit", "2").out
-    assert "4 cells measured, 0 there" in run("eval", "--model", path, *command, "--limit", "4").out
+    assert "0 cells measured, 4" in run("eval", "--model", path, *command, "--limit", "2").out
+    assert "4 cells measured, 0" in run("eval", "--model", path, *command, "--limit", "4").out
     Path(text).write_text("another text, " * 40)
-    assert "4 cells measured, 0 there" in run("eval", "--model", path, *command).out
+    assert "4 cells measured, 0 stored" in run("eval", "--model", path, *command).out
 
 
 def test_a_policy_that_this_model_cannot_have_is_told_and_the_others_run(
@@ -288,7 +288,7 @@ def test_controls_and_terms_end_to_end(run: Run, tmp_path: Path) -> None:
     assert [row.split()[1] for row in rows[:4]] == ["full", "quest", "delta", "raas"]
     assert rows[3].split()[2:7] == "48 not at equal terms".split()
     assert "not at equal terms: raas: raas has no setting full_layers" in ran.out
-    assert "12 cells measured, 0 there already" in ran.out
+    assert "12 cells measured, 0 stored before" in ran.out
     assert "What selecting is worth" in html.read_text()
     found = [line for line in lines(output) if line["policy"] == "delta"]
     for line in found:
@@ -323,7 +323,7 @@ def test_tuned_settings_are_told_and_trials_are_kept(run: Run, tmp_path: Path) -
     trials = lines(tmp_path / "eval.trials.jsonl")
     assert [line["task_settings"]["first_seed"] for line in trials] == [1_000_000] * 2
     assert [line["policy"] for line in lines(output)] == ["full", "delta"]
-    assert "0 cells measured, 2 there already" in run(*given).out
+    assert "0 cells measured, 2 stored before" in run(*given).out
     assert lines(tmp_path / "eval.trials.jsonl") == trials
 
 
@@ -332,7 +332,7 @@ def test_other_samples_are_other_cells(run: Run, tmp_path: Path) -> None:
     given = ("--tasks", "passkey", "--lengths", "160", "--limit", "1", "--policies", "full")
     assert run("eval", *given, "--output", str(output)).status == 0
     ran = run("eval", *given, "--output", str(output), "--first-seed", "7")
-    assert "1 cell measured, 0 there already" in ran.out
+    assert "1 cell measured, 0 stored before" in ran.out
     assert "tiny_passkey:first_seed=7" in ran.out
     first, other = lines(output)
     assert first["depths"] != other["depths"]

@@ -25,7 +25,7 @@ def test_the_bundled_model_reads_derivations(run: Run, tmp_path: Path) -> None:
     assert ran.status == 0, ran.err
     assert "Relative error of the attention output" in ran.out
     assert "Overlap of the entries of largest attention" in ran.out
-    assert ran.out.endswith(f"6 cells measured, 0 there already: {output}\n")
+    assert ran.out.endswith(f"6 cells measured, 0 stored before: {output}\n")
     found = lines(output)
     assert [(line["weights"], line["method"]) for line in found] == [
         (weights, name)

@@ -163,7 +163,7 @@ def test_an_interrupted_run_goes_on_under_the_same_command(
     monkeypatch.setattr(Answered, "measure", interrupted)
     ran = run(*command)
     assert ran.status == 130
-    assert f"stopped; the same command goes on from {tmp_path / 'eval.jsonl'}" in ran.err
+    assert f"stopped; the same command resumes from {tmp_path / 'eval.jsonl'}" in ran.err
     assert [line["policy"] for line in lines(tmp_path, "eval")] == ["full", "quest"]
     assert not (tmp_path / "settings.json").exists()
     monkeypatch.setattr(Answered, "measure", measure)
@@ -220,8 +220,8 @@ def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(
         (("--html", "no/page.html"), "--html 'no/page.html': there is no folder 'no'"),
         (("--lengths", "8192"), "length 8192 is more than the 4096 tokens that llama-0 takes"),
         (("--lengths", "64"), "no task has texts of 64 tokens"),
-        (("--tasks", "perplexity"), "task perplexity is over a text: not in this suite"),
-        (("--terms", "tuned"), "terms 'tuned' must be given, equal or published here"),
+        (("--tasks", "perplexity"), "task perplexity forces a text, which this suite does not do"),
+        (("--terms", "tuned"), "terms 'tuned' must be given, equal or published"),
         (("--suite", "papers"), "unknown suite 'papers'; did you mean 'paper'?"),
     ],
 )

@@ -42,7 +42,13 @@ SMALL = {"token_budget": 5 * PAGE}
 @pytest.fixture(autouse=True)
 def zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages begin with zeros, so that what is not written can be compared too."""
-    monkeypatch.setattr("keyhole.cache.huge_pages.new_empty", torch.Tensor.new_zeros)
+
+    def new_zeros(like: torch.Tensor, *shape: int, most: int = 0) -> torch.Tensor:
+        return like.new_zeros(*shape)
+
+    monkeypatch.setattr("keyhole.cache.huge_pages.new_empty", new_zeros)
+    # Tensors are copied when they shrink, as on a GPU.
+    monkeypatch.setattr("keyhole.cache.huge_pages.is_lazy", lambda _: False)
 
 
 @pytest.fixture(scope="module")

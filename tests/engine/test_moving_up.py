@@ -170,22 +170,24 @@ def test_a_long_answer_goes_on_above_when_its_neighbour_ends(model: Model, tmp_p
     assert seen[-1][2] == seen[first][2] > 0
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
 def test_memory_is_kept_to_at_every_moment(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     """After each step, and at each tensor that is made: then one is there twice, and no more."""
+    if not in_place:
+        monkeypatch.setattr(huge_pages, "is_lazy", lambda _: False)
     engine = small(model, tmp_path)
     assert engine.placement is not None
     memory = engine.placement.plan.cache_memory
-    real, most = huge_pages.new_empty, [0]
+    real = huge_pages.new_empty
 
     def held() -> int:
         return engine.cache.resident_bytes + buffer_bytes(engine)
 
-    def new_empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
-        tensor = real(like, *shape)
+    def new_empty(like: torch.Tensor, *shape: int, most: int = 0) -> torch.Tensor:
+        tensor = real(like, *shape, most=most)
         assert held() <= memory
-        most[0] = max(most[0], held() + tensor.nbytes - memory)
         assert held() + tensor.nbytes <= memory + max(x.nbytes for x in engine.cache._tensors())
         return tensor
 

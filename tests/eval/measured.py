@@ -32,7 +32,7 @@ def lines(
     """A line for each task, length, policy and budget; `samples` at each depth."""
     choices: list[tuple[str, int | None]] = [("full", None)]
     choices += [(policy, budget) for policy in policies for budget in budgets]
-    about = measure.header("eval", torch.device("cpu"), "", "0.1.0") | {"command": "made in a test"}
+    about = measure.header("eval", torch.device("cpu")) | {"command": "made in a test"}
     return [
         about | _line(model, task, length, policy, budget, depths, samples, map_layers)
         for task in tasks

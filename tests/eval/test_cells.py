@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
-from keyhole.errors import ConfigError
-from keyhole.eval.report.cells import EvalSetting, cells, place_name, places, read_lines
+from keyhole.eval.report.cells import EvalSetting, cells, place_name, places
 from tests.eval.eval_lines import full, line
 
 
@@ -132,19 +129,3 @@ def test_forced_texts_are_told_where_they_differ() -> None:
         "attention_recall",
         "perplexity:text=b",
     ]
-
-
-def test_lines_are_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(f"{json.dumps(line())}\n\n{json.dumps(full())}\n")
-    assert read_lines(path) == [line(), full()]
-
-
-@pytest.mark.parametrize(("text", "problem"), [("{", "line 2 is no JSON"), ("[]", "JSON object")])
-def test_a_file_of_something_else_is_refused(text: str, problem: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(f"{{}}\n{text}\n")
-    with pytest.raises(ConfigError, match=problem):
-        read_lines(path)
-    with pytest.raises(ConfigError, match="cannot read the results"):
-        read_lines(tmp_path / "missing.jsonl")

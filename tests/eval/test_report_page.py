@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import keyhole
+from keyhole.cli.common.terminal import PAGE
+from keyhole.config import bytes_text
 from keyhole.errors import ConfigError
 from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report.page import main, render, write_report
-from keyhole.eval.report.plot_style import THEME, size_scale, size_text
+from keyhole.eval.report.plot_style import THEME, size_scale
 from keyhole.models.loading import load
 from tests.eval import measured
 from tests.eval.eval_lines import full, line
@@ -174,6 +176,7 @@ def test_nothing_is_best_where_most_is_as_good() -> None:
 def test_any_lines_make_a_page(lines: list[dict[str, Any]]) -> None:
     text = render(lines) if lines else all_in_one()
     found = Page(text)
+    assert text.encode().startswith(PAGE.starts[""])  # else `--html` would refuse to replace it
     assert not found.faults
     assert len(found.ids) == len(set(found.ids))
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in found.links)
@@ -310,11 +313,11 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(ConfigError, match="cannot write the report"):
         write_report([full()], tmp_path / "no" / "x.html")
     assert main([str(tmp_path / "no.jsonl"), "x.html"]) == 2
-    assert capsys.readouterr().err.startswith("error: cannot read the results")
+    assert capsys.readouterr().err.startswith("error: there are no lines to report")
 
 
 def test_sizes_have_the_unit_that_suits_them() -> None:
-    assert [size_text(n) for n in (0, 1023, 1024, 1536, 2**20 - 1, 2**30, 2**50)] == [
+    assert [bytes_text(n) for n in (0, 1023, 1024, 1536, 2**20 - 1, 2**30, 2**50)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 GiB", "1024.0 TiB",
     ]  # fmt: skip
     for sizes, expected in [

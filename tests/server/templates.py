@@ -24,6 +24,13 @@ HERMES = _template(
     "Write <tool_call>\n{...}\n</tool_call> for ",
     "<tool_call>" + _BY_NAME.replace("%s", "arguments") + "</tool_call>",
 )
+#: As Qwen3-Coder's.
+QWEN3_CODER = _template(
+    "Write <tool_call>\n<function=...>\n<parameter=...>\n</function>\n</tool_call> for ",
+    "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{%- for name, value in call.function.arguments.items() %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{%- endfor %}</function>\n</tool_call>",
+)
 #: As Llama 3's.
 LLAMA3 = _template(
     "Write {'name': ..., \"parameters\": ...} for ", _BY_NAME.replace("%s", "parameters")

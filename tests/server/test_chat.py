@@ -27,7 +27,12 @@ TOOLS: list[Any] = [
     for name in ("weather", "people")
 ]
 SETTINGS: Any = {"model": "small", "messages": HELLO, "max_tokens": 250, "temperature": 1.0}
-FORMS = {"hermes": templates.HERMES, "llama3": templates.LLAMA3, "mistral": templates.MISTRAL}
+FORMS = {
+    "hermes": templates.HERMES,
+    "llama3": templates.LLAMA3,
+    "mistral": templates.MISTRAL,
+    "qwen3_coder": templates.QWEN3_CODER,
+}
 
 
 @pytest.fixture
@@ -104,6 +109,10 @@ def test_one_of_several_tools_is_called_when_required(
     [
         ("hermes", '"so: <tool_call>{\\"name\\": \\"weather\\", \\"arguments\\": {}}</tool_call>"'),
         ("llama3", '"{\\"name\\": \\"weather\\", \\"parameters\\": {}}"'),
+        (
+            "qwen3_coder",
+            '"<tool_call>\\n<function=weather>\\n</function>\\n</tool_call>"',
+        ),
         ("mistral", '"[TOOL_CALLS][{\\"name\\": \\"weather\\", \\"arguments\\": {}}]"'),
     ],
 )

@@ -17,10 +17,12 @@ from keyhole.server.chat.tool_formats import (
     LLAMA3,
     MISTRAL,
     MISTRAL_NAMED,
+    QWEN3_CODER,
     ToolFormat,
     format_of,
 )
 from keyhole.server.chat.tool_parser import ToolCallParser
+from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
 
 THINK = markers_of("... </think> ...")
 Calls = list[tuple[str, str]]
@@ -85,6 +87,39 @@ REPLIES: list[tuple[ToolFormat, str, str, Calls]] = [
 ]
 
 
+#: As above, for the form with elements: what is a text and what is not, the schema tells.
+XML_FUNCTIONS: Any = {
+    "f": {
+        "properties": {"a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}}
+    },
+    "g": {"properties": {"x": {"type": ["array", "null"]}, "o": {"type": "object"}}},
+}
+XML_REPLIES: list[tuple[str, str, Calls]] = [
+    ("no call <tool at all", "no call <tool at all", []),
+    (
+        "Let me look.\n<tool_call>\n<function=f>\n<parameter=a>\nif x < 3:\n    y()\n</parameter>\n"
+        "<parameter=n>\n12\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>",
+        "Let me look.",
+        [("f", '{"a": "if x < 3:\\n    y()", "n": 12, "b": true}')],
+    ),
+    (
+        "<tool_call>\n<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n"
+        '<parameter=x>\n[1, "2"]\n</parameter>\n<parameter=o>{"k": 3}</parameter>\n'
+        "</function>\n</tool_call>\n",
+        "",
+        [("f", "{}"), ("g", '{"x": [1, "2"], "o": {"k": 3}}')],
+    ),
+    # Without the first marker, and with a number that is none.
+    (
+        "<function=f><parameter=n>many</parameter><parameter=q>7</parameter></function>",
+        "",
+        [("f", '{"n": "many", "q": "7"}')],
+    ),
+    ("<tool_call>\n<function=f>\n<parameter=a>\nx", "", [("f", "")]),
+    ("<tool_call>\n<function=h>\n</function>", "<function=h>\n</function>", []),
+]
+
+
 def pieces(text: str, cuts: list[int]) -> list[Piece]:
     places = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
@@ -123,6 +158,17 @@ def test_calls_are_found_however_the_text_is_cut(
     assert len({call.id for call in reply.calls}) == len(calls)
 
 
+@pytest.mark.parametrize(("text", "shown", "calls"), XML_REPLIES)
+@given(cuts=st.lists(st.integers(0, 250), max_size=12))
+def test_calls_as_elements_are_found_however_the_text_is_cut(
+    text: str, shown: str, calls: Calls, cuts: list[int]
+) -> None:
+    reply = Reply(parser=XmlToolCallParser(XML_FUNCTIONS))
+    found = streamed(reply, pieces(text, cuts))
+    assert (found["content"], found["calls"]) == (shown, calls)
+    assert (reply.text, [(call.name, call.arguments) for call in reply.calls]) == (shown, calls)
+
+
 @pytest.mark.parametrize(
     ("text", "is_inside", "reasoning", "answer"),
     [
@@ -151,6 +197,7 @@ def test_reasoning_is_split_off_however_the_text_is_cut(
     ("template", "form"),
     [
         ("... <tool_call>\\n{...}\\n</tool_call> ...", HERMES),
+        ("... <tool_call>\\n<function=f>\\n<parameter=p> ...", QWEN3_CODER),
         ("... [TOOL_CALLS][ ...", MISTRAL),
         ("... [TOOL_CALLS]{{ name }}[ARGS] ...", MISTRAL_NAMED),
         ("... {{- '\"parameters\": ' }} ...", LLAMA3),

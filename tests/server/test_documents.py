@@ -331,6 +331,7 @@ def docx(text: str) -> bytes:
     return made.getvalue()
 
 
+_MARKITDOWN = "the converter is an extra of 200 MB, which `make test-clients` has"
 FILES = {
     "page.html": b"<h1>Lamps</h1><script>no()</script><p>A green lamp.</p>",
     "page.pdf": pdf("A green lamp."),
@@ -340,15 +341,16 @@ FILES = {
 
 @pytest.mark.parametrize("filename", FILES)
 @pytest.mark.filterwarnings("ignore")  # of the packages that read these files
-def test_a_file_becomes_text(filename: str) -> None:
-    pytest.importorskip(
-        "markitdown", reason="the converter is an extra of 200 MB: pip install 'keyhole[convert]'"
-    )
+def test_a_file_becomes_text(address: str, llm: LLM, filename: str) -> None:
+    pytest.importorskip("markitdown", reason=_MARKITDOWN)
     text = convert.text_of(filename, FILES[filename])
     assert "A green lamp." in text
     assert "no()" not in text
     if filename.endswith("html"):
         assert text.startswith("# Lamps")
+    assert upload(address, filename, FILES[filename]).status_code == 201
+    assert llm.documents.text(filename) == text
+    llm.documents.remove(filename)
 
 
 @pytest.mark.parametrize(
@@ -356,9 +358,7 @@ def test_a_file_becomes_text(filename: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_broken_file_is_an_error_of_one_line(filename: str, data: bytes) -> None:
-    pytest.importorskip(
-        "markitdown", reason="the converter is an extra of 200 MB: pip install 'keyhole[convert]'"
-    )
+    pytest.importorskip("markitdown", reason=_MARKITDOWN)
     with pytest.raises(ApiError, match=re.escape(filename)) as caught:
         convert.text_of(filename, data)
     assert caught.value.status == 400

@@ -36,7 +36,8 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[
     ) as server:
         try:
             assert server.stderr is not None
-            first = server.stderr.readline()
+            # A demonstration model is said to be one before.
+            first = next(line for line in server.stderr if " at http" in line)
             lines = [first]
             reader = threading.Thread(target=lambda: lines.extend(server.stderr or ()))
             reader.start()

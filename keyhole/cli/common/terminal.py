@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from keyhole.config import bytes_text
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -132,15 +133,6 @@ def closing_line(stats: Stats) -> str:
 def bytes_per_step(stats: Stats) -> float:
     """Bytes read per decode step; the first token comes from the prefill."""
     return (stats.kv_bytes_read + stats.other_bytes_read) / max(1, stats.generated_tokens - 1)
-
-
-def bytes_text(size: float) -> str:
-    """A size for people: 512 B, 1.5 KiB, 3.2 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 def count(number: int, noun: str) -> str:

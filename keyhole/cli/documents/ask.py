@@ -13,7 +13,7 @@ from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import INTERRUPTED, PICTURE, Output, check_outputs
 from keyhole.cli.documents.manage import about, add_store, blocks, expand, open_llm
-from keyhole.config import EngineConfig, SamplingParams
+from keyhole.config import EngineConfig, SamplingParams, bytes_text
 from keyhole.errors import ConfigError
 from keyhole.reuse import make_reuse
 
@@ -109,7 +109,7 @@ def closing_lines(number: int, reused: Reused | None, stats: Stats) -> list[str]
         f"{100 * reused.sequence_ratio:.1f} % kept",
         f"{100 * reused.recompute_ratio:.1f} % computed again",
         f"{terminal.count(reused.tokens_not_computed, 'token')} not computed",
-        f"{terminal.bytes_text(reused.bytes_read)} read from the store",
+        f"{bytes_text(reused.bytes_read)} read from the store",
     ]
     lines = [" | ".join(parts)]
     if reused.shares is not None:
@@ -215,7 +215,7 @@ def _rows(info: DocumentInfo) -> list[tuple[str, str]]:
         ("blocks", f"{blocks(info):,} of {info.block_size} tokens"),
         (
             "size",
-            f"{terminal.bytes_text(info.size_bytes)}, encoded by {terminal.count(models, 'model')}",
+            f"{bytes_text(info.size_bytes)}, encoded by {terminal.count(models, 'model')}",
         ),
         ("added", _time(info.created)),
         ("used", used),

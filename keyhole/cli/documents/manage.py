@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, terminal
-from keyhole.config import EngineConfig, parse_bytes
+from keyhole.config import EngineConfig, bytes_text, parse_bytes
 from keyhole.documents.source import default_place
 from keyhole.errors import KeyholeError, UnknownNameError
 from keyhole.policies import make_policy
@@ -113,7 +113,7 @@ def sentence(info: DocumentInfo) -> str:
     """A document in a line."""
     tokens = terminal.count(info.tokens, "token")
     parts = f"{terminal.count(blocks(info), 'block')} of {info.block_size}"
-    return f"{info.name}: {tokens}, {parts}, {terminal.bytes_text(info.size_bytes)}"
+    return f"{info.name}: {tokens}, {parts}, {bytes_text(info.size_bytes)}"
 
 
 _HEADS = ("name", "tokens", "blocks", "size", "added", "used", "hits", "models", "pinned")
@@ -142,7 +142,7 @@ def _run_list(arguments: argparse.Namespace) -> int:
     rows = [[*_row(info), *([_yes(info.encoded)] if asked else [])] for info in infos]
     print(terminal.table(heads, rows))
     tokens = terminal.count(sum(info.tokens for info in infos), "token")
-    size = terminal.bytes_text(sum(info.size_bytes for info in infos))
+    size = bytes_text(sum(info.size_bytes for info in infos))
     print(f"{terminal.count(len(infos), 'document')}, {tokens}, {size} at {where}")
     return 0
 
@@ -152,7 +152,7 @@ def _row(info: DocumentInfo) -> list[str]:
         info.name,
         f"{info.tokens:,}",
         f"{blocks(info):,}",
-        terminal.bytes_text(info.size_bytes),
+        bytes_text(info.size_bytes),
         _minute(info.created),
         _minute(info.last_used) if info.hits else "never",
         f"{info.hits:,}",

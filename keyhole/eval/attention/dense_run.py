@@ -312,28 +312,26 @@ class LayerStep:
 Take = Callable[[LayerStep], None]
 
 
-@dataclass
-class _Options:
-    """Of the layer that runs: its batch, and how attention is computed there."""
-
-    batch: Batch | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def observe(self, batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> None:
-        """Called by every layer before its attention."""
-        self.batch = batch
-        self.options = {name: value for name, value in options.items() if name != "window"}
+#: Shown the batch, the layer's number, its queries and the options of its attention.
+Observer = Callable[[Batch, int, Tensor, dict[str, Any]], None]
 
 
 @dataclass
 class ObservedModel(Model):
-    """A model whose layers tell `seen` how they compute attention."""
+    """A model that calls `observe` in every layer, before its attention."""
 
-    seen: _Options = field(default_factory=_Options)
+    observe: Observer | None = None
+
+    @classmethod
+    def of(cls, model: Model, observe: Observer) -> Self:
+        """The same model, observed."""
+        own = {one.name: getattr(model, one.name) for one in dataclasses.fields(Model)}
+        return cls(**own, observe=observe)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
         """As of `Model`."""
-        batch.observer = functools.partial(self.seen.observe, batch)
+        assert self.observe is not None
+        batch.observer = functools.partial(self.observe, batch)
         return super().forward(token_ids, positions, batch, rows)
 
 
@@ -353,14 +351,17 @@ def run(
     head: for policies that want one; None: that beside the weights.
     """
     rows = SampleRows()
-    fields = {one.name: getattr(model, one.name) for one in dataclasses.fields(Model)}
-    observed = ObservedModel(**fields)
+    seen: list[Any] = []
+
+    def observe(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> None:
+        seen[:] = batch, {name: value for name, value in options.items() if name != "window"}
 
     def look(layer: int, query: Tensor, step: Step) -> None:
-        assert observed.seen.batch is not None
-        take(_layer_step(model, observed.seen.batch, layer, query, observed.seen.options, rows))
+        batch, options = seen
+        take(_layer_step(model, batch, layer, query, options, rows))
 
     candidates = Candidates(policies=tuple(policies), look=look)
+    observed = ObservedModel.of(model, observe)
     engine = Engine(observed, candidates, config, head=head, copies=copies)
     try:
         serve(engine, requests, rows.update)

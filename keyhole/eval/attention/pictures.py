@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from keyhole.drawing import FAINT, INK, PALE, matplotlib
+from keyhole.drawing import FAINT, INK, PALE, heading, matplotlib
 from keyhole.errors import ConfigError
 from keyhole.eval.attention import tables
 from keyhole.eval.attention.suite import METHOD, RANDOM, TRAINED
@@ -25,6 +25,7 @@ from keyhole.eval.attention.tables import (
     places,
 )
 from keyhole.eval.line_file import Line
+from keyhole.eval.report.cells import runs_of
 from keyhole.eval.report.page import environment, save_page, style_sheet
 from keyhole.eval.report.plot_style import FILL, SVG_STYLE, Look, inline_svg, looks
 
@@ -103,13 +104,10 @@ def _losses(figure: Any, place: AttentionSetting, rows: list[SummaryRow]) -> Non
     figure.legend(
         handles, list(kinds), loc="outside lower center", ncols=6, frameon=False, fontsize=8
     )
-    figure.suptitle(
+    heading(
+        figure,
         f"{place.model}: relative error of the attention output, {place.length:,} tokens, "
         f"budget {place.budget:,}",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-        fontweight="bold",
     )
 
 
@@ -178,13 +176,10 @@ def _overlaps(figure: Any, place: AttentionSetting) -> None:
         frameon=False,
         fontsize=8,
     )
-    figure.suptitle(
+    heading(
+        figure,
         f"{place.model}: overlap of the largest attention, {place.length:,} tokens, "
         f"lists of {place.budget:,} tokens",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-        fontweight="bold",
     )
 
 
@@ -223,7 +218,7 @@ def render(lines: Sequence[Line]) -> str:
             model=", ".join(dict.fromkeys(place.model for place in found)),
             places=shown,
             how_to_read=tables.HOW_TO_READ,
-            run=_run(lines),
+            runs=runs_of(lines)[0],
         )
     )
 
@@ -239,18 +234,3 @@ def _inline(place: AttentionSetting, number: int) -> list[Markup]:
         # matplotlib escapes text, and inline_svg what it adds.
         found.append(Markup(svg))
     return found
-
-
-def _run(lines: Sequence[Line]) -> dict[str, Any]:
-    """Of the newest line, as all of one run have it in common."""
-    last = lines[-1]
-    machine, versions = last.get("machine", {}), last.get("versions", {})
-    known = {
-        "Measured": str(last.get("date", ""))[:10],
-        "Command": last.get("command"),
-        "Commit": last.get("commit"),
-        "Machine": ", ".join(str(machine[name]) for name in ("cpu", "device") if name in machine),
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "Texts": last["texts"],
-    }
-    return {name: text for name, text in known.items() if text}

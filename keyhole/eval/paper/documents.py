@@ -239,12 +239,11 @@ class DocumentEvaluation:
 
     def _place(self, task: Task, length: int, seed: int) -> dict[str, Any]:
         """What a question is known by."""
-        names = [one.name for one in dataclasses.fields(task) if "help" in one.metadata]
         return {
             "benchmark": QUESTIONS,
             "fingerprint": self._digest,
             "task": task.name,
-            "task_settings": as_stored({name: getattr(task, name) for name in names}),
+            "task_settings": as_stored(task.settings),
             "length": length,
             "seed": seed,
         }

@@ -33,9 +33,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from keyhole.eval.comparisons import ROUNDING, TELLING, gain, wilson
+from keyhole.eval.comparisons import METHOD, RECENT, ROUNDING, TELLING, gain, paired, wilson
 from keyhole.eval.line_file import Line
-from keyhole.eval.methods import CONTROL, CONTROLS, FULL, Method
+from keyhole.eval.methods import CONTROL, FULL, Method
 from keyhole.eval.paper.documents import NO_DOCUMENTS
 
 USE_IT, NO_BETTER, CANNOT_TELL, LOSES = "use it", "no better", "cannot tell", "loses"
@@ -204,9 +204,7 @@ def _mean(scores: Sequence[float]) -> float:
     return sum(scores) / len(scores)
 
 
-_RECENT = "recent"
 POLICY_REFERENCE, POLICY_CONTROL = "full attention", "recency"
-_PLACE = ("fingerprint", "task", "task_settings", "length", "setup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,27 +239,27 @@ def policy_verdicts(
     lines: Sequence[Line], refused: Sequence[Line], methods: Sequence[Method], page_size: int
 ) -> list[MethodVerdict]:
     """One for each method that was asked for under a budget, in their order."""
-    known = {_key(line): line for line in lines}
-    full = {_place(line): line for line in lines if line["policy"] == FULL.name}
-    own: dict[tuple[str, int, int], list[Line]] = {}
-    for line in lines:
-        if line.get(CONTROL) is None and line.get(CONTROLS):
-            own.setdefault((line["method"], line["length"], line["budget"]), []).append(line)
+    own: dict[tuple[str, int, int], list[dict[str, Line]]] = {}
+    for group in paired(lines):
+        if group is not None and group[METHOD].get(CONTROL) is None:
+            line = group[METHOD]
+            own.setdefault((line["method"], line["length"], line["budget"]), []).append(group)
     lengths = sorted({line["length"] for line in lines})
     labels = dict.fromkeys(method.label for method in methods if method is not FULL)
     found = []
     for label in labels:
         tried = []
         for method in (one for one in methods if one.label == label):
-            of_budget: list[Line] = []
+            of_budget: list[dict[str, Line]] = []
             for length in lengths:
                 tokens = method.tokens(length, page_size)
                 if tokens is not None:
                     of_budget += own.get((label, length, tokens), [])
-            judged = _judged(of_budget, known, full)
+            judged = _judged(of_budget)
             if judged is not None:
-                text = method.budget.text if method.budget else str(of_budget[0]["budget"])
-                tried.append((_tried(text, of_budget), judged))
+                measured = [group[METHOD] for group in of_budget]
+                text = method.budget.text if method.budget else str(measured[0]["budget"])
+                tried.append((_tried(text, measured), judged))
         tried.sort(key=lambda one: one[0].tokens)
         why = dict.fromkeys(one["error"] for one in refused if one["method"] == label)
         if tried or why:
@@ -282,24 +280,17 @@ def _bytes(one: MethodVerdict) -> float:
     return one.found.recommended.bytes_per_step
 
 
-def _judged(
-    lines: Sequence[Line], known: Mapping[str, Line], full: Mapping[str, Line]
-) -> Judgement | None:
-    """One budget over all its places; None where no place has both its control and full."""
-    places = []
-    for line in lines:
-        recent, reference = known.get(_key(line | line[CONTROLS][_RECENT])), full.get(_place(line))
-        if recent is None or reference is None:
-            continue
-        # The first samples are the same, where one line has more of them.
-        number = min(len(one["scores"]) for one in (line, recent, reference))
-        places.append(
-            Scores(
-                method=line["scores"][:number],
-                reference=reference["scores"][:number],
-                control=recent["scores"][:number],
-            )
+def _judged(groups: Sequence[Mapping[str, Line]]) -> Judgement | None:
+    """One budget over all its places; None where no place has both recency and full attention."""
+    places = [
+        Scores(
+            method=group[METHOD]["scores"],
+            reference=group[FULL.name]["scores"],
+            control=group[RECENT]["scores"],
         )
+        for group in groups
+        if RECENT in group and FULL.name in group
+    ]
     return judge(places, POLICY_REFERENCE, POLICY_CONTROL) if places else None
 
 
@@ -312,14 +303,6 @@ def _tried(text: str, lines: Sequence[Line]) -> Tried:
         bytes_per_step=statistics.fmean(line["bytes_per_step"] or 0.0 for line in there),
         read_share=statistics.fmean(line["read_share"] or 0.0 for line in there),
     )
-
-
-def _place(line: Line) -> str:
-    return json.dumps([line.get(name) for name in _PLACE], sort_keys=True)
-
-
-def _key(line: Line) -> str:
-    return json.dumps([_place(line), line["policy"], line["settings"]], sort_keys=True)
 
 
 RECOMPUTE, FULL_REUSE = "recompute", "reuse"

@@ -13,18 +13,15 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from keyhole.errors import ConfigError
 from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared, wilson_of
-from keyhole.eval.line_file import GATE, QUESTIONS
+from keyhole.eval.line_file import GATE, QUESTIONS, Line
 from keyhole.eval.methods import CONTROL, TERMS
 from keyhole.eval.report.plot_style import NOTHING
 from keyhole.eval.settings import FORCED
 from keyhole.eval.tasks import Told, task_name, told
 
-Line = dict[str, Any]
 UNNAMED = "unnamed"
 #: Settings that are the budget, which has its own column.
 _BUDGETS = ("token_budget",)
@@ -139,26 +136,6 @@ class Cell:
 
     def _control(self, name: str) -> float | None:
         return self.comparison.controls.get(name) if self.comparison else None
-
-
-def read_lines(path: str | Path) -> list[Line]:
-    """The lines of a file; ConfigError if it cannot be read, or says something else."""
-    try:
-        texts = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the results {str(path)!r}: {error}") from error
-    lines = []
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
-        if not isinstance(line, dict):
-            raise ConfigError(f"{path}, line {number} is no JSON object: {text[:60]!r}")
-        lines.append(line)
-    return lines
 
 
 def cells(lines: Iterable[Line]) -> list[Cell]:
@@ -347,12 +324,11 @@ _MACHINE = {
 }
 
 
-def runs_of(cells: Sequence[Cell]) -> tuple[list[Run], list[Run]]:
-    """The runs, and the run of each cell. Load on the machine does not tell runs apart."""
+def runs_of(lines: Sequence[Line]) -> tuple[list[Run], list[Run]]:
+    """The runs, and the run of each line. Lines of one run may differ in the machine's load."""
     found: dict[str, Run] = {}
-    of_cells = []
-    for cell in cells:
-        line = cell.line
+    of_lines = []
+    for line in lines:
         machine, versions = (_dictionary(line.get(key)) for key in ("machine", "versions"))
         machine.pop("load_average", None)
         command, commit, note = (words(line.get(key)) for key in ("command", "commit", "note"))
@@ -362,8 +338,8 @@ def runs_of(cells: Sequence[Cell]) -> tuple[list[Run], list[Run]]:
         run.lines += 1
         if date := words(line.get("date")):
             run.dates.append(date)
-        of_cells.append(run)
-    return list(found.values()), of_cells
+        of_lines.append(run)
+    return list(found.values()), of_lines
 
 
 def settings_by_name(cells: Sequence[Cell]) -> dict[str, list[str]]:

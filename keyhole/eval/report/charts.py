@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.drawing import FAINT, INK, PALE
+from keyhole.config import bytes_text
+from keyhole.drawing import FAINT, INK, PALE, matplotlib
 from keyhole.eval.comparisons import ORACLE, RECENT
 from keyhole.eval.policy_trace import ALL, SelectionMap
 from keyhole.eval.report.cells import Cell, number
-from keyhole.eval.report.plot_style import FILL, HALF, PAPER, Look, size_text
+from keyhole.eval.report.plot_style import FILL, HALF, PAPER, Look
 
 FULL = "full"
 #: Marks of the controls.
@@ -54,7 +55,7 @@ class Point:
     def text(self) -> str:
         """What the point says, in words."""
         low_high = "" if self.interval is None else " ({:.0%} to {:.0%})".format(*self.interval)
-        read = size_text(self.bytes_per_step)
+        read = bytes_text(self.bytes_per_step)
         said = f"{self.score:.1%}{low_high}"
         if self.cell.place.is_perplexity:
             said = f"perplexity {1 / self.score:.2f}" if self.score else "no perplexity"
@@ -170,7 +171,7 @@ def _scale(axis: Any, read: Sequence[float]) -> None:
 
 def _tick(size: float) -> str:
     """A power of two without its decimals: 512 KiB."""
-    return size_text(size).replace(".0 ", " ")
+    return bytes_text(size).replace(".0 ", " ")
 
 
 #: Opacity of rows that cannot tell.
@@ -300,10 +301,10 @@ def needle_size(grid: Grid) -> tuple[float, float]:
     return max(2.2, min(4.5, 1.0 + 0.48 * len(grid.columns))), 0.9 + 0.22 * len(grid.rows)
 
 
-def draw_heat_map(axis: Any, grid: Grid, patches: Any) -> None:
+def draw_heat_map(axis: Any, grid: Grid) -> None:
     """Draws a grid into an axis, with the numbers in percent where there is room for them.
 
-    patches: `matplotlib.patches`. Cells of one value are one patch, which keeps an SVG small.
+    Cells of one value are one patch, which keeps an SVG small.
     """
     rows, columns = grid.values.shape
     places: dict[float, list[tuple[int, int]]] = {}
@@ -311,10 +312,10 @@ def draw_heat_map(axis: Any, grid: Grid, patches: Any) -> None:
         if not np.isnan(value):
             places.setdefault(round(float(np.clip(value, 0, 1)), 2), []).append((row, column))
     squares = [place for own in places.values() for place in own]
-    axis.add_patch(_squares(squares, patches, facecolor=PALE))
+    axis.add_patch(_squares(squares, facecolor=PALE))
     for value, own in places.items():
         if value > 0:
-            axis.add_patch(_squares(own, patches, facecolor=FILL, alpha=value))
+            axis.add_patch(_squares(own, facecolor=FILL, alpha=value))
         if columns <= _MOST_NUMBERS:
             ink = PAPER if value >= _DARK else HALF if value >= _HALF else INK
             words = {"ha": "center", "va": "center", "fontsize": 7.5, "color": ink}
@@ -331,8 +332,9 @@ def draw_heat_map(axis: Any, grid: Grid, patches: Any) -> None:
     axis.spines[:].set_visible(False)
 
 
-def _squares(places: Sequence[tuple[int, int]], patches: Any, **look: Any) -> Any:
+def _squares(places: Sequence[tuple[int, int]], **look: Any) -> Any:
     """One patch of the cells at these rows and columns, with a gap between neighbours."""
+    patches = matplotlib()[2]
     corners: list[tuple[float, float]] = []
     for row, column in places:
         left, right, top, bottom = column + 0.03, column + 0.97, row + 0.04, row + 0.96
@@ -342,13 +344,13 @@ def _squares(places: Sequence[tuple[int, int]], patches: Any, **look: Any) -> An
     return patches.PathPatch(path(corners, codes), linewidth=0, **look)
 
 
-def draw_selection_map(axis: Any, found: SelectionMap, *, color: str = FILL, colors: Any) -> None:
+def draw_selection_map(axis: Any, found: SelectionMap, *, color: str = FILL) -> None:
     """Draws a map into an axis: position to the right, steps downwards; dark was read.
 
-    colors: `matplotlib.colors`. Read cells are opaque `color` on the pale area of what existed.
+    Read cells are opaque `color` on the pale area of what existed.
     """
     rgba = np.empty((*found.shares.shape, 4))
-    rgba[..., :3] = colors.to_rgb(color)
+    rgba[..., :3] = matplotlib()[1].to_rgb(color)
     rgba[..., 3] = found.shares / ALL
     first = found.prompt_tokens + 1
     axis.fill(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from keyhole.documents.record import LayerStatistics
-from keyhole.drawing import FAINT, INK, PALE, STYLE, matplotlib, save
+from keyhole.drawing import FAINT, INK, PALE, matplotlib, picture
 from keyhole.engine.documents.filling import Reused
 from keyhole.reuse.block_scores import outliers
 
@@ -42,15 +42,14 @@ def document_chart(
     Dark matters most. Blocks that are outliers of alpha, of which SamKV computes a token again
     where it keeps them, are framed. ConfigError if it cannot be written.
     """
-    pyplot, colors, _ = matplotlib()
+    colors = matplotlib()[1]
     alpha = torch.stack([layer.alpha for layer in layers])
     received = torch.stack([layer.received for layer in layers])
     body = max(0.06, min(0.2, 3.2 / len(layers))) * len(layers)
     shades = colors.LinearSegmentedColormap.from_list("rank", [PALE, _DARK])
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            2, 1, figsize=(_DOCUMENT_WIDTH, 2 * body + 1.9), sharex=True, layout="constrained"
-        )
+    size = (_DOCUMENT_WIDTH, 2 * body + 1.9)
+    with picture(path, title, figsize=size, layout="constrained") as figure:
+        axes = figure.subplots(2, 1, sharex=True)
         _map(axes[0], 1 - ranks(alpha).numpy(), shades)
         axes[0].set_title("slowest fall of the attention that it receives (alpha)")
         axes[0].set_title(subtitle, loc="right", fontsize=8, color=FAINT)
@@ -58,11 +57,6 @@ def document_chart(
         _map(axes[1], ranks(received).numpy(), shades)
         axes[1].set_title("most attention received")
         axes[1].set_xlabel("block")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        try:
-            save(figure, path)
-        finally:
-            pyplot.close(figure)
 
 
 def _map(axis: Any, shares: np.ndarray, shades: Any) -> None:
@@ -148,7 +142,7 @@ def kept_chart(
     subtitle: str = "",
 ) -> None:
     """Writes a PNG; lengths: tokens of each document. ConfigError if it cannot be written."""
-    pyplot, _, patches = matplotlib()
+    patches = matplotlib()[2]
     documents = cells(reused, lengths, block_size)
     lines, room = _lines([document.kept.shape[1] for document in documents])
     depth = len(reused.kept)
@@ -156,8 +150,7 @@ def kept_chart(
     below = _BELOW if reused.shares is not None else 0
     whole = _TOP + (_ABOVE + body + below) * len(lines) + _BOTTOM
     names = _names(reused.documents, lines, room)
-    with pyplot.rc_context(STYLE):
-        figure = pyplot.figure(figsize=(_WIDTH, whole))
+    with picture(path, figsize=(_WIDTH, whole)) as figure:
         for number, line in enumerate(lines):
             low = whole - _TOP - (_ABOVE + body + below) * (number + 1) + below
             size = (_WIDTH - _LEFT - _RIGHT) / _WIDTH, body / whole
@@ -179,10 +172,6 @@ def kept_chart(
         if any(name.isdigit() for name in names):
             note = "numbers: places in the prompt"
             figure.text(0.99, 0.1 / whole, note, ha="right", fontsize=8, color=FAINT)
-        try:
-            save(figure, path)
-        finally:
-            pyplot.close(figure)
 
 
 def _legend(reused: Reused) -> Iterator[tuple[str, str]]:

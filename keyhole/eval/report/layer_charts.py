@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.drawing import DPI, FAINT, INK, PALE, STYLE, matplotlib, save
+from keyhole.drawing import DPI, FAINT, INK, PALE, matplotlib, picture
 from keyhole.eval.calibrate import Measurement
 from keyhole.eval.policy_trace import Trace
 from keyhole.planner import MemoryPlan
@@ -42,7 +42,7 @@ def page_map(
     A page read in full is dark, one that exists and was not read pale, one to come white. Up to six
     layers stand below each other, those that read everything flat; more of them form a grid.
     """
-    pyplot, colors, _ = matplotlib()
+    colors = matplotlib()[1]
     layers = trace.layers
     shares = {layer: trace.pages_read(layer, row) for layer in layers}
     kinds = {layer: _kind(layer, shares[layer], delta_layers) for layer in layers}
@@ -52,16 +52,10 @@ def page_map(
     heights = [
         _FLAT if columns == 1 and kinds[layers[i]] != "sparse" else _TALL for i in range(rows)
     ]
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            rows,
-            columns,
-            figsize=(_WIDTH, sum(heights) + 0.3 * rows + 0.8),
-            height_ratios=heights,
-            sharex=True,
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
+    inches = (_WIDTH, sum(heights) + 0.3 * rows + 0.8)
+    with picture(path, title, figsize=inches, layout="constrained") as figure:
+        axes = figure.subplots(
+            rows, columns, height_ratios=heights, sharex=True, sharey=True, squeeze=False
         )
         for axis in axes.flat[len(layers) :]:
             axis.set_visible(False)
@@ -95,11 +89,8 @@ def page_map(
             fontsize=7,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
         )
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel("decode step", fontsize=9)
         figure.supylabel(f"page of {size} tokens", fontsize=9)
-        save(figure, path)
-        pyplot.close(figure)
 
 
 def _binned(shares: np.ndarray, pixels: float) -> np.ndarray:
@@ -121,16 +112,12 @@ def recall_chart(found: Measurement, placed: Calibration, path: str | Path) -> N
     Left: bars per layer. Right: share of layer b's attention (column) on the pages that layer a
     (row) would choose; the placement in use is framed.
     """
-    pyplot, colors, patches = matplotlib()
+    _, colors, patches = matplotlib()
     depth = placed.num_layers
-    with pyplot.rc_context(STYLE):
-        figure, (bars, square) = pyplot.subplots(
-            1,
-            2,
-            figsize=(4.6 + 0.17 * depth + 3.6, 3.7),
-            width_ratios=(4.6 + 0.17 * depth, 3.6),
-            layout="constrained",
-        )
+    title = f"DELTA on {placed.model}: {placed.method} placement, budget {placed.token_budget}"
+    widths = (4.6 + 0.17 * depth, 3.6)
+    with picture(path, title, figsize=(sum(widths), 3.7), layout="constrained") as figure:
+        bars, square = figure.subplots(1, 2, width_ratios=widths)
         roles = [role.kind for role in found.roles(placed.full_layers, placed.delta_layers)]
         bars.bar(range(depth), placed.recall, color=[_COLORS[role] for role in roles], width=0.72)
         for role in dict.fromkeys(roles):
@@ -143,15 +130,6 @@ def recall_chart(found: Measurement, placed: Calibration, path: str | Path) -> N
         bars.set_title("attention that each layer keeps")
         bars.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3, frameon=False, fontsize=8)
         _recall_square(square, found, placed, colors, patches)
-        figure.suptitle(
-            f"DELTA on {placed.model}: {placed.method} placement, budget {placed.token_budget}",
-            x=0.01,
-            ha="left",
-            fontsize=11,
-            fontweight="bold",
-        )
-        save(figure, path)
-        pyplot.close(figure)
 
 
 _LEGEND = {
@@ -203,13 +181,12 @@ _NAMES = {_ABOVE: "resident", _BELOW: "offloaded (RAM or disk)", PALE: "no room"
 
 def plan_chart(plan: MemoryPlan, lengths: Sequence[int], path: str | Path, *, title: str) -> None:
     """Writes a PNG: the layers of each tier stacked, from the first to the last of `lengths`."""
-    pyplot = matplotlib()[0]
     depth = len(plan.model.layers)
     first, last = min(lengths), max(lengths)
     # A single length still gets a width.
     first, last = (first, last) if first < last else (max(1, first // 2), last * 2)
-    with pyplot.rc_context(STYLE):
-        figure, axis = pyplot.subplots(figsize=(7.2, 3.6), layout="constrained")
+    with picture(path, title, figsize=(7.2, 3.6), layout="constrained") as figure:
+        axis = figure.subplots()
         shown = set()
         for left, right, offloaded in _spans(plan, first, last):
             above = depth - (offloaded or 0)
@@ -232,11 +209,6 @@ def plan_chart(plan: MemoryPlan, lengths: Sequence[int], path: str | Path, *, ti
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         subtitle = f"all layers resident up to {plan.thresholds[0]:,} tokens"
         axis.set_title(subtitle, loc="left", fontsize=8, color=FAINT)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        try:
-            save(figure, path)
-        finally:
-            pyplot.close(figure)
 
 
 def _spans(plan: MemoryPlan, first: int, last: int) -> Iterator[tuple[int, int, int | None]]:

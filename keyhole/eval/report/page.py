@@ -8,32 +8,206 @@ The file needs nothing else: no network, no other file. Needs matplotlib.
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from keyhole.drawing import FAINT, matplotlib
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.eval.report import pictures
+from keyhole.eval.line_file import Line, LineFile
+from keyhole.eval.policy_trace import SelectionMap
+from keyhole.eval.report import charts
 from keyhole.eval.report import tables as report_tables
 from keyhole.eval.report.cells import (
     SETUPS,
     TERMS_NAMES,
     Cell,
-    Line,
     Run,
     cells,
-    read_lines,
+    place_name,
+    places,
     runs_of,
     settings_by_name,
 )
-from keyhole.eval.report.pictures import Picture
-from keyhole.eval.report.plot_style import THEME, Look, looks
+from keyhole.eval.report.plot_style import NOTHING, SVG_STYLE, THEME, Look, inline_svg, looks
 from keyhole.eval.report.tables import Overview, ReportTable
 from keyhole.eval.settings import TERMS
+
+#: Width in inches above which a picture has its own row.
+_WIDE = 5.3
+#: Inches of the pictures whose size does not depend on what they show.
+_PARETO, _MAP = (3.7, 2.7), (2.9, 1.75)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """An SVG and the words above it; wide ones scroll on a phone. inches: its width."""
+
+    title: str
+    svg: Markup
+    inches: float
+    look: Look | None = None
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a row of its own."""
+        return self.inches > _WIDE
+
+
+@dataclass(eq=False)
+class Studio:
+    """Makes pictures, each with its own ids."""
+
+    style: Mapping[str, Look]
+    count: int = 0
+
+    def picture(
+        self,
+        title: str,
+        size: tuple[float, float],
+        label: str,
+        draw: Callable[[Any], dict[str, str] | None],
+        *,
+        look: Look | None = None,
+        image_color: str = "",
+    ) -> Picture:
+        """An SVG of one axis; size in inches; `draw` returns texts by SVG id."""
+        pyplot = matplotlib()[0]
+        self.count += 1
+        with pyplot.rc_context(SVG_STYLE):
+            figure, axis = pyplot.subplots(figsize=size, layout="constrained")
+            try:
+                titles = draw(axis) or {}
+                identity = f"p{self.count}"
+                svg = inline_svg(figure, identity, label, titles=titles, image_color=image_color)
+            finally:
+                pyplot.close(figure)
+        # matplotlib escapes text, and inline_svg what it adds.
+        return Picture(title=title, svg=Markup(svg), inches=size[0], look=look)
+
+
+def pareto_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
+    """One for each place: score against bytes read."""
+    by_place = places(found)
+    pictures = []
+    for at, own in by_place.items():
+        by_name = charts.points(own)
+        if not by_name:
+            continue
+        title = place_name(at, by_place)
+        said = "; ".join(point.text for points in by_name.values() for point in points)
+        label = f"Score against bytes read per decode step, {title}. {said}."
+        draw = functools.partial(charts.draw_pareto, cells=own, style=studio.style)
+        pictures.append(studio.picture(title, _PARETO, label, draw))
+    return pictures
+
+
+def gain_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
+    """One for each place whose methods have controls: gains over the recent one."""
+    by_place = places(found)
+    pictures = []
+    for at, every in by_place.items():
+        own = charts.with_gain(every)
+        if not own:
+            continue
+        title = place_name(at, by_place)
+        label = (
+            f"Points over the recent control, {title}. {'; '.join(map(charts.gain_in_words, own))}."
+        )
+        draw = functools.partial(charts.draw_gains, cells=own, style=studio.style)
+        pictures.append(studio.picture(title, charts.gain_size(own), label, draw))
+    return pictures
+
+
+def needle_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, dict[str, list[Picture]]]:
+    """By task (and setup and model) and budget a picture for each method, of all its depths."""
+    asked = {cell.place.needles for cell in found}
+    groups: dict[tuple[str, str, int], list[Cell]] = {}
+    for cell in found:
+        task = place_name(cell.place.needles, asked)
+        groups.setdefault((task, cell.name, cell.budget or 0), []).append(cell)
+    pictures: dict[str, dict[str, list[Picture]]] = {}
+    for (task, name, budget), own in sorted(groups.items(), key=lambda group: group[0][2]):
+        grid = charts.needle_grid(own)
+        if grid is None:
+            continue
+
+        def draw(axis: Any, grid: charts.Grid = grid) -> None:
+            charts.draw_heat_map(axis, grid)
+            axis.set_xlabel("tokens of the text")
+            axis.set_ylabel("depth", color=FAINT)
+
+        said = (
+            f"Score in percent by depth (rows) and length, {task}, {own[0].label}: {_said(grid)}."
+        )
+        size, look = charts.needle_size(grid), studio.style[name]
+        row = f"Budget of {budget:,} tokens" if budget else "Without a budget"
+        of_task = pictures.setdefault(task, {})
+        of_task.setdefault(row, []).append(studio.picture(name, size, said, draw, look=look))
+    return pictures
+
+
+def recall_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
+    """One for each place: recall of each layer, with a row for each method and budget."""
+    by_place = places(found)
+    pictures = []
+    for at, own in by_place.items():
+        grid = charts.recall_grid(own)
+        if grid is None:
+            continue
+
+        def draw(axis: Any, grid: charts.Grid = grid) -> None:
+            charts.draw_heat_map(axis, grid)
+            axis.set_xlabel("layer")
+
+        title = place_name(at, by_place)
+        label = f"Attention kept by each layer in percent, {title}: {_said(grid)}."
+        pictures.append(studio.picture(title, charts.recall_size(grid), label, draw))
+    return pictures
+
+
+def map_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, list[Picture]]:
+    """By place and method the maps that its line stores; what is no map is left out."""
+    by_place = places(found)
+    pictures: dict[str, list[Picture]] = {}
+    for at, own in by_place.items():
+        for cell in own:
+            title, look = f"{place_name(at, by_place)}: {cell.label}", studio.style[cell.name]
+            for stored in cell.selection_maps:
+                try:
+                    kept = SelectionMap.from_json(stored)
+                except ConfigError:
+                    continue
+
+                def draw(axis: Any, kept: SelectionMap = kept, color: str = look.color) -> None:
+                    charts.draw_selection_map(axis, kept, color=color)
+                    axis.set_title("")
+                    axis.set_xlabel("position in the text", color=FAINT)
+                    axis.set_ylabel("decode step", color=FAINT)
+
+                label = f"Tokens read in {kept.steps} decode steps, {title}, {kept.subject}"
+                picture = studio.picture(
+                    kept.subject, _MAP, label, draw, look=look, image_color=look.color
+                )
+                pictures.setdefault(title, []).append(picture)
+    return pictures
+
+
+def _said(grid: charts.Grid) -> str:
+    """The numbers of a heat-map in words, row by row."""
+    rows = []
+    for name, values in zip(grid.rows, grid.values.tolist(), strict=True):
+        texts = [NOTHING if math.isnan(v) else f"{100 * v:.0f}" for v in values]
+        rows.append(f"{name}: {', '.join(texts)}")
+    return "; ".join(rows)
+
 
 #: Where the template, its style sheet and its script lie.
 _HERE = Path(__file__).parent
@@ -73,8 +247,8 @@ def render(lines: Sequence[Line], first: str = "") -> str:
     if not found:
         raise ConfigError("there are no lines to report; run `keyhole eval` first")
     style = looks((cell.policy, cell.name) for cell in found)
-    studio = pictures.Studio(style)
-    runs, run_of = runs_of(found)
+    studio = Studio(style)
+    runs, run_of = runs_of([cell.line for cell in found])
     parts = [
         _part(terms, own, style, run_of_own, studio)
         for terms in dict.fromkeys(cell.place.terms for cell in found)
@@ -102,9 +276,9 @@ def render(lines: Sequence[Line], first: str = "") -> str:
             has_cost=any(part.pareto for part in parts),
             controls=any(cell.comparison is not None for cell in found),
             most_open=_MOST_OPEN,
-            needles=pictures.needle_pictures(found, studio),
-            recalls=pictures.recall_pictures(found, studio),
-            maps=pictures.map_pictures(found, studio),
+            needles=needle_pictures(found, studio),
+            recalls=recall_pictures(found, studio),
+            maps=map_pictures(found, studio),
             columns=[column for column in report_tables.COLUMNS if column.key in used],
             setups={
                 at: SETUPS[at] for at in SETUPS if any(cell.place.setup == at for cell in found)
@@ -144,7 +318,7 @@ def _part(
     found: Sequence[Cell],
     style: Mapping[str, Look],
     run_of: Sequence[Run],
-    studio: pictures.Studio,
+    studio: Studio,
 ) -> ReportPart:
     gained = [cell for cell in found if cell.gain is not None]
     return ReportPart(
@@ -152,8 +326,8 @@ def _part(
         about=TERMS.get(terms or "given", ""),
         overview=report_tables.overview(found, style),
         gains=report_tables.overview(gained, style, report_tables.GAIN) if gained else None,
-        gain_pictures=pictures.gain_pictures(found, studio),
-        pareto=pictures.pareto_pictures(found, studio),
+        gain_pictures=gain_pictures(found, studio),
+        pareto=pareto_pictures(found, studio),
         tables=report_tables.tables(found, style, run_of),
         settings=settings_by_name(found),
     )
@@ -180,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("report", help="the HTML file to write")
     parsed = parser.parse_args(arguments)
     try:
-        write_report(read_lines(parsed.results), parsed.report)
+        write_report(LineFile(parsed.results).lines, parsed.report)
     except KeyholeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

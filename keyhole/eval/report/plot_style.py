@@ -91,16 +91,6 @@ def looks(names: Iterable[tuple[str, str]]) -> dict[str, Look]:
     return found
 
 
-def size_text(size: float) -> str:
-    """A size for people: 512 B, 1.5 KiB, 3.2 MiB."""
-    unit = 0
-    # What would be written as 1024.0 is one of the next unit.
-    while unit < len(SIZE_UNITS) - 1 and size >= (1023.5 if unit == 0 else 1023.95):
-        size /= 1024
-        unit += 1
-    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {SIZE_UNITS[unit]}"
-
-
 def size_scale(sizes: Iterable[float]) -> tuple[str, Callable[[float], str]]:
     """One unit for sizes that stand below each other, and what writes them in it."""
     known = [size for size in sizes if size > 0] or [0.0]

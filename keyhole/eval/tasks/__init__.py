@@ -100,10 +100,9 @@ def make_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
     if name not in table:
         raise UnknownNameError("task", name, table)
     task = table[name]
-    known = [field.name for field in dataclasses.fields(task) if "help" in field.metadata]
     for one in settings or {}:
-        if one not in known:
-            raise UnknownNameError(f"setting of task {name}", one, known)
+        if one not in task.settings:
+            raise UnknownNameError(f"setting of task {name}", one, task.settings)
     return dataclasses.replace(task, **(settings or {}))
 
 
@@ -148,7 +147,8 @@ def _task(spec: Spec) -> Task | str:
         return spec.name
     if spec.name not in table:
         raise UnknownNameError("task", spec.name, [*table, *FORCED, _RULER_NAME])
-    fields = [f for f in dataclasses.fields(table[spec.name]) if "help" in f.metadata]
+    task = table[spec.name]
+    fields = [field for field in dataclasses.fields(task) if field.name in task.settings]
     return make_task(spec.name, registry.typed(spec, "task", fields))
 
 

@@ -18,7 +18,7 @@ import string
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Any, ClassVar
 
@@ -75,6 +75,12 @@ class Task(ABC):
     """Which words its samples are made of: PLAIN or TINY."""
 
     name: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields that users can change, with their values."""
+        names = [field.name for field in fields(self) if "help" in field.metadata]
+        return {name: getattr(self, name) for name in names}
 
     @abstractmethod
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:

@@ -27,8 +27,18 @@ from keyhole.eval.tiny_language.tasks import TASKS, Item
 from keyhole.eval.tiny_language.world import NAMES, NUMBERS, framed, write_world
 
 
+class TinyTask(Task):
+    """A task in the words of the bundled model."""
+
+    text: ClassVar[str] = TINY
+
+    def score(self, sample: Sample, generated: str) -> float:
+        """1 if the answer is right to its last word, whatever follows; else 0."""
+        return begins_with(sample.answers[0], generated)
+
+
 @dataclass(frozen=True, kw_only=True)
-class TinyDocuments(Task):
+class TinyDocuments(TinyTask):
     """Answer a question from one or two of several documents.
 
     Questions over several documents in the bundled model's words: one hop, two, or a reference.
@@ -36,8 +46,6 @@ class TinyDocuments(Task):
     Items are those of `keyhole.eval.tiny_language.documents`, which says what each kind asks and
     where its facts may stand.
     """
-
-    text: ClassVar[str] = TINY
 
     kind: str
     num_documents: int = setting(3, "documents of the same length, at least 320 words each")
@@ -70,10 +78,6 @@ class TinyDocuments(Task):
 
         return fitted(self.name, length, seed, count, write, least=MIN_WORDS)
 
-    def score(self, sample: Sample, generated: str) -> float:
-        """1 if the answer is right to its last word, whatever follows; else 0."""
-        return begins_with(sample.answers[0], generated)
-
 
 TINY_DOCUMENTS = tuple(TinyDocuments(name=f"tiny_documents_{kind}", kind=kind) for kind in KINDS)
 
@@ -84,7 +88,7 @@ _MOST_WORDS = {"walk": 2012, "derive": 7673}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyItem(Task):
+class TinyItem(TinyTask):
     """A task of the bundled model.
 
     The bundled model's own tasks: items of its world of 928 words, by their names there.
@@ -96,8 +100,6 @@ class TinyItem(Task):
     Of `count` nothing can be concluded: with full attention the model itself is right in a quarter
     of the cases.
     """
-
-    text: ClassVar[str] = TINY
 
     item: str
     """Its name in `keyhole.eval.tiny_language.tasks`."""
@@ -123,10 +125,6 @@ class TinyItem(Task):
         most = _MOST_WORDS.get(self.item)
         return fitted(self.name, length, seed, count, write, least=_LEAST_ITEM_WORDS, most=most)
 
-    def score(self, sample: Sample, generated: str) -> float:
-        """1 if the answer is right to its last word, whatever follows; else 0."""
-        return begins_with(sample.answers[0], generated)
-
 
 def _stated(item: Item) -> tuple[str, ...]:
     """The sentences of the answer that the context contains exactly once."""
@@ -141,7 +139,7 @@ _LEAST_NEEDLE_WORDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyNeedle(Task):
+class TinyNeedle(TinyTask):
     """Give the number that somebody keeps.
 
     One fact at a chosen depth, in the bundled model's words: what its needle heat-map is made of.
@@ -149,8 +147,6 @@ class TinyNeedle(Task):
     `tiny_passkey` hides it in filler, `tiny_needle` among facts about others and filler, as in the
     recall of the bundled model's own tasks.
     """
-
-    text: ClassVar[str] = TINY
 
     density: float
     """Share of the words that belong to other facts."""
@@ -181,10 +177,6 @@ class TinyNeedle(Task):
             )
 
         return fitted(self.name, length, seed, count, write, least=_LEAST_NEEDLE_WORDS)
-
-    def score(self, sample: Sample, generated: str) -> float:
-        """1 if the answer is right to its last word, whatever follows; else 0."""
-        return begins_with(sample.answers[0], generated)
 
 
 TINY_NEEDLES = (

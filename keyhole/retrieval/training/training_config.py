@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-from keyhole.config import is_count, is_number, require, require_layers, setting
+from keyhole.config import is_count, is_number, require, require_counts, require_layers, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.retrieval.config import INPUTS
 
@@ -58,9 +58,8 @@ class TrainingConfig:
         for name, known in (("objective", OBJECTIVES), ("inputs", INPUTS)):
             if getattr(self, name) not in known:
                 raise UnknownNameError(name, str(getattr(self, name)), known)
-        for name in ("tokens", "batch_tokens", "num_queries", "unroll_steps"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
-        require(is_count(self.seed, 0), "seed", self.seed, "a whole number >= 0")
+        require_counts(self, "tokens", "batch_tokens", "num_queries", "unroll_steps")
+        require_counts(self, "seed", least=0)
         if self.objective == "selection" and self.start is None:
             raise ConfigError("--objective selection requires --start, the folder of a head")
         if self.objective != "selection" and self.start is not None:

@@ -5,5 +5,6 @@ reply.py         the text of a reply as it comes: reasoning, answer and calls of
 reasoning.py     where a chat template marks the reasoning before an answer
 tool_formats.py  how the common chat templates write a call of a tool
 tool_parser.py   finds calls in a text that comes piece by piece
+xml_tool_parser.py  the same for calls that are written as elements
 grammars.py      what a reply must follow: response_format, tool_choice
 """

@@ -14,6 +14,7 @@ from keyhole.server.chat.tool_formats import ToolFormat
 from keyhole.server.errors import ApiError
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_XML_TEXT = r"xml_text[lazy]: /(?s:.*)\n<\/parameter>\n/"
 
 
 def answer_rule(response_format: Mapping[str, Any] | None) -> str | None:
@@ -91,7 +92,8 @@ class CallRules:
         line = r'"\n"' if given.end else ""
         end = f"{line} {marker_term(given.end, self._special)}" if given.end else ""
         more = rf'("\n"? {begin} {line} {one} {end})*' if several else ""
-        return f"{first} {line} {one} {end} {more}"
+        terms = f"\n{_XML_TEXT}" if given.is_xml else ""
+        return f"{first} {line} {one} {end} {more}{terms}"
 
     def free(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         """Any text, and if the model likes, calls behind it."""
@@ -107,11 +109,34 @@ class CallRules:
         return f"TEXT | before {behind}\nTEXT: {text}\nbefore[lazy]: /(?s:.*){marker}/"
 
     def _call(self, tool: Mapping[str, Any]) -> str:
+        if self._format.is_xml:
+            return _xml_call(tool["name"], tool.get("parameters") or _ANY_OBJECT)
         name, arguments = tool["name"], _json(tool.get("parameters") or _ANY_OBJECT)
         if self._format.is_named:
             return f"{json.dumps(name)} {marker_term('[ARGS]', self._special)} {arguments}"
         head = f'{{"name": {json.dumps(name)}, "{self._format.arguments}": '
         return f'{json.dumps(head)} {arguments} "}}"'
+
+
+def _xml_call(name: str, parameters: Mapping[str, Any]) -> str:
+    """A call with its parameters in the order of the schema."""
+    required, rules = parameters.get("required") or (), []
+    for parameter, schema in (parameters.get("properties") or {}).items():
+        begin = json.dumps(f"<parameter={parameter}>\n")
+        rules.append(f"({begin} {_xml_value(schema)})" + ("" if parameter in required else "?"))
+    begin = json.dumps(f"<function={name}>\n")
+    return f'{begin} {" ".join(rules)} "</function>"'
+
+
+def _xml_value(schema: Any) -> str:
+    """A text as it is, anything else as JSON, and what ends the element."""
+    known, end = schema if isinstance(schema, Mapping) else {}, json.dumps("\n</parameter>\n")
+    texts = known.get("enum")
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        return f"({' | '.join(map(json.dumps, texts))}) {end}"
+    if "string" in known.get("type", "string"):
+        return "xml_text"
+    return f"{_json(known)} {end}"
 
 
 def grammar_of(

@@ -14,6 +14,7 @@ from keyhole.server.chat.reasoning import Markers, ReasoningSplitter, markers_of
 from keyhole.server.chat.reply import Reply
 from keyhole.server.chat.tool_formats import ToolFormat, named_format
 from keyhole.server.chat.tool_parser import ToolCallParser
+from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
 from keyhole.server.errors import ApiError
 from keyhole.tokenization import chat_text, encode_text
 
@@ -66,26 +67,27 @@ class PreparedChat:
     """A chat that is ready for the engine.
 
     grammar: what the reply must follow. keeps_special: special tokens are a part of its text.
+    functions: schema of the parameters of each that may be called, by name.
     """
 
     token_ids: list[int]
     grammar: str | None
     keeps_special: bool
-    names: frozenset[str]
+    functions: Mapping[str, Mapping[str, Any]]
     markers: Markers | None
     is_inside: bool
     tool_format: ToolFormat | None
 
     def reply(self) -> Reply:
         """For one completion."""
-        return Reply(
-            None
-            if self.markers is None
-            else ReasoningSplitter(self.markers, is_inside=self.is_inside),
-            ToolCallParser(self.tool_format, self.names)
-            if self.tool_format is not None and self.names
-            else None,
-        )
+        splitter = None
+        if self.markers is not None:
+            splitter = ReasoningSplitter(self.markers, is_inside=self.is_inside)
+        if self.tool_format is None or not self.functions:
+            return Reply(splitter)
+        if self.tool_format.is_xml:
+            return Reply(splitter, XmlToolCallParser(self.functions))
+        return Reply(splitter, ToolCallParser(self.tool_format, self.functions))
 
 
 def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> PreparedChat:
@@ -121,7 +123,7 @@ def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> Prepared
         token_ids=encode_text(tokenizer, text, special=False),
         grammar=None if rule is None else grammar_of(rule, markers, special, is_inside=inside),
         keeps_special=bool(special),
-        names=frozenset(one["name"] for one in functions),
+        functions={one["name"]: one.get("parameters") or {} for one in functions},
         markers=markers,
         is_inside=inside,
         tool_format=tool_format,

@@ -10,6 +10,7 @@ from typing import Any
 from keyhole.engine.sequence import Piece
 from keyhole.server.chat.reasoning import ReasoningSplitter
 from keyhole.server.chat.tool_parser import CallArguments, CallBegin, ToolCallParser
+from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
 
 _LETTERS = string.ascii_letters + string.digits
 #: Mistral's templates want nine letters or digits; others take any text.
@@ -47,7 +48,7 @@ class Reply:
     """
 
     splitter: ReasoningSplitter | None = None
-    parser: ToolCallParser | None = None
+    parser: ToolCallParser | XmlToolCallParser | None = None
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)

@@ -13,7 +13,6 @@ class ToolFormat:
 
     begin, end: around each call, or around all of them. arguments: the key beside "name".
     is_list: the calls of a reply are one JSON list. is_named: a call is its name, "[ARGS]" and the
-    arguments. is_bare: a reply that begins with "{" is a call, without a marker.
     """
 
     name: str
@@ -23,18 +22,22 @@ class ToolFormat:
     is_list: bool = False
     is_named: bool = False
     is_bare: bool = False
+    is_xml: bool = False
 
 
 HERMES = ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>")
 LLAMA3 = ToolFormat(name="llama3", begin="<|python_tag|>", arguments="parameters", is_bare=True)
 MISTRAL = ToolFormat(name="mistral", begin="[TOOL_CALLS]", is_list=True)
 MISTRAL_NAMED = ToolFormat(name="mistral_named", begin="[TOOL_CALLS]", is_named=True)
+QWEN3_CODER = ToolFormat(name="qwen3_coder", begin="<tool_call>", end="</tool_call>", is_xml=True)
 
-FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED)}
+FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, QWEN3_CODER)}
 
 
 def format_of(template: str) -> ToolFormat | None:
     """The format that a chat template teaches its model; None: none of ours."""
+    if "<function=" in template and "<parameter=" in template:
+        return QWEN3_CODER
     if HERMES.begin in template:
         return HERMES
     if MISTRAL.begin in template:

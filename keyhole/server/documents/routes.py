@@ -41,6 +41,7 @@ async def put(name: str, request: Request, wait: bool = True) -> Response:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from error
+    body.check_others()
     return await _store(request, name, body, wait=wait)
 
 

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from benchmarks.attention import markdown
+from keyhole.cli.common.terminal import PAGE
 from keyhole.eval.attention import pictures, tables
 
 LAYERS = [0, 2, 3]
@@ -158,6 +159,7 @@ def test_tables_have_the_random_twin_beside_the_model() -> None:
 def test_the_page_shows_tables_and_pictures() -> None:
     lines = [line("quest"), line("quest", "random"), overlap("trained"), overlap("random")]
     text = pictures.render(lines)
+    assert text.encode().startswith(PAGE.starts[""])
     assert text.count("<svg") == 2
     assert "made-up" in text
     assert "+49.0" in text
