@@ -73,7 +73,7 @@ class Forwarder:
         plain = {name: scope[name] for name in _KEPT if name in scope}
         plain |= {"path": path, "raw_path": path.encode(), "root_path": ""}
         key = routing_key(path, body)
-        exchange = _Exchange(path, send)
+        exchange = ForwardedAnswer(path, send)
         for attempt in range(1, _ATTEMPTS + 1):
             pieces = self._replicas.remote(key, plain, body)
             try:
@@ -93,7 +93,7 @@ class Forwarder:
                 pieces.cancel()  # of no effect when it is done
 
 
-class _Exchange:
+class ForwardedAnswer:
     """What a client got of an answer."""
 
     def __init__(self, path: str, send: Send) -> None:
