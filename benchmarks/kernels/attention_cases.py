@@ -64,7 +64,7 @@ def _attend_tokens(layer: Layer, count: int) -> KernelCase:
 
     def ours(i: int) -> Outputs:
         selection = Selection(draws[i], counts, 1)
-        return (kernels.attend(*paged, selection=selection, scale=layer.scale),)
+        return (kernels.attend(paged, selection=selection, scale=layer.scale),)
 
     def gather(i: int) -> Outputs:
         where = (draws[i] + heads * layer.longest).flatten()
@@ -95,7 +95,7 @@ def _attend_pages(layer: Layer, count: int) -> KernelCase:
 
     def ours(i: int) -> Outputs:
         selection = Selection(draws[i], counts, PAGE_SIZE)
-        return (kernels.attend(*paged, selection=selection, scale=layer.scale),)
+        return (kernels.attend(paged, selection=selection, scale=layer.scale),)
 
     def gather(i: int) -> Outputs:
         where = (draws[i] + heads * num_pages).flatten()
@@ -125,7 +125,7 @@ def attend_and_score(layer: Layer) -> Iterator[KernelCase]:
 
     def ours(i: int) -> Outputs:
         paged = (layer.query, layer.keys, layer.values, tables[i], lengths)
-        out, scores = kernels.attend_and_score(*paged, requests=requests, scale=layer.scale)
+        out, scores = kernels.attend_and_score(paged, requests=requests, scale=layer.scale)
         return out, *scores
 
     def matmul(i: int) -> Outputs:
@@ -210,7 +210,7 @@ def _attend(layer: Layer, tokens: int) -> Callable[[int], Outputs]:
 
     def run(i: int) -> Outputs:
         paged = (layer.query, layer.keys, layer.values, tables[i], lengths)
-        return (kernels.attend(*paged, scale=layer.scale),)
+        return (kernels.attend(paged, scale=layer.scale),)
 
     return run
 

@@ -166,7 +166,7 @@ def trim(layer: Layer) -> Iterator[KernelCase]:
         chosen.append(kernels.top_k(scores[-1], valid, count, 1))
 
     def ours(i: int) -> Outputs:
-        return (kernels.trim(chosen[i], scores[i], valid, _SHARE).indices,)
+        return (kernels.top_p(chosen[i], scores[i], valid, _SHARE).indices,)
 
     def sort(i: int) -> Outputs:
         indices = chosen[i].indices.long()

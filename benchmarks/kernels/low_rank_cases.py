@@ -52,7 +52,7 @@ def attend_low_rank(layer: Layer) -> Iterator[KernelCase]:
     def ours(i: int) -> Outputs:
         selection = Selection(draws[i], counts, 1)
         out = kernels.attend_low_rank(
-            *paged, selection=selection, low_rank=low_rank, scale=layer.scale
+            paged, selection=selection, low_rank=low_rank, scale=layer.scale
         )
         return (out,)
 

@@ -26,7 +26,7 @@ from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.read_trace import trace_decodes, trace_prompt
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
-from keyhole.kernels.reference.rope import Rotation
+from keyhole.kernels import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
 from keyhole.models.positions import RopeShift, rotates

@@ -297,13 +297,14 @@ def _observe(
     if step is None or options["window"] is not None:
         return
     query = query[: batch.num_decode]
-    paged = (query, cache.keys[layer], cache.values[layer], step.page_table, step.lengths)
+    pages = (cache.keys[layer], cache.values[layer])
+    paged = kernels.PagedQuery(query, *pages, step.page_table, step.lengths)
     others = {name: value for name, value in options.items() if name != "window"}
     requests = ScoreRequest("max", step.page_size), ScoreRequest("sum", step.page_size)
-    full, scores = kernels.attend_and_score(*paged, requests=requests, **others)
+    full, scores = kernels.attend_and_score(paged, requests=requests, **others)
 
     def output(selection: Selection) -> Tensor:
-        out = kernels.attend(*paged, selection=selection, **others)
+        out = kernels.attend(paged, selection=selection, **others)
         return expanded(model, cache.geometry, layer, out)
 
     everything = expanded(model, cache.geometry, layer, full)

@@ -1,9 +1,9 @@
-"""The operations on paged keys and values, dispatched by device.
+"""The operations on paged keys and values, computed by the backend of their device.
 
-Every operation is defined by its plain PyTorch twin in `reference`; `dispatch` sends each call to
-the backend of the device at hand, with the same result: C++ on a CPU (`cpu`, `csrc/`), Triton and
-FlashAttention on a GPU (`triton/`), otherwise the reference. Everything is loaded at the first use
-of an operation, so that a policy, its settings and `--help` need no torch.
+`operations` are defined by their plain PyTorch twins in `reference/` and computed, with the same
+result, by C++ on a CPU (`cpu`, `csrc/`) or Triton and FlashAttention on a GPU (`triton/`);
+`composed` ones are written in PyTorch over these. Everything is loaded at the first use of an
+operation, so that a policy, its settings and `--help` need no torch.
 
     append           write new keys and values into pages
     attend           one query token per sequence over all, some pages or some tokens
@@ -33,9 +33,9 @@ of an operation, so that a policy, its settings and `--help` need no torch.
     outlier_chunks   the chunks whose means fit worst
     chunk_scores     a query's weight on the mean of every chunk
     decompose        low-rank keys of a prompt, before RoPE
-    attend_low_rank   one query token per sequence over some tokens, with low-rank keys
+    attend_low_rank  one query token per sequence over some tokens, with low-rank keys
     top_k            deterministic top-k with positions that are always selected
-    trim             the fewest selected entries that hold a share of the scores
+    top_p            the fewest selected entries that hold a share of the scores
     recent_indices   the first and the last positions
     keep, kept       store a selection; return it with the tokens since
     renew_stamps     record which pages received attention in this step
@@ -55,23 +55,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keyhole.kernels.selection import LowRank, ScoreRequest, Selection
+from keyhole.kernels.selection import LowRank, PagedQuery, ScoreRequest, Selection
 
 if TYPE_CHECKING:
-    from keyhole.kernels.operations import (
+    from keyhole.kernels.composed import (
+        Rotation,
         add_received,
-        append,
-        apply_rope,
-        attend,
-        attend_and_score,
         attend_and_score_chosen,
         attend_low_rank,
         attend_per_query_head,
-        backend,
         between_ends,
         block_pages,
         block_scores,
-        bound_scores,
         bound_scores_per_query_head,
         chunk_landmarks,
         chunk_scores,
@@ -80,31 +75,40 @@ if TYPE_CHECKING:
         decompose,
         drop_oldest,
         form_clusters,
-        gather_tokens,
-        head_scores,
         head_scores_chosen,
         keep,
         kept,
-        linear,
-        load_missing,
         outlier_chunks,
-        page_bounds,
-        prefill,
         prompt_scores,
-        recent_indices,
         renew_stamps,
         represent_blocks,
+        with_newer,
+    )
+    from keyhole.kernels.operations import (
+        append,
+        apply_rope,
+        attend,
+        attend_and_score,
+        backend,
+        bound_scores,
+        head_scores,
+        linear,
+        load_missing,
+        page_bounds,
+        prefill,
         shift_rope,
         sparse_prefill,
         spread_scores,
         summary_scores,
         top_k,
-        trim,
-        with_newer,
+        top_p,
     )
+    from keyhole.kernels.reference import gather_tokens, recent_indices
 
 __all__ = [
     "LowRank",
+    "PagedQuery",
+    "Rotation",
     "ScoreRequest",
     "Selection",
     "add_received",
@@ -147,14 +151,18 @@ __all__ = [
     "spread_scores",
     "summary_scores",
     "top_k",
-    "trim",
+    "top_p",
     "with_newer",
 ]
+
+#: Where an operation is looked up; `reference` last, as its functions are the twins.
+_MODULES = ("operations", "composed", "reference")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    operation = getattr(importlib.import_module("keyhole.kernels.operations"), name)
+    modules = (importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
+    operation = next(getattr(module, name) for module in modules if hasattr(module, name))
     globals()[name] = operation
     return operation

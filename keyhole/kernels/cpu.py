@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import ConfigError
+from keyhole.kernels.selection import Selection
 
 #: The compiled module; None if it is not installed.
 extension: Any
@@ -67,11 +68,12 @@ def current() -> str:
 _path: str | None = None
 
 
-def takes(*operands: object) -> bool:
-    """Whether the extension computes this: numbers of one type, rows contiguous, usual pages."""
-    given = [x for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
+def takes(*tensors: Tensor) -> bool:
+    """Whether the extension computes this: one dtype, contiguous rows, pages it can hold."""
+    given = [x for x in tensors if x.is_floating_point()]
     return (
         current() != REFERENCE
+        and all(x.is_cpu for x in tensors)
         and given[0].dtype in DTYPES
         and all(x.dtype == given[0].dtype and x.stride(-1) == 1 for x in given)
         and all(x.shape[2] <= _MAX_PAGE_SIZE for x in given if x.dim() == 4)
@@ -210,8 +212,10 @@ def spread_scores(
     return out
 
 
-def top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """As the reference, the selection in parts."""
+def top_k(
+    scores: Tensor, valid: Tensor, k: int, unit: int, *, first: int = 0, last: int = 0
+) -> Selection:
+    """As the reference."""
     scores, valid = as_float32(scores), as_int32(valid)
     num_rows, num_lists, _ = scores.shape
     indices = torch.empty(num_rows, num_lists, k, dtype=torch.int32)
@@ -226,20 +230,22 @@ def top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tuple
         indices.data_ptr(),
         counts.data_ptr(),
     )
-    return indices, counts
+    return Selection(indices, counts, unit)
 
 
-def trim(
-    indices: Tensor,
+def top_p(
+    chosen: Selection,
     scores: Tensor,
     valid: Tensor,
     share: float,
-    least: int,
-    first: int,
-    last: int,
-) -> tuple[Tensor, Tensor]:
-    """As the reference, the selections in parts."""
-    indices, scores, valid = as_int32(indices), as_float32(scores), as_int32(valid)
+    *,
+    least: int = 0,
+    first: int = 0,
+    last: int = 0,
+) -> Selection:
+    """As the reference."""
+    indices = as_int32(chosen.indices)
+    scores, valid = as_float32(scores), as_int32(valid)
     left, counts = torch.empty_like(indices), indices.new_empty(indices.shape[:2])
     extension.trim(
         (*scores.shape, indices.shape[2]),
@@ -253,7 +259,7 @@ def trim(
         left.data_ptr(),
         counts.data_ptr(),
     )
-    return left, counts
+    return Selection(left, counts, chosen.unit)
 
 
 def load_missing(
@@ -265,12 +271,14 @@ def load_missing(
     page_table: Tensor,
     lengths: Tensor,
     rows: Tensor,
-    indices: Tensor,
-    unit: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, the selection in parts."""
+    *,
+    selection: Selection,
+) -> tuple[Selection, Tensor]:
+    """As the reference."""
     assert entries.is_contiguous()  # the buffer allocates them contiguous
-    page_table, lengths, indices = as_rows(page_table), as_int32(lengths), as_int32(indices)
+    assert selection.indices.shape[2] < entries.shape[2], "the last slot is the newest entry's"
+    indices, unit = as_int32(selection.indices), selection.unit
+    page_table, lengths = as_rows(page_table), as_int32(lengths)
     rows = rows.to(torch.int64).contiguous()
     num_slots, (_, num_heads, page_size, dim) = entries.shape[2], keys.shape
     used = torch.empty(len(rows), num_heads, indices.shape[2], dtype=torch.int32)
@@ -299,10 +307,10 @@ def load_missing(
         counts.data_ptr(),
         moved.data_ptr(),
     )
-    return used, counts, moved
+    return Selection(used, counts, unit), moved
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As the reference."""
     # Kept in variables: a copy referenced by its address only would be freed at once.
     rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()

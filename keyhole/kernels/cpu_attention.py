@@ -7,175 +7,133 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from keyhole.kernels import cpu
+from keyhole.kernels import cpu, reference
 from keyhole.kernels.reference.rope import angles_below
+from keyhole.kernels.selection import LowRank, PagedQuery, ScoreRequest, Selection
 
 # Sizes (rank, chunks taken, tokens of a chunk), addresses, angles: as in `attend_low_rank`.
 _NO_LOW_RANK = ((0, 0, 1), (0, 0, 0, 0), (0, 0, 0))
 
 
 def attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    indices: Tensor | None,
-    counts: Tensor | None,
-    unit: int,
+    paged: PagedQuery,
+    *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    selection: Selection | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """As the reference, its selection in parts."""
+    """As the reference."""
+    query, _, value_pages, _, _ = paged
     out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
-    _attend(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        indices=indices,
-        counts=counts,
-        unit=unit,
-        window=window,
-        out=out,
-    )
+    _attend(paged, scale, softcap, sinks, selection=selection, window=window, out=out)
     return out
 
 
 def attend_low_rank(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    indices: Tensor,
-    counts: Tensor,
-    coefficients: Tensor,
-    basis: Tensor,
-    first: Tensor,
-    taken: Tensor,
-    chunk: int,
+    paged: PagedQuery,
+    *,
+    selection: Selection,
+    low_rank: LowRank,
     scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    frequencies: Tensor | None,
-    last: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As the reference, but keys stay float32 throughout and are never all materialized."""
-    assert coefficients.is_contiguous()  # the cache allocates them contiguous
+    query, key_pages, value_pages, page_table, _ = paged
+    assert low_rank.coefficients.is_contiguous()  # the cache allocates them contiguous
     # Kept in variables: a copy referenced by its address only would be freed at once.
-    basis, first, taken = basis.contiguous(), cpu.as_int32(first), cpu.as_int32(taken)
+    basis, first = low_rank.basis.contiguous(), cpu.as_int32(low_rank.first)
+    taken, heads = cpu.as_int32(low_rank.taken), key_pages.shape[1]
     pairs, angles = 0, None
-    if frequencies is not None:
-        pairs = len(frequencies)
-        angles = angles_below(page_table.shape[1] * key_pages.shape[2], frequencies)
-    low_rank = (
-        (coefficients.shape[2], taken.shape[2], chunk),
-        tuple(x.data_ptr() for x in (coefficients, basis, first, taken)),
-        (cpu.address(angles), pairs, key_pages.shape[3] - 2 * pairs if last else 0),
+    if low_rank.frequencies is not None:
+        pairs = len(low_rank.frequencies)
+        tokens = page_table.shape[1] * key_pages.shape[2]
+        angles = angles_below(tokens, low_rank.frequencies)
+    parts = (
+        (low_rank.coefficients.shape[2], taken.shape[2], low_rank.chunk),
+        tuple(x.data_ptr() for x in (low_rank.coefficients, basis, first, taken)),
+        (cpu.address(angles), pairs, key_pages.shape[3] - 2 * pairs if low_rank.last else 0),
     )
+    lists = selection.indices.expand(-1, heads, -1), selection.counts.expand(-1, heads)
+    chosen = Selection(*lists, selection.unit)
     out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
-    _attend(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        indices=indices,
-        counts=counts,
-        low_rank=low_rank,
-        out=out,
-    )
+    _attend(paged, scale, softcap, sinks, selection=chosen, low_rank=parts, out=out)
     return out
 
 
 def attend_and_score(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    reduces: list[str],
-    units: list[int],
+    paged: PagedQuery,
+    *,
+    requests: tuple[ScoreRequest, ...],
     scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, list[Tensor]]:
-    """As the reference, its requests in parts."""
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """As the reference, which computes scores of every query head."""
+    query, key_pages, value_pages, page_table, _ = paged
+    if any(request.reduce == "none" for request in requests):
+        return reference.attend_and_score(
+            paged, requests=requests, scale=scale, softcap=softcap, sinks=sinks
+        )
     tokens = page_table.shape[1] * key_pages.shape[2]
     out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
-    scores, requests, weights = [], [], None
-    for reduce, unit in zip(reduces, units, strict=True):
-        if reduce == "group_max":  # the result of `head_scores`, from the same pass
+    scores, wanted, weights = [], [], None
+    for request in requests:
+        if request.reduce == "group_max":  # the result of `head_scores`, from the same pass
             if weights is None:
                 weights = torch.empty(len(query), key_pages.shape[1], tokens, dtype=torch.float32)
             scores.append(weights)
         else:
-            scores.append(torch.empty(len(query), 1, tokens // unit, dtype=torch.float32))
-            requests.append((reduce == "sum", unit, scores[-1].data_ptr()))
-    _attend(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        requests=requests,
-        weights=weights,
-        out=out,
+            shape = len(query), 1, tokens // request.unit
+            scores.append(torch.empty(shape, dtype=torch.float32))
+            wanted.append((request.reduce == "sum", request.unit, scores[-1].data_ptr()))
+    _attend(paged, scale, softcap, sinks, requests=wanted, weights=weights, out=out)
+    pooled = (
+        score.unflatten(2, (-1, request.unit)).sum(3)
+        if request.reduce == "group_max" and request.unit > 1
+        else score
+        for score, request in zip(scores, requests, strict=True)
     )
-    pooled = [
-        score.unflatten(2, (-1, unit)).sum(3) if reduce == "group_max" and unit > 1 else score
-        for score, reduce, unit in zip(scores, reduces, units, strict=True)
-    ]
-    return out, pooled
+    return out, tuple(pooled)
 
 
 def head_scores(
-    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, *, scale: float
 ) -> Tensor:
     """As the reference."""
     tokens = page_table.shape[1] * key_pages.shape[2]
     out = torch.empty(len(query), key_pages.shape[1], tokens, dtype=torch.float32)
-    _attend(query, key_pages, key_pages, page_table, lengths, scale=scale, weights=out)
+    paged = PagedQuery(query, key_pages, key_pages, page_table, lengths)
+    _attend(paged, scale, None, None, weights=out)
     return out
 
 
 def _attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
+    paged: PagedQuery,
     scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    indices: Tensor | None = None,
-    counts: Tensor | None = None,
-    unit: int = 1,
+    softcap: float | None,
+    sinks: Tensor | None,
+    *,
+    selection: Selection | None = None,
     window: int | None = None,
     requests: Sequence[tuple[bool, int, int]] = (),
     low_rank: tuple[tuple[int, ...], ...] = _NO_LOW_RANK,
     weights: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
+    """All of the above. requests: sum or maximum, unit, and where the scores go.
+
+    weights: receives `head_scores`; out: receives the attended values.
+    """
+    query, key_pages, value_pages, page_table, lengths = paged
     query, page_table, lengths = query.contiguous(), cpu.as_rows(page_table), cpu.as_int32(lengths)
-    indices = None if indices is None else cpu.as_int32(indices)
-    counts = None if counts is None else cpu.as_int32(counts)
+    indices, counts, listed = None, None, (1, 0, 1)
+    if selection is not None:
+        indices, counts = cpu.as_int32(selection.indices), cpu.as_int32(selection.counts)
+        listed = (*indices.shape[1:], selection.unit)
     sinks = None if sinks is None else sinks.detach().float().contiguous()
-    selection = (1, 0, 1) if indices is None else (*indices.shape[1:], unit)
     num_rows, num_heads, dim = query.shape
     _, num_kv_heads, page_size, value_dim = value_pages.shape
     cpu.extension.attend(
@@ -192,7 +150,7 @@ def _attend(
         lengths.data_ptr(),
         cpu.address(indices),
         cpu.address(counts),
-        selection,
+        listed,
         window or 0,
         scale,
         softcap or 0.0,
@@ -210,16 +168,16 @@ def prefill(
     value_pages: Tensor,
     pages: Tensor,
     start: int,
+    *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As the reference."""
-    size = key_pages.shape[2]
-    pages = pages[: -(-(start + len(query)) // size)]
+    pages = pages[: -(-(start + len(query)) // key_pages.shape[2])]
     paged = (query, key_pages, value_pages, pages)
-    return _prefill(*paged, start, (0, 0, 0), scale, window, softcap, sinks)
+    return _prefill(paged, start, (0, 0, 0), scale, window, softcap, sinks)
 
 
 def sparse_prefill(
@@ -228,24 +186,22 @@ def sparse_prefill(
     value_pages: Tensor,
     pages: Tensor,
     positions: Tensor,
-    chosen: Tensor,
+    tokens: Tensor,
+    *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As the reference."""
-    positions, chosen = positions.to(torch.int64).contiguous(), chosen.int().contiguous()
-    places = (positions.data_ptr(), chosen.data_ptr(), len(chosen))
+    positions, tokens = positions.to(torch.int64).contiguous(), cpu.as_int32(tokens)
+    places = (positions.data_ptr(), tokens.data_ptr(), len(tokens))
     paged = (query, key_pages, value_pages, pages)
-    return _prefill(*paged, 0, places, scale, window, softcap, sinks)
+    return _prefill(paged, 0, places, scale, window, softcap, sinks)
 
 
 def _prefill(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    pages: Tensor,
+    paged: tuple[Tensor, Tensor, Tensor, Tensor],
     start: int,
     places: tuple[int, int, int],
     scale: float,
@@ -253,6 +209,7 @@ def _prefill(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    query, key_pages, value_pages, pages = paged
     query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     num_tokens, num_heads, dim = query.shape

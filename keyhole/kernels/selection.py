@@ -1,12 +1,26 @@
-"""What a decode step reads (`Selection`) and which scores it returns (`ScoreRequest`)."""
+"""The operands of a decode step: what it may read, what it reads, which scores it returns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class PagedQuery(NamedTuple):
+    """The newest token of each sequence of a decode step, and the pages that it may attend to.
+
+    query [B, Hq, D]; key_pages [P, Hkv, page_size, D]; value_pages [P, Hkv, page_size, Dv];
+    page_table int32 [B, M]; lengths int32 [B], the newest token included.
+    """
+
+    query: Tensor
+    key_pages: Tensor
+    value_pages: Tensor
+    page_table: Tensor
+    lengths: Tensor
 
 
 @dataclass(frozen=True, eq=False)

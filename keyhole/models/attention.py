@@ -26,9 +26,10 @@ from transformers import AttentionInterface
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
+from keyhole.kernels import PagedQuery
 from keyhole.models import chunked, selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
-from keyhole.policies.base import PromptQueries, ScoreRequest, Selection, Step
+from keyhole.policies.base import PromptQueries, Selection, Step
 
 NAME = "keyhole"
 
@@ -139,99 +140,80 @@ def decode(
     window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The decoding sequences: query [B, Hq, D] over what the policy selects; returns [B, Hq, Dv].
+    """The decoding sequences: query [B, Hq, D] over one selection; returns [B, Hq, Dv].
 
-    newest: their new keys [B, Hkv, D] and values, which are in the cache already.
+    Every way to read is a case of a selection, where None is everything: the sliding window of a
+    layer that has one, all tokens where the policy wants their scores, else what the policy
+    selects. newest: the new keys [B, Hkv, D] and values, which are in the cache already.
     """
-    step, policy = batch.step, batch.policy
+    step, policy, cache = batch.step, batch.policy, batch.cache
     assert step is not None
+    left = step if window is not None else step.retained or step
+    paged = PagedQuery(query, cache.keys[layer], cache.values[layer], left.page_table, left.lengths)
+    scored = None if window is not None else _attend_and_score(batch, layer, paged, options)
+    chosen = None
     if window is not None:
-        return _attend_window(batch, layer, query, window, options)
-    left = step.retained or step
-    pages = (batch.cache.keys[layer], batch.cache.values[layer])
-    paged = (query, *pages, left.page_table, left.lengths)
-    requests = policy.needs_scores(layer, step)
-    if requests:
-        out, scores = _attend_and_score(batch, layer, paged, requests, options)
-        policy.on_scores(layer, scores, step)
-        if not policy.selects_by_own_scores:
-            batch.reads.append(_there(step, layer, None))
-            batch.prefetch(layer)
-            return out
-    chosen = policy.select(layer, query, step)
-    return _attend_selected(batch, layer, paged, newest, chosen, options)
-
-
-def _attend_window(
-    batch: Batch, layer: int, query: Tensor, window: int, options: dict[str, Any]
-) -> Tensor:
-    """A layer with a sliding window of its own: the policy is not called."""
-    step = batch.step
-    assert step is not None
-    kept = step.kept_tokens
-    selection: Selection | None
-    if batch.cache.geometry.layers[layer].chunked:
-        assert kept is None, "stored documents have no place in chunks"
-        selection = chunked.newest(step.lengths, window)
+        selection = _in_window(batch, layer, window)
+    elif scored is not None:
+        selection = _there(step, layer, None)
     else:
-        selection = None if kept is None else kept.selection(layer, window)
+        chosen = policy.select(layer, query, step)
+        selection = _there(step, layer, chosen)
     batch.reads.append(selection)
-    paged = (query, batch.cache.keys[layer], batch.cache.values[layer])
-    within = window if selection is None else None  # a selection is already within the window
-    return kernels.attend(
-        *paged, step.page_table, step.lengths, selection=selection, window=within, **options
-    )
+    if scored is not None:
+        batch.prefetch(layer)
+        return scored
 
-
-def _attend_selected(
-    batch: Batch,
-    layer: int,
-    paged: tuple[Tensor, ...],
-    newest: tuple[Tensor, Tensor | None],
-    chosen: Selection | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """The policy's selection, restricted to the tokens that the layer has; None is everything."""
-    step = batch.step
-    assert step is not None
-    selection = _there(step, layer, chosen)
-    batch.reads.append(selection)
     if selection is None:
-        return kernels.attend(*paged, **options)
+        return kernels.attend(paged, window=window, **options)
     operation: Any = kernels.attend
-    low_rank = batch.policy.low_rank(layer, step) if selection.unit == 1 else None
+    low_rank = None
+    if window is None and selection.unit == 1:
+        low_rank = policy.low_rank(layer, step)
     if low_rank is not None:
         operation, options = kernels.attend_low_rank, {"low_rank": low_rank, **options}
     # Dense steps read the offloaded pages directly: they do not fit into a buffer.
     elif chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selection)
         resident.append(*newest)
-        paged, selection = (paged[0], *resident.paged), resident.selection
-    elif selection.indices.shape[1] > paged[1].shape[1]:
+        paged, selection = PagedQuery(query, *resident.paged), resident.selection
+    elif selection.indices.shape[1] > paged.key_pages.shape[1]:
         operation = kernels.attend_per_query_head
-    out: Tensor = operation(*paged, selection=selection, **options)
+    out: Tensor = operation(paged, selection=selection, **options)
     return out
 
 
-def _attend_and_score(
-    batch: Batch,
-    layer: int,
-    paged: tuple[Tensor, ...],
-    requests: tuple[ScoreRequest, ...],
-    options: dict[str, Any],
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Attention over all tokens that the layer has, and the requested scores."""
+def _in_window(batch: Batch, layer: int, window: int) -> Selection | None:
+    """What a layer with a sliding window of its own reads; None: the last `window` tokens."""
     step = batch.step
     assert step is not None
-    selection = _there(step, layer, None)
-    if selection is None:
-        return kernels.attend_and_score(*paged, requests=requests, **options)
-    return kernels.attend_and_score_chosen(
-        *paged,
-        selection=selection,
-        requests=requests,
-        **options,
-    )
+    if batch.cache.geometry.layers[layer].chunked:
+        assert step.kept_tokens is None, "stored documents have no place in chunks"
+        return chunked.newest(step.lengths, window)
+    return None if step.kept_tokens is None else step.kept_tokens.selection(layer, window)
+
+
+def _attend_and_score(
+    batch: Batch, layer: int, paged: PagedQuery, options: dict[str, Any]
+) -> Tensor | None:
+    """Attention over everything for a policy that wants scores; passes the scores to it.
+
+    None where the policy wants none, or selects by these scores what the layer then reads.
+    """
+    step, policy = batch.step, batch.policy
+    assert step is not None
+    requests = policy.needs_scores(layer, step)
+    if not requests:
+        return None
+    everything = _there(step, layer, None)
+    if everything is None:
+        out, scores = kernels.attend_and_score(paged, requests=requests, **options)
+    else:
+        out, scores = kernels.attend_and_score_chosen(
+            paged, selection=everything, requests=requests, **options
+        )
+    policy.on_scores(layer, scores, step)
+    return None if policy.selects_by_own_scores else out
 
 
 def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:

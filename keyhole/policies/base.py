@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keyhole.cache.kept_tokens import KeptTokenRows, RetainedPages
-    from keyhole.kernels.reference.rope import Rotation
+    from keyhole.kernels import Rotation
 
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 
@@ -350,7 +350,8 @@ def always_read(
     first, last = whole_entries(sink_size, unit), max(1, whole_entries(window_size, unit))
     whole = "" if unit == 1 else f" in whole pages of {unit}"
     least = (first + last) * unit
-    right = f"at least {least}: sink_size {sink_size} and window_size {window_size or 1}{whole}"
+    newest = "the newest token" if window_size is None else f"window_size {window_size}"
+    right = f"at least {least}: sink_size {sink_size} and {newest}{whole}"
     require(token_budget >= least, "token_budget", token_budget, right)
     return first, last
 

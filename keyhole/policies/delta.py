@@ -151,7 +151,7 @@ class Delta(Policy):
         )
         if self.recall is not None:
             least = (self.min_budget or 0) // size
-            chosen = kernels.trim(
+            chosen = kernels.top_p(
                 chosen, scores[0], step.pages, self.recall, least=least, first=first, last=last
             )
         step.shared_selection = chosen

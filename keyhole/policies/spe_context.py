@@ -165,7 +165,7 @@ class SpeContext(Policy):
         if self.recall is None:
             return chosen
         least = self.min_budget or 0
-        return kernels.trim(
+        return kernels.top_p(
             chosen, weights, lengths, self.recall, least=least, first=first, last=last
         )
 

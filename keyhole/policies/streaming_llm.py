@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers_of, setting
-from keyhole.policies.base import Policy, Selection, Step
+from keyhole.config import require_layers_of, setting
+from keyhole.policies.base import Policy, Selection, Step, always_read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +41,7 @@ class StreamingLLM(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the sinks leave space for a window."""
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
-        least = self.sink_size + 1
-        right = f"at least {least}: sink_size {self.sink_size} and the newest token"
-        require(is_count(self.token_budget, least), "token_budget", self.token_budget, right)
+        always_read(self.sink_size, None, self.token_budget)
         return self
 
     def capture_key(self, step: Step) -> Hashable:

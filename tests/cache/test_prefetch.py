@@ -133,10 +133,10 @@ class World:
         heads = resident.keys.shape[1]
         query = self.numbers(len(self.rows), heads * GROUP, resident.keys.shape[3])
         options: dict[str, Any] = {"scale": 0.3}
-        found = kernels.attend(query, *resident.paged, selection=resident.selection, **options)
+        found = kernels.attend((query, *resident.paged), selection=resident.selection, **options)
         pages = [x[layer].expand(-1, heads, -1, -1) for x in (self.cache.keys, self.cache.values)]
         paged = (query, *pages, self.table, self.lengths)
-        wanted = kernels.attend(*paged, selection=selection, **options)
+        wanted = kernels.attend(paged, selection=selection, **options)
         allowed = TOLERANCE[query.dtype] * max(1.0, float(wanted.abs().max()))
         assert (found.float() - wanted.float()).abs().max() <= allowed
 

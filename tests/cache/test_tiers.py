@@ -329,8 +329,8 @@ def test_kernels_read_and_write_a_layer_below(tmp_path: Path) -> None:
         paged = keys, values, pages[None].int(), torch.tensor([length], dtype=torch.int32)
         found.append(
             (
-                kernels.attend(query, *paged, scale=1.0),
-                kernels.attend(query, *paged, scale=1.0, window=5),
+                kernels.attend((query, *paged), scale=1.0),
+                kernels.attend((query, *paged), scale=1.0, window=5),
                 kernels.prefill(query.expand(3, -1, -1), keys, values, pages, 7, scale=1.0),
             )
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -104,12 +105,12 @@ class Cache:
         return reference.top_k(scores, valid, k, unit, last=1)
 
 
-def run(name: str, *operands: object) -> object:
+def run(name: str, *operands: Any, **options: Any) -> Any:
     """By the kernel itself where it is interpreted, else by way of the dispatcher."""
     if gpu is not None:
-        return gpu.operation(name)(*operands)
+        return gpu.operation(name)(*operands, **options)
     assert operations.backend(torch.device(DEVICE)).startswith("Triton")
-    return getattr(torch.ops.keyhole, name)(*operands)
+    return getattr(operations, name)(*operands, **options)
 
 
 def check(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:

@@ -34,9 +34,9 @@ def test_attend_to_everything_or_a_window(
 ) -> None:
     cache = Cache(shape, dtype, size=5 if window is None else PAGE)
     softcap, sinks = (None, None) if window is None else (5.0, cache.sinks)
-    found = run("attend", *cache.paged, None, None, 1, cache.scale, window, softcap, sinks)
     options = {"scale": cache.scale, "window": window, "softcap": softcap, "sinks": sinks}
-    check(found, reference.attend(*cache.paged, **options), dtype)
+    found = run("attend", cache.paged, **options)
+    check(found, reference.attend(cache.paged, **options), dtype)
 
 
 @pytest.mark.one_in(3)
@@ -60,11 +60,10 @@ def compare_selected(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    lists = (chosen.indices, chosen.counts, chosen.unit)
-    found = run("attend", *cache.paged, *lists, cache.scale, window, softcap, sinks)
     options = {"window": window, "softcap": softcap, "sinks": sinks}
-    wanted = reference.attend(*cache.paged, selection=chosen, scale=cache.scale, **options)
-    check(found, wanted, cache.dtype)
+    options |= {"selection": chosen, "scale": cache.scale}
+    found = run("attend", cache.paged, **options)
+    check(found, reference.attend(cache.paged, **options), cache.dtype)
 
 
 @pytest.mark.one_in(2)
@@ -98,13 +97,12 @@ def test_each_option_alone(name: str, selected: bool) -> None:
     if selected:
         chosen = cache.selection(144 // PAGE, PAGE, 1)
         compare_selected(cache, chosen, **options)
-        wanted = reference.attend(*cache.paged, selection=chosen, scale=cache.scale, **options)
-        plain = reference.attend(*cache.paged, selection=chosen, scale=cache.scale)
+        wanted = reference.attend(cache.paged, selection=chosen, scale=cache.scale, **options)
+        plain = reference.attend(cache.paged, selection=chosen, scale=cache.scale)
     else:
-        operands = (options.get("window"), options.get("softcap"), options.get("sinks"))
-        found = run("attend", *cache.paged, None, None, 1, cache.scale, *operands)
-        wanted = reference.attend(*cache.paged, scale=cache.scale, **options)
-        plain = reference.attend(*cache.paged, scale=cache.scale)
+        found = run("attend", cache.paged, scale=cache.scale, **options)
+        wanted = reference.attend(cache.paged, scale=cache.scale, **options)
+        plain = reference.attend(cache.paged, scale=cache.scale)
         check(found, wanted, torch.float32)
     assert (wanted - plain).abs().max() > 0.01  # the option matters here
 
@@ -115,13 +113,11 @@ def test_each_option_alone(name: str, selected: bool) -> None:
 def test_attend_and_score(shape: tuple[int, ...], dtype: torch.dtype, full: bool) -> None:
     cache = Cache(shape, dtype)
     softcap, sinks = (5.0, cache.sinks) if full else (None, None)
-    asked = [(r, unit) for r in ("max", "sum", "group_max", "none") for unit in (PAGE, 1)]
-    reduces, units = zip(*asked, strict=True)
-    operands = (*cache.paged, list(reduces), list(units), cache.scale, softcap, sinks)
-    found, scores = run("attend_and_score", *operands)
-    requests = tuple(ScoreRequest(*pair) for pair in asked)
+    reduces = ("max", "sum", "group_max", "none")
+    requests = tuple(ScoreRequest(reduce, unit) for reduce in reduces for unit in (PAGE, 1))
     options = {"requests": requests, "scale": cache.scale, "softcap": softcap, "sinks": sinks}
-    wanted, twins = reference.attend_and_score(*cache.paged, **options)
+    found, scores = run("attend_and_score", cache.paged, **options)
+    wanted, twins = reference.attend_and_score(cache.paged, **options)
     check(found, wanted, dtype)
     for score, twin in zip(scores, twins, strict=True):
         check(score, twin, torch.float32)
@@ -131,7 +127,7 @@ def test_attend_and_score(shape: tuple[int, ...], dtype: torch.dtype, full: bool
 def test_head_scores(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     cache = Cache(shape, dtype)
     query, keys, _, table, lengths = cache.paged
-    found = run("head_scores", query, keys, table, lengths, cache.scale)
+    found = run("head_scores", query, keys, table, lengths, scale=cache.scale)
     check(found, reference.head_scores(query, keys, table, lengths, scale=cache.scale), found.dtype)
     for row, length in zip(found, LENGTHS, strict=True):
         assert not row[:, length:].any()
@@ -140,7 +136,7 @@ def test_head_scores(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_a_broken_key_shows_in_the_result() -> None:
     cache = Cache(SHAPES[0], torch.float32)
     cache.keys[cache.table[-1, 3].long(), 1, 5, 7] = torch.nan
-    found = run("attend", *cache.paged, None, None, 1, cache.scale, None, None, None)
+    found = run("attend", cache.paged, scale=cache.scale)
     assert found[-1, 3:].isnan().any(-1).all()
     assert not found[-1, :3].isnan().any()
     assert not found[:-1].isnan().any()
@@ -195,12 +191,12 @@ def test_top_k(case: tuple[int | None, int, int, int]) -> None:
     scores[1, 1] *= 0.0  # of both signs
     for valid in ((width, width // 2 + 1), (0, 3)) if width == 50 else ((width - 7, width),):
         operands = scores.to(DEVICE), torch.tensor(valid, dtype=torch.int32, device=DEVICE), k
-        indices, counts = run("top_k", *operands, first, last)
+        found = run("top_k", *operands, 1, first=first, last=last)
         # On the CPU, where every NaN is sorted as the largest number, whatever its bits are.
         wanted = reference.top_k(scores, operands[1].cpu(), k, 1, first=first, last=last)
-        assert indices.dtype == counts.dtype == torch.int32
-        assert torch.equal(indices.cpu(), wanted.indices)
-        assert torch.equal(counts.cpu(), wanted.counts)
+        assert found.indices.dtype == found.counts.dtype == torch.int32
+        assert torch.equal(found.indices.cpu(), wanted.indices)
+        assert torch.equal(found.counts.cpu(), wanted.counts)
 
 
 def test_a_captured_step_follows_its_operands() -> None:
@@ -212,7 +208,6 @@ def test_a_captured_step_follows_its_operands() -> None:
     pages = torch.arange(len(cache.keys), device=DEVICE)
     filled = torch.ones_like(pages)
     row, slot = torch.zeros_like(cache.keys[:1, :, 0]), torch.zeros_like(pages[:1])
-    options = (cache.scale, None, None, None)
     guesses = torch.randn(len(LENGTHS), 2, 300, device=DEVICE)
     place = torch.zeros(len(LENGTHS), 1, dtype=torch.int64, device=DEVICE)
     frequencies = (10000.0 ** -(torch.arange(32) / 32)).double().to(DEVICE)
@@ -234,18 +229,21 @@ def test_a_captured_step_follows_its_operands() -> None:
         paged = (*cache.paged[:4], lengths)
         run("append", cache.keys, None, row, None, slot)
         run("page_bounds", cache.keys, low, high, pages, filled)
-        whole, (scores,) = run("attend_and_score", *paged, ["max"], [PAGE], cache.scale, None, None)
+        requests = (ScoreRequest("max", PAGE),)
+        whole, (scores,) = run("attend_and_score", paged, requests=requests, scale=cache.scale)
         bounds = run("bound_scores", cache.query, low, high, cache.table)
+        buffered = (*above, *below, cache.table, lengths, rows)
+        loaded, _ = run("load_missing", *buffered, selection=Selection(picked, picked, 1))
         return [
-            run("attend", *paged, None, None, 1, *options),
-            run("attend", *paged, chosen.indices, chosen.counts, 1, *options),
+            run("attend", paged, scale=cache.scale),
+            run("attend", paged, scale=cache.scale, selection=chosen),
             whole,
             scores,
             bounds,
-            run("top_k", guesses, lengths.clamp(max=300), 20, 1, 2)[0],
-            run("head_scores", cache.query, cache.keys, cache.table, lengths, cache.scale),
+            run("top_k", guesses, lengths.clamp(max=300), 20, 1, first=1, last=2).indices,
+            run("head_scores", cache.query, cache.keys, cache.table, lengths, scale=cache.scale),
             run("shift_rope", cache.query, place, frequencies, False),
-            run("load_missing", *above, *below, cache.table, lengths, rows, picked, 1)[0],
+            loaded.indices,
         ]
 
     if INTERPRETED:
@@ -269,13 +267,13 @@ def test_a_captured_step_follows_its_operands() -> None:
     replayed = replay() or found
     paged = (*cache.paged[:4], lengths)
     whole, scores = reference.attend_and_score(
-        *paged, requests=(ScoreRequest("max", PAGE),), scale=cache.scale
+        paged, requests=(ScoreRequest("max", PAGE),), scale=cache.scale
     )
     operands = (*twins, *below, cache.table, lengths, rows)
     used, _ = resident_buffer.load_missing(*operands, selection=Selection(picked, picked, 1))
     wanted = [
-        reference.attend(*paged, scale=cache.scale),
-        reference.attend(*paged, scale=cache.scale, selection=chosen),
+        reference.attend(paged, scale=cache.scale),
+        reference.attend(paged, scale=cache.scale, selection=chosen),
         whole,
         *scores,
         reference.bound_scores(cache.query, low, high, cache.table),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -111,11 +113,17 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
         picked = torch.randint(-1, 20 // unit, (2, heads, places), generator=random).int()
         picked[..., 0] = (lengths - 1)[:, None] // unit
         paged = (key_pages, None if shared else value_pages, table[:2])
-        here = (lengths.to(DEVICE), rows, picked.to(DEVICE))
-        results = run("load_missing", *found, *paged, *here, unit)
-        selection = Selection(here[2], here[2], unit)
-        used, moved = resident_buffer.load_missing(*wanted, *paged, *here[:2], selection=selection)
-        for ours, twin in zip(results, (used.indices, used.counts, moved), strict=True):
+        here = (lengths.to(DEVICE), rows)
+        selection = Selection(picked.to(DEVICE), picked.to(DEVICE), unit)
+        results = [
+            load(*buffers, *paged, *here, selection=selection)
+            for load, buffers in (
+                (partial(run, "load_missing"), found),
+                (resident_buffer.load_missing, wanted),
+            )
+        ]
+        ours_and_twins = ((used.indices, used.counts, moved) for used, moved in results)
+        for ours, twin in zip(*ours_and_twins, strict=True):
             assert ours.dtype == twin.dtype
             assert torch.equal(ours, twin)
         for ours, twin in zip(found, wanted, strict=True):

@@ -75,9 +75,11 @@ def test_steps_over_layers_below_are_those_over_layers_above(unit: int) -> None:
             resident = loads.wait(layer, selection)
             resident.append(key, value)
             query = torch.randn(1, 4, layout.key_dim, device=DEVICE)
-            found = kernels.attend(query, *resident.paged, selection=resident.selection, scale=0.1)
+            found = kernels.attend(
+                (query, *resident.paged), selection=resident.selection, scale=0.1
+            )
             paged = query, above.keys[layer], above.values[layer], table, lengths
-            wanted = kernels.attend(*paged, selection=selection, scale=0.1)
+            wanted = kernels.attend(paged, selection=selection, scale=0.1)
             # To the last bit: a policy may choose otherwise after another rounding.
             assert torch.equal(found, wanted)
         assert len(loads.count(loads.end())) == 1
@@ -98,7 +100,7 @@ def test_all_operations_read_and_write_pages_below() -> None:
         bounds = [torch.zeros(len(keys), 2, 64, device=DEVICE) for _ in range(2)]
         order = on_device(pages, torch.int64)
         kernels.page_bounds(keys, *bounds, order, torch.full_like(order, SIZE))
-        out, scores = kernels.attend_and_score(*paged, requests=requests, scale=0.1)
+        out, scores = kernels.attend_and_score(paged, requests=requests, scale=0.1)
         slots = order[:5] * SIZE + 3
         new = torch.arange(5 * 2 * (64 + 32), device=DEVICE).view(5, 2, -1) / 1000
         kernels.append(keys, values, new[..., :64], new[..., 64:], slots)
@@ -108,9 +110,9 @@ def test_all_operations_read_and_write_pages_below() -> None:
             [
                 keys.cpu(),
                 values.cpu(),
-                kernels.attend(*paged, selection=selection, scale=0.1),
-                kernels.attend(*paged, scale=0.1),
-                kernels.attend(*paged, scale=0.1, window=50),
+                kernels.attend(paged, selection=selection, scale=0.1),
+                kernels.attend(paged, scale=0.1),
+                kernels.attend(paged, scale=0.1, window=50),
                 kernels.prefill(rows, keys, values, order, LENGTH - 7, scale=0.1),
                 out,
                 *scores,

@@ -82,7 +82,7 @@ def test_it_is_attention_over_all_or_a_window(
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", as_documented)
     query, keys, values, table, lengths = case()
-    found = flash_attention.attend(query, keys, values, table, lengths, 0.2, window)
+    found = flash_attention.attend((query, keys, values, table, lengths), 0.2, window)
     for row, length in enumerate(LENGTHS):
         there = (in_order(x, table[row].tolist(), length) for x in (keys, values))
         seen = [visible(length, window)] * HEADS
@@ -233,10 +233,14 @@ def test_what_it_does_not_know_our_kernels_compute(
     query, keys, values, *_ = case()
     given = {"query": query, "key_pages": keys, "value_pages": values}
     given |= {"softcap": None, "sinks": None}
-    assert flash_attention.takes(**given)
-    assert not flash_attention.takes(**(given | other))
+
+    def takes(query: Tensor, key_pages: Tensor, value_pages: Tensor, **options: Any) -> bool:
+        return flash_attention.takes((query, key_pages, value_pages, None, None), **options)
+
+    assert takes(**given)
+    assert not takes(**(given | other))
     monkeypatch.setattr(flash_attention, "version", lambda: None)
-    assert not flash_attention.takes(**given)
+    assert not takes(**given)
 
 
 def test_people_are_told_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:

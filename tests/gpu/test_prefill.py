@@ -69,7 +69,7 @@ def test_a_chunk_anywhere_in_the_prompt_is_causal_attention(
 ) -> None:
     monkeypatch.setattr(reference, "prefill", not_here)
     given = case(shape, dtype, length, count, device)
-    found = fused.prefill(*given.values())
+    found = fused.prefill(**given)
     assert found.dtype == dtype
     table = given["pages"].tolist()
     keys, values = (
@@ -94,11 +94,11 @@ def test_a_chunk_anywhere_in_the_prompt_is_causal_attention(
 def test_no_mask_is_made(count: int) -> None:
     """Keys and values are copied once; a mask, or keys per query head, would be far more."""
     given = case((2, 16, 64, 16), torch.bfloat16, 4096, count, "cuda")
-    fused.prefill(*given.values())
+    fused.prefill(**given)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = fused.prefill(*given.values())
+    out = fused.prefill(**given)
     used = torch.cuda.max_memory_allocated() - before
     copied = 2 * given["key_pages"].nbytes
     # Beside those the result, and a float32 logarithm per row.
@@ -118,8 +118,8 @@ def test_pages_on_the_host_give_the_same_bits(shape: tuple[int, ...]) -> None:
 def test_a_window_that_covers_the_prompt_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "prefill", not_here)
     given = case(SHAPES[0], torch.float16, 40, 20)
-    wanted = fused.prefill(*given.values())
-    assert torch.equal(fused.prefill(*(given | {"window": 40}).values()), wanted)
+    wanted = fused.prefill(**given)
+    assert torch.equal(fused.prefill(**given | {"window": 40}), wanted)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_it_does_not_know_goes_to_the_reference(
     names = ("query", "key_pages", "value_pages", "pages", "start")
     options = {name: value for name, value in given.items() if name not in names}
     wanted = reference.prefill(*(given[name] for name in names), **options)
-    assert torch.equal(fused.prefill(*given.values()), wanted)
+    assert torch.equal(fused.prefill(**given), wanted)
 
 
 #: What torch says of a machine where FlashAttention can be used, by the name that is asked.

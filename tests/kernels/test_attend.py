@@ -36,11 +36,7 @@ def _wanted(case: Paged, read: list[list[list[int]]]) -> np.ndarray:
 
 def _attend(case: Paged, selection: Selection | None) -> torch.Tensor:
     out = kernels.attend(
-        case.query,
-        case.keys,
-        case.values,
-        case.table,
-        case.lengths,
+        (case.query, case.keys, case.values, case.table, case.lengths),
         scale=case.scale,
         selection=selection,
         window=case.window,
@@ -107,11 +103,7 @@ def test_scores_are_reduced_weights_and_the_output_is_the_same(
     )
     requests = tuple(data.draw(st.lists(one, min_size=1, max_size=3)))
     out, scores = kernels.attend_and_score(
-        case.query,
-        case.keys,
-        case.values,
-        case.table,
-        case.lengths,
+        (case.query, case.keys, case.values, case.table, case.lengths),
         requests=requests,
         scale=case.scale,
         softcap=case.softcap,
@@ -150,11 +142,7 @@ def test_scores_are_reduced_weights_and_the_output_is_the_same(
 @examples(20)
 def test_scores_that_are_not_reduced_are_those_of_each_query_head(case: Paged) -> None:
     out, (scores, summed) = kernels.attend_and_score(
-        case.query,
-        case.keys,
-        case.values,
-        case.table,
-        case.lengths,
+        (case.query, case.keys, case.values, case.table, case.lengths),
         requests=(ScoreRequest("none", 1), ScoreRequest("sum", 1)),
         scale=case.scale,
         softcap=case.softcap,

@@ -76,11 +76,7 @@ def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.Dat
         ScoreRequest("group_max", 1),
     )
     out, (most, total, groups) = kernels.attend_and_score_chosen(
-        case.query,
-        case.keys,
-        case.values,
-        case.table,
-        case.lengths,
+        (case.query, case.keys, case.values, case.table, case.lengths),
         selection=Selection(indices, counts, 1),
         requests=requests,
         scale=case.scale,

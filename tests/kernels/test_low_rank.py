@@ -66,11 +66,7 @@ def low_ranks(draw: st.DrawFn) -> tuple[Paged, LowRank, Selection]:
 def test_attention_reads_rebuilt_keys(drawn: tuple[Paged, LowRank, Selection]) -> None:
     case, low_rank, selection = drawn
     found = kernels.attend_low_rank(
-        case.query,
-        case.keys,
-        case.values,
-        case.table,
-        case.lengths,
+        (case.query, case.keys, case.values, case.table, case.lengths),
         selection=selection,
         low_rank=low_rank,
         scale=case.scale,
@@ -142,13 +138,13 @@ def test_long_lists_are_read_in_parts() -> None:
     rest = (values, pages[None], lengths)
     broken = torch.full_like(keys, torch.nan)  # of which none is read
     found = kernels.attend_low_rank(
-        query, broken, *rest, selection=selection, low_rank=low_rank, scale=0.3
+        (query, broken, *rest), selection=selection, low_rank=low_rank, scale=0.3
     )
-    wanted = kernels.attend(query, keys, *rest, selection=selection, scale=0.3)
+    wanted = kernels.attend((query, keys, *rest), selection=selection, scale=0.3)
     assert (found - wanted).abs().max() < 1e-5
     # A choice that all heads share is as good as one for each.
     shared = Selection(tokens[:, :1], selection.counts[:, :1], 1)
     again = kernels.attend_low_rank(
-        query, broken, *rest, selection=shared, low_rank=low_rank, scale=0.3
+        (query, broken, *rest), selection=shared, low_rank=low_rank, scale=0.3
     )
     assert torch.equal(again, found)

@@ -46,11 +46,7 @@ def test_every_query_head_reads_its_own_list(
     """Also with a sink of each head, and a softcap."""
     case, selection, read = example
     found = kernels.attend_per_query_head(
-        case.query,
-        case.keys,
-        case.values,
-        case.table,
-        case.lengths,
+        (case.query, case.keys, case.values, case.table, case.lengths),
         selection=selection,
         scale=case.scale,
         softcap=case.softcap,

@@ -1,4 +1,4 @@
-"""An operation's signature is its schema in `dispatch`; every backend takes just those operands."""
+"""An operation's signature is its twin's; every backend's function has the same one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from keyhole.kernels import cpu, cpu_attention, dispatch, triton
+from keyhole.kernels import composed, cpu, cpu_attention, operations, triton
 
-NAMES = sorted(
-    name.removeprefix("keyhole::").removesuffix(".default")
-    for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("keyhole::")
-)
-
-
-def schema_names(name: str) -> list[str]:
-    schema = getattr(torch.ops.keyhole, name).default._schema
-    return [argument.name for argument in schema.arguments]
+OPERATIONS = {
+    name: found
+    for module in (operations, composed)
+    for name, found in vars(module).items()
+    if getattr(found, "__code__", None) is operations.append.__code__
+}
 
 
 def backends(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -30,20 +25,28 @@ def backends(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         if inspect.isfunction(getattr(module, name, None)):
             yield module.__name__, getattr(module, name)
     if triton.has(name) and importlib.util.find_spec("triton") is not None:
-        yield triton.__name__, inspect.unwrap(triton.operation(name))
+        yield triton.__name__, triton.operation(name)
 
 
-def taken(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
+def signature(function: Callable[..., Any]) -> list[tuple[str, Any, Any, Any]]:
+    """Name, kind, default and annotation of each parameter, and the annotation of the result."""
+    found = inspect.signature(function)
+    parameters = [(p.name, p.kind, p.default, p.annotation) for p in found.parameters.values()]
+    return [*parameters, ("returns", None, None, found.return_annotation)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_backend_takes_the_operands_of_the_schema(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_a_backend_has_the_signature_of_the_twin(name: str) -> None:
+    twin = inspect.unwrap(OPERATIONS[name])
+    assert twin.__module__.startswith(("keyhole.kernels.reference", "keyhole.kernels.composed"))
     for backend, function in backends(name):
-        assert taken(function) == schema_names(name), backend
+        assert signature(function) == signature(twin), backend
 
 
 def test_most_operations_have_a_backend_beside_the_reference() -> None:
-    assert dispatch.backend(torch.device("cpu"))
-    assert len(NAMES) > 12
-    assert sum(any(backends(name)) for name in NAMES) > len(NAMES) * 3 // 4
+    assert len(OPERATIONS) > 12
+    assert sum(any(backends(name)) for name in OPERATIONS) > len(OPERATIONS) * 3 // 4
+
+
+def test_a_backend_computes_no_operation_that_does_not_exist() -> None:
+    assert set(triton._MODULES) <= set(OPERATIONS)

@@ -35,7 +35,7 @@ def test_entries_are_taken_until_the_share_is_there(
         given_scores[b, :, n:] = math.nan  # nobody looks beyond the end
     lengths = torch.tensor(valid, dtype=torch.int32)
     chosen = kernels.top_k(given_scores, lengths, k, unit, first=first, last=last)
-    found = kernels.trim(chosen, given_scores, lengths, share, least=least, **places)
+    found = kernels.top_p(chosen, given_scores, lengths, share, least=least, **places)
     wanted = [
         [enough(head[:n], best(head[:n], k, **places), share, least, **places) for head in heads]
         for heads, n in zip(scores, valid, strict=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.kernels import ScoreRequest, Selection, reference
-from keyhole.kernels.reference import selections
 from tests.effort import examples
 
 PAGE = 16
@@ -92,8 +91,8 @@ def test_attend_to_everything_or_a_window(
     cache: Cache, window: int | None, given: dict[str, object]
 ) -> None:
     given = _with_sinks(cache, given) | {"scale": cache.scale, "window": window}
-    found = kernels.attend(*cache.paged, **given)
-    check(found, reference.attend(*cache.paged, **given), found.dtype)
+    found = kernels.attend(cache.paged, **given)
+    check(found, reference.attend(cache.paged, **given), found.dtype)
 
 
 @given(caches, st.sampled_from((1, 40, 700)), st.sampled_from((1, PAGE)), st.booleans(), options)
@@ -103,8 +102,8 @@ def test_attend_to_a_selection(
 ) -> None:
     selection = cache.selection(k, unit, 1 if shared else cache.keys.shape[1])
     given = _with_sinks(cache, given) | {"scale": cache.scale, "selection": selection}
-    found = kernels.attend(*cache.paged, **given)
-    check(found, reference.attend(*cache.paged, **given), found.dtype)
+    found = kernels.attend(cache.paged, **given)
+    check(found, reference.attend(cache.paged, **given), found.dtype)
 
 
 @given(caches, options)
@@ -113,8 +112,8 @@ def test_attend_and_score(cache: Cache, given: dict[str, object]) -> None:
     reduces = ("max", "sum", "group_max")
     requests = tuple(ScoreRequest(reduce, unit) for reduce in reduces for unit in (PAGE, 1))
     given = _with_sinks(cache, given) | {"scale": cache.scale, "requests": requests}
-    found, scores = kernels.attend_and_score(*cache.paged, **given)
-    wanted, twins = reference.attend_and_score(*cache.paged, **given)
+    found, scores = kernels.attend_and_score(cache.paged, **given)
+    wanted, twins = reference.attend_and_score(cache.paged, **given)
     check(found, wanted, found.dtype)
     for score, twin in zip(scores, twins, strict=True):
         check(score, twin, torch.float32)
@@ -195,8 +194,8 @@ def test_trim_of_long_rows(n: int, k: int, share: float, distinct: int, least: i
         scores[b, :, count:] = torch.nan  # nobody looks here
     places = {"first": min(4, k - 1), "last": 1}
     chosen = reference.top_k(scores, valid, k, 1, **places)
-    found = kernels.trim(chosen, scores, valid, share, least=least, **places)
-    wanted = selections.trim(chosen, scores, valid, share, least=least, **places)
+    found = kernels.top_p(chosen, scores, valid, share, least=least, **places)
+    wanted = reference.top_p(chosen, scores, valid, share, least=least, **places)
     assert torch.equal(found.indices, wanted.indices)
     assert torch.equal(found.counts, wanted.counts)
     assert found.indices.dtype == found.counts.dtype == torch.int32
@@ -210,8 +209,8 @@ def test_scores_in_16_bits_are_compared_as_what_they_are(dtype: torch.dtype) -> 
     chosen = kernels.top_k(scores, valid, 90, 1, last=1)
     wanted = reference.top_k(scores.float(), valid, 90, 1, last=1)
     assert torch.equal(chosen.indices, wanted.indices)
-    found = kernels.trim(chosen, scores, valid, 0.25, last=1)
-    wanted = selections.trim(wanted, scores.float(), valid, 0.25, last=1)
+    found = kernels.top_p(chosen, scores, valid, 0.25, last=1)
+    wanted = reference.top_p(wanted, scores.float(), valid, 0.25, last=1)
     assert torch.equal(found.indices, wanted.indices)
     assert (found.counts < 90).all()
 
@@ -234,7 +233,7 @@ def test_16_bit_numbers_are_read_and_written_exactly(dtype: torch.dtype) -> None
         size = values.shape[2]
         lengths = torch.full((len(numbers),), size, dtype=torch.int32)
         found = kernels.attend(
-            query, ones.expand(-1, -1, size, -1), values, table, lengths, scale=1.0
+            (query, ones.expand(-1, -1, size, -1), values, table, lengths), scale=1.0
         )
         # The processor's own conversion to bfloat16 takes subnormal numbers for zero.
         least = torch.finfo(dtype).tiny if dtype == torch.bfloat16 else 0.0
@@ -245,18 +244,14 @@ def test_a_result_depends_neither_on_neighbours_nor_on_threads(path: str) -> Non
     if path == "reference":
         pytest.skip("torch's products may differ with the batch")
     cache = Cache([5000, 17, 700], (2, 4, 64, 64), torch.float32)
-    together = kernels.attend(*cache.paged, scale=1.0)
+    together = kernels.attend(cache.paged, scale=1.0)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         for row in range(3):
             one = slice(row, row + 1)
             alone = kernels.attend(
-                cache.query[one],
-                cache.keys,
-                cache.values,
-                cache.table[one],
-                cache.lengths[one],
+                (cache.query[one], cache.keys, cache.values, cache.table[one], cache.lengths[one]),
                 scale=1.0,
             )
             assert torch.equal(alone, together[one])
@@ -280,7 +275,7 @@ def test_a_prompts_row_does_not_depend_on_its_chunk(path: str, dtype: torch.dtyp
 def test_a_broken_key_shows_in_the_result() -> None:
     cache = Cache([300], (2, 2, 64, 64), torch.float32)
     cache.keys[cache.table[0, 3], 1, 5, 7] = torch.nan
-    found = kernels.attend(*cache.paged, scale=1.0)
+    found = kernels.attend(cache.paged, scale=1.0)
     assert found[:, 2:].isnan().any(-1).all()
     assert not found[:, :2].isnan().any()
 

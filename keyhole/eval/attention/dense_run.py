@@ -376,9 +376,10 @@ def _layer_step(
     assert step is not None
     assert isinstance(candidates, Candidates)
     geometry = cache.geometry
-    paged = (query, cache.keys[layer], cache.values[layer], step.page_table, step.lengths)
+    pages = (cache.keys[layer], cache.values[layer])
+    paged = kernels.PagedQuery(query, *pages, step.page_table, step.lengths)
     output, (weights,) = kernels.attend_and_score(
-        *paged, requests=(ScoreRequest("none", 1),), **options
+        paged, requests=(ScoreRequest("none", 1),), **options
     )
 
     readings = []

@@ -149,7 +149,6 @@ class Adapter:
                 .sum(3)
                 for request in requests
             )
-        _, scores = kernels.attend_and_score(
-            given.query, given.keys, given.values, *paged, requests=requests, **options
-        )
+        whole = kernels.PagedQuery(given.query, given.keys, given.values, *paged)
+        _, scores = kernels.attend_and_score(whole, requests=requests, **options)
         return scores

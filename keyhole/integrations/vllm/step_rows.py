@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.kernels.reference.rope import Rotation
+from keyhole.kernels import Rotation
 from keyhole.policies.base import CachedLayers, SequenceRows, Step
 
 

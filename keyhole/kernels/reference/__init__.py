@@ -16,6 +16,8 @@ from keyhole.kernels.reference.attention import (
     linear,
     over_heads,
     prefill,
+    sparse_prefill,
+    weights_over,
 )
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
@@ -25,8 +27,9 @@ from keyhole.kernels.reference.page_selection import (
     spread_scores,
     summary_scores,
     top_k,
+    top_p,
 )
-from keyhole.kernels.reference.pages import append, gathered
+from keyhole.kernels.reference.pages import append, gather_tokens, gathered
 
 __all__ = [
     "append",
@@ -36,6 +39,7 @@ __all__ = [
     "attend_block",
     "attend_weights",
     "bound_scores",
+    "gather_tokens",
     "gathered",
     "head_scores",
     "linear",
@@ -44,7 +48,10 @@ __all__ = [
     "page_bounds",
     "prefill",
     "recent_indices",
+    "sparse_prefill",
     "spread_scores",
     "summary_scores",
     "top_k",
+    "top_p",
+    "weights_over",
 ]

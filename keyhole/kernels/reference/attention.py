@@ -6,8 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels.reference.pages import PageReads, gathered, reads_of, window_pages
-from keyhole.kernels.selection import ScoreRequest, Selection
+from keyhole.kernels.reference.pages import (
+    PageReads,
+    gather_tokens,
+    gathered,
+    reads_of,
+    window_pages,
+)
+from keyhole.kernels.selection import PagedQuery, ScoreRequest, Selection
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,11 +56,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
+    paged: PagedQuery,
     *,
     scale: float,
     selection: Selection | None = None,
@@ -64,52 +66,34 @@ def attend(
 ) -> Tensor:
     """Attention of each sequence's newest token: softmax(scale q K^T) V over the selection.
 
-    query [B, Hq, D]; key_pages [P, Hkv, page_size, D]; value_pages [P, Hkv, page_size, Dv];
-    page_table int32 [B, M]; lengths int32 [B], the newest token included. selection None: all.
-    window w: the last w tokens only. softcap c: scores become c tanh(score / c). sinks [Hq]: one
-    more logit per head that takes weight and has no value. Returns [B, Hq, Dv] in query's dtype.
+    selection None: all tokens. window w: the last w tokens only. softcap c: scores become
+    c tanh(score / c). sinks [Hq]: one more logit per head that takes weight and has no value.
+    Returns [B, Hq, Dv] in query's dtype.
     """
+    query, key_pages, value_pages, page_table, lengths = paged
     if selection is None and window is not None:
         selection = window_pages(lengths, window, key_pages.shape[2], page_table.shape[1])
-    return attend_weights(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        scale=scale,
-        selection=selection,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )[0]
+    reads = reads_of(key_pages, page_table, lengths, selection, window)
+    weights = _weights(query, key_pages, reads, scale, softcap, sinks)
+    return _mix(weights, value_pages, reads).to(query.dtype)
 
 
 def attend_weights(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
+    paged: PagedQuery,
+    selection: Selection | None,
     scale: float,
-    selection: Selection | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`attend`, and its weights, float32 [B, Hkv, G, n] over the n tokens of the selection."""
-    reads = reads_of(key_pages, page_table, lengths, selection, window)
+    query, key_pages, value_pages, page_table, lengths = paged
+    reads = reads_of(key_pages, page_table, lengths, selection, None)
     weights = _weights(query, key_pages, reads, scale, softcap, sinks)
     return _mix(weights, value_pages, reads).to(query.dtype), weights
 
 
 def attend_and_score(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
+    paged: PagedQuery,
     *,
     requests: tuple[ScoreRequest, ...],
     scale: float,
@@ -121,8 +105,7 @@ def attend_and_score(
     H = Hkv for "group_max", Hq for "none", else 1; n = M * page_size / unit; entries past the
     sequence are 0.
     """
-    paged = (query, key_pages, value_pages, page_table, lengths)
-    out, weights = attend_weights(*paged, scale=scale, softcap=softcap, sinks=sinks)
+    out, weights = attend_weights(paged, None, scale, softcap, sinks)
     scores = (
         over_heads(weights, request.reduce).unflatten(2, (-1, request.unit)).sum(3)
         for request in requests
@@ -147,16 +130,26 @@ def head_scores(
     lengths: Tensor,
     *,
     scale: float,
-    selection: Selection | None = None,
 ) -> Tensor:
     """Attention weights of each query head, the largest of each group: float32 [B, Hkv, N].
 
     query [B, Hq, D], key_pages [P, Hkv, page_size, D], N = M * page_size. Entries past the sequence
-    are 0. A retrieval head selects tokens by these weights (SpeContext, section 4.2). selection:
-    the softmax covers its tokens alone, and N is the length of its list.
+    are 0. A retrieval head selects tokens by these weights (SpeContext, section 4.2).
     """
+    return weights_over(query, key_pages, page_table, lengths, None, scale).amax(2)
+
+
+def weights_over(
+    query: Tensor,
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    selection: Selection | None,
+    scale: float,
+) -> Tensor:
+    """Attention weights over a selection (None: all), float32 [B, Hkv, G, n] for n tokens."""
     reads = reads_of(key_pages, page_table, lengths, selection, None)
-    return _weights(query, key_pages, reads, scale, None, None).amax(2)
+    return _weights(query, key_pages, reads, scale, None, None)
 
 
 def _weights(
@@ -239,6 +232,52 @@ def prefill(
             ],
             2,
         )
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def sparse_prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of tokens at any positions over chosen tokens not after them, [T, Hq, Dv].
+
+    query [T, Hq, D]; pages int64 [M], the sequence's pages in order; positions int64 [T]; tokens
+    int64 [n], ascending, all of them written, `positions` among them. The rest as in `prefill`.
+    """
+    if window is not None:
+        tokens = tokens[tokens > positions.min() - window]
+    key, value = (gather_tokens(x, pages, tokens).transpose(0, 1) for x in (key_pages, value_pages))
+    seen = tokens <= positions[:, None]
+    if window is not None:
+        seen &= tokens > positions[:, None] - window
+    grouped = query.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
+    if softcap is None and sinks is None:
+        mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
+        # Without a batch dimension torch does not use its fused kernels for float32 products.
+        parts = [
+            F.scaled_dot_product_attention(
+                part[None], key[None], value[None], attn_mask=mask, scale=scale
+            )[0]
+            for part in grouped.unbind(1)
+        ]
+        out = torch.stack(parts, 1)
+    else:
+        rows = max(1, MAX_SCORES // (query.shape[1] * len(tokens)))
+        blocks = zip(grouped.split(rows, 2), seen.split(rows), strict=True)
+        parts = [
+            attend_block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)
+            for block, mask in blocks
+        ]
+        out = torch.cat(parts, 2)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Bounds and summaries of pages, their scores, and top-k."""
+"""Bounds and summaries of pages, their scores, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -55,12 +55,50 @@ def top_k(
     scores = scores.masked_fill(forced, float("inf"))
     scores = scores.masked_fill(entry >= count, float("-inf"))
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    counts = valid.clamp(max=k).to(torch.int32)[:, None].expand(scores.shape[:2])
+    counts = valid.clamp(max=k).to(torch.int32)[:, None].repeat(1, scores.shape[1])
     nowhere = scores.shape[-1]
     rank = torch.arange(best.shape[-1], device=scores.device)
     best = best.masked_fill(rank >= counts[..., None], nowhere).sort(dim=-1).values
     indices = best.masked_fill(best == nowhere, -1).to(torch.int32)
     return Selection(F.pad(indices, (0, k - indices.shape[-1]), value=-1), counts, unit)
+
+
+def top_p(
+    chosen: Selection,
+    scores: Tensor,
+    valid: Tensor,
+    share: float,
+    *,
+    least: int = 0,
+    first: int = 0,
+    last: int = 0,
+) -> Selection:
+    """The fewest best entries of a selection whose scores sum to a share of all, same shape.
+
+    The `first` and `last` entries of a sequence are always kept and counted; at least `least`
+    entries remain. A selection that does not reach the share is returned unchanged. chosen [B, H,
+    k], of `top_k` with the same scores float32 [B, H, n], which count as 0 below 0, and valid int32
+    [B]. No host sync.
+    """
+    entry = torch.arange(scores.shape[-1], device=scores.device)
+    count = valid.long()[:, None, None]
+    wanted = share * scores.clamp(min=0).masked_fill(entry >= count, 0).sum(-1, keepdim=True)
+    indices = chosen.indices.long()
+    real = indices >= 0
+    own = scores.gather(-1, indices.clamp(min=0)).clamp(min=0).masked_fill(~real, 0)
+    forced = real & ((indices < first) | (indices >= count - last))
+    # Padding sorts last, after entries whose score is 0.
+    rank = own.masked_fill(~real, -1).masked_fill(forced, float("inf"))
+    order = rank.sort(dim=-1, descending=True, stable=True).indices
+    sorted_own = own.gather(-1, order)
+    before = sorted_own.cumsum(-1) - sorted_own
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    needed = torch.empty_like(real).scatter_(-1, order, (before < wanted) | (place < least))
+    left = real & (needed | forced)
+    nowhere = scores.shape[-1]
+    found = indices.masked_fill(~left, nowhere).sort(dim=-1).values
+    found = found.masked_fill(found == nowhere, -1).to(torch.int32)
+    return Selection(found, left.sum(-1).to(torch.int32), chosen.unit)
 
 
 def recent_indices(lengths: Tensor, k: int, *, first: int = 0) -> Selection:

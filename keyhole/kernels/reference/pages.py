@@ -43,6 +43,16 @@ def gathered(pages: Tensor, index: tuple[Tensor, ...], device: torch.device) -> 
     return pages[tuple(i.to(pages.device) for i in index)].to(device)
 
 
+def gather_tokens(pages_of: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
+    """Keys or values of some tokens of a sequence, [n, Hkv, D], a copy.
+
+    pages_of [P, Hkv, page_size, D]; pages int64 [M], the sequence's pages in order; tokens int64.
+    """
+    size = pages_of.shape[2]
+    place = pages[tokens // size].to(pages_of.device), (tokens % size).to(pages_of.device)
+    return pages_of[place[0], :, place[1]].to(tokens.device)
+
+
 @dataclass(frozen=True)
 class PageReads:
     """The tokens that a decode step reads, as indices into pages.

@@ -43,6 +43,7 @@ def load_missing(
     splits a list by its length and sums in its order, then rounds as it does over the pages. Also
     returns int32 [B, H], the number of tokens copied.
     """
+    assert selection.indices.shape[2] < entries.shape[2], "the last slot is the newest entry's"
     unit, size, heads = selection.unit, keys.shape[2], keys.shape[1]
     num_entries, last = page_table.shape[1] * size // unit, entries.shape[2] - 1
     rows, lengths = rows.long(), lengths.long()

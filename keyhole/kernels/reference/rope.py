@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,21 +22,6 @@ _FEW = 64
 
 #: The tables of `_kept_angles`, kept for the lifetime of the frequencies tensor.
 _kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
-
-
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    """How keys of a layer shift: frequencies and last as in `shift_rope`; None: they do not."""
-
-    frequencies: Tensor | None
-    last: bool = False
-
-    def turn(self, x: Tensor, by: Tensor) -> Tensor:
-        """Keys [..., D], rotated at any positions p, as they are at p + by, int64."""
-        if self.frequencies is None:
-            return x
-        turned: Tensor = torch.ops.keyhole.shift_rope(x, by, self.frequencies, self.last)
-        return turned
 
 
 def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:

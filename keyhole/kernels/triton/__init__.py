@@ -63,7 +63,7 @@ def has(name: str) -> bool:
 
 
 def operation(name: str) -> Any:
-    """The operation `name`, with the operands of its dispatcher's schema."""
+    """The kernel of the operation `name`, with the signature of its twin."""
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
@@ -104,9 +104,8 @@ def flash() -> bool:
     )
 
 
-def takes(name: str, *operands: object) -> bool:
+def takes(name: str, *tensors: Tensor) -> bool:
     """Whether our GPU kernels accept these: one GPU, one dtype, contiguous rows."""
-    tensors = [x for x in operands if isinstance(x, Tensor)]
     numbers = [x for x in tensors if x.is_floating_point()]
     alike = numbers[:1] if name in _MIXED else numbers
     home = next(x.device for x in tensors if x.is_cuda)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keyhole.kernels.selection import PagedQuery, Selection
 from keyhole.kernels.triton import flash_attention
 
 #: tl.dot multiplies blocks of at least 16 rows.
@@ -293,59 +294,57 @@ def _join(
 
 
 def parts_of(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor | None,
-    page_table: Tensor,
-    lengths: Tensor,
+    paged: PagedQuery,
     cut: Split,
     *,
     scale: float,
-    indices: Tensor | None = None,
-    counts: Tensor | None = None,
-    unit: int = 1,
+    selection: Selection | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scores: Tensor | None = None,
+    values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result of each split: values [B, Hq, splits, Dv], largest score and sum [B, Hq, splits].
 
     Scores are in units of log2(e); with `scores`, float32 [B, Hq, N], all of them are stored there.
-    Without values the first of the three is undefined.
+    Without `values` the first of the three is undefined.
     """
+    query, key_pages, value_pages, page_table, lengths = paged
     query, lengths = query.contiguous(), lengths.int()
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     (num_rows, num_heads, dim), num_kv_heads = query.shape, key_pages.shape[1]
     first, rest = two_parts(dim)
-    values = key_pages if value_pages is None else value_pages
-    value_dim = values.shape[3]
+    value_dim = value_pages.shape[3]
     shared = (
-        values.data_ptr() == key_pages.data_ptr()
-        and values.stride() == key_pages.stride()
+        value_pages.data_ptr() == key_pages.data_ptr()
+        and value_pages.stride() == key_pages.stride()
         and value_dim == first
     )
     largest, total = (
         torch.empty(num_rows, num_heads, cut.splits, dtype=torch.float32, device=query.device)
         for _ in range(2)
     )
-    mixed = largest if value_pages is None else largest.new_empty(*largest.shape, value_dim)
-    has_list = indices is not None and counts is not None
+    mixed = largest.new_empty(*largest.shape, value_dim) if values else largest
+    indices, counts, lists, unit = lengths, lengths, 0, 1  # pointers that are not used
+    if selection is not None:
+        indices, counts = selection.indices.int().contiguous(), selection.counts.int().contiguous()
+        lists, unit = indices.shape[1], selection.unit
     _part[num_rows * num_kv_heads * cut.blocks, cut.splits](
         query,
         key_pages,
-        values,
+        value_pages,
         page_table,
         lengths,
-        indices.int().contiguous() if indices is not None else lengths,
-        counts.int().contiguous() if counts is not None else lengths,
+        indices,
+        counts,
         mixed,
         largest,
         total,
         largest if scores is None else scores,
         *key_pages.stride()[:3],
-        *values.stride()[:3],
+        *value_pages.stride()[:3],
         page_table.stride(0),
-        indices.shape[2] if indices is not None else 0,
+        indices.shape[2] if lists else 0,
         scores.shape[2] if scores is not None else 0,
         window or 0,
         scale * _LOG2E if softcap is None else scale / softcap,
@@ -358,11 +357,11 @@ def parts_of(
         D2=rest,
         DV=value_dim,
         DV_PADDED=max(16, triton.next_power_of_2(value_dim)),
-        LISTS=indices.shape[1] if indices is not None and has_list else 0,
+        LISTS=lists,
         UNIT=unit,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
-        VALUES=value_pages is not None,
+        VALUES=values,
         SHARED=shared,
         SCORES=scores is not None,
         FLOAT32=in_float32(query),
@@ -399,41 +398,23 @@ def joined(
 
 
 def attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    indices: Tensor | None,
-    counts: Tensor | None,
-    unit: int,
+    paged: PagedQuery,
+    *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    selection: Selection | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """As the reference, with the fields of the selection as arguments."""
-    if indices is None and flash_attention.takes(query, key_pages, value_pages, softcap, sinks):
-        paged = query, key_pages, value_pages, page_table, lengths
-        return flash_attention.attend(*paged, scale, window)
+    """As the reference."""
+    query, key_pages, _, page_table, _ = paged
+    if selection is None and flash_attention.takes(paged, softcap, sinks):
+        return flash_attention.attend(paged, scale, window)
     tokens = page_table.shape[1] * key_pages.shape[2]
-    if indices is not None:
-        tokens = indices.shape[2] * unit
+    if selection is not None:
+        tokens = selection.indices.shape[2] * selection.unit
     elif window is not None:
         tokens = min(tokens, window)
-    cut = split(query, key_pages.shape[1], tokens, listed=indices is not None)
-    found = parts_of(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        cut,
-        scale=scale,
-        indices=indices,
-        counts=counts,
-        unit=unit,
-        window=window,
-        softcap=softcap,
-    )
-    return joined(*found, sinks, query.dtype)
+    cut = split(query, key_pages.shape[1], tokens, listed=selection is not None)
+    parts = parts_of(paged, cut, scale=scale, selection=selection, window=window, softcap=softcap)
+    return joined(*parts, sinks, query.dtype)

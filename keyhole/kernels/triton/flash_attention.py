@@ -16,6 +16,7 @@ from torch.nn import attention
 from torch.nn.attention.bias import causal_lower_right
 
 from keyhole.kernels import reference
+from keyhole.kernels.selection import PagedQuery
 
 # Prompts on a GPU: gathers the pages once and runs torch's FlashAttention over them.
 #
@@ -35,10 +36,11 @@ def prefill(
     value_pages: Tensor,
     pages: Tensor,
     start: int,
+    *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As the reference."""
     (num_tokens, _, dim), end = query.shape, start + len(query)
@@ -50,17 +52,8 @@ def prefill(
         or softcap is not None
         or sinks is not None
     ):
-        return reference.prefill(
-            query,
-            key_pages,
-            value_pages,
-            pages,
-            start,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        paged = (query, key_pages, value_pages, pages, start)
+        return reference.prefill(*paged, scale=scale, window=window, softcap=softcap, sinks=sinks)
     pages = pages[: -(-end // key_pages.shape[2])]
     key, value = (_in_order(x, pages, query.device)[:, :, :end] for x in (key_pages, value_pages))
     out = F.scaled_dot_product_attention(
@@ -122,14 +115,9 @@ def version() -> str | None:
     return active if active is not None and _why_not(active) is None else None
 
 
-def takes(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> bool:
+def takes(paged: PagedQuery, softcap: float | None, sinks: Tensor | None) -> bool:
     """Whether it supports dense attention over these operands."""
+    query, key_pages, value_pages, _, _ = paged
     (_, num_heads, dim), (_, num_kv_heads, size, _) = query.shape, key_pages.shape
     return (
         query.dtype in _PAGED_DTYPES
@@ -142,16 +130,9 @@ def takes(
     )
 
 
-def attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def attend(paged: PagedQuery, scale: float, window: int | None) -> Tensor:
     """One query token per sequence over all its tokens, or the last `window`: [B, Hq, D]."""
+    query, key_pages, value_pages, page_table, lengths = paged
     out: Tensor = varlen.varlen_attn(
         query,
         key_pages.transpose(1, 2),
@@ -196,11 +177,11 @@ def _is_right(dtype: torch.dtype, group: int, dim: int, size: int) -> bool:
     pages = torch.randn(5, 2, size, 2 * dim, generator=random).to("cuda", dtype)
     keys, values = pages.split(dim, -1)
     query = torch.randn(2, 2 * group, dim, generator=random).to("cuda", dtype)
-    paged, scale = (query, keys, values, table, lengths), dim**-0.5
+    paged, scale = PagedQuery(query, keys, values, table, lengths), dim**-0.5
     try:
         for window in (None, size + 1):
-            wanted = reference.attend(*paged, scale=scale, window=window)
-            if not torch.allclose(attend(*paged, scale, window), wanted, 0.0, _TOLERANCE):
+            wanted = reference.attend(paged, scale=scale, window=window)
+            if not torch.allclose(attend(paged, scale, window), wanted, 0.0, _TOLERANCE):
                 _warn("its results are wrong")
                 return False
     except Exception as error:  # noqa: BLE001 - our own kernels compute instead

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from keyhole.kernels import reference
+from keyhole.kernels.selection import Selection
 
 
 @triton.jit
@@ -84,10 +85,12 @@ def load_missing(
     page_table: Tensor,
     lengths: Tensor,
     rows: Tensor,
-    indices: Tensor,
-    unit: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, the selection in parts."""
+    *,
+    selection: Selection,
+) -> tuple[Selection, Tensor]:
+    """As the reference."""
+    assert selection.indices.shape[2] < entries.shape[2], "the last slot is the newest entry's"
+    indices, unit = selection.indices, selection.unit
     num_slots, (_, heads, size, dim) = entries.shape[2], keys.shape
     num_entries, last = page_table.shape[1] * size // unit, num_slots - 1
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
@@ -148,4 +151,5 @@ def load_missing(
     counts = (read < num_entries).sum(-1, dtype=torch.int32)
     written = lengths - 1 - newest[:, 0, 0] * unit  # of the newest entry
     moved = (missing.sum(-1) * unit + written[:, None]).int()
-    return slots.masked_fill(read == num_entries, -1).int(), counts, moved
+    slots = slots.masked_fill(read == num_entries, -1).int()
+    return Selection(slots, counts, unit), moved

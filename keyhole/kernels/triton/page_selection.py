@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keyhole.kernels.selection import Selection
 from keyhole.kernels.triton.attend import in_float32
 
 
@@ -272,8 +273,10 @@ def _write(
         tl.store(counts + row, chosen)
 
 
-def top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """As the reference, the selection in parts."""
+def top_k(
+    scores: Tensor, valid: Tensor, k: int, unit: int, *, first: int = 0, last: int = 0
+) -> Selection:
+    """As the reference."""
     scores, valid = scores.contiguous(), valid.contiguous()
     num_rows, lists, num_entries = scores.shape
     rows = num_rows * lists
@@ -308,4 +311,4 @@ def top_k(scores: Tensor, valid: Tensor, k: int, first: int, last: int) -> tuple
         ENTRIES=_ENTRIES,
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
     )
-    return indices, counts
+    return Selection(indices, counts, unit)

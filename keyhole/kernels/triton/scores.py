@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keyhole.kernels.selection import PagedQuery, ScoreRequest
 from keyhole.kernels.triton.attend import joined, parts_of, split
 
 #: Tokens of a block; its program loops over all heads of a list.
@@ -110,52 +111,43 @@ def _reduced(
 
 
 def _scored(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor | None,
-    page_table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    softcap: float | None,
+    paged: PagedQuery, scale: float, softcap: float | None, *, values: bool = True
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """All scores, float32 [B, Hq, N] (undefined past a sequence's end), and the splits."""
+    query, key_pages, _, page_table, _ = paged
     num_tokens = page_table.shape[1] * key_pages.shape[2]
     cut = split(query, key_pages.shape[1], num_tokens)
     shape = (*query.shape[:2], num_tokens)
     scores = torch.empty(shape, dtype=torch.float32, device=query.device)
-    paged = (query, key_pages, value_pages, page_table, lengths)
-    return scores, parts_of(*paged, cut, scale=scale, softcap=softcap, scores=scores)
+    return scores, parts_of(paged, cut, scale=scale, softcap=softcap, scores=scores, values=values)
 
 
 def attend_and_score(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    reduces: list[str],
-    units: list[int],
+    paged: PagedQuery,
+    *,
+    requests: tuple[ScoreRequest, ...],
     scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, list[Tensor]]:
-    """As the reference, its requests in parts."""
-    paged = (query, key_pages, value_pages, page_table, lengths)
-    scores, parts = _scored(*paged, scale, softcap)
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """As the reference."""
+    query, key_pages, _, _, lengths = paged
+    scores, parts = _scored(paged, scale, softcap)
     sums = (scores, *parts[1:], sinks, lengths, key_pages.shape[1])
     # A block of tokens is summed in registers if it has a whole number of entries.
-    pooled = [
-        _reduced(reduce, unit, *sums)
-        if _TOKENS % unit == 0
-        else _reduced(reduce, 1, *sums).unflatten(2, (-1, unit)).sum(3)
-        for reduce, unit in zip(reduces, units, strict=True)
-    ]
-    return joined(*parts, sinks, query.dtype), pooled
+    pooled = (
+        _reduced(request.reduce, request.unit, *sums)
+        if _TOKENS % request.unit == 0
+        else _reduced(request.reduce, 1, *sums).unflatten(2, (-1, request.unit)).sum(3)
+        for request in requests
+    )
+    return joined(*parts, sinks, query.dtype), tuple(pooled)
 
 
 def head_scores(
-    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+    query: Tensor, key_pages: Tensor, page_table: Tensor, lengths: Tensor, *, scale: float
 ) -> Tensor:
     """As the reference."""
-    scores, parts = _scored(query, key_pages, None, page_table, lengths, scale, None)
+    paged = PagedQuery(query, key_pages, key_pages, page_table, lengths)
+    scores, parts = _scored(paged, scale, None, values=False)
     return _reduced("group_max", 1, scores, *parts[1:], None, lengths, key_pages.shape[1])

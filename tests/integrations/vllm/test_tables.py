@@ -21,10 +21,10 @@ def attend_tables(query: torch.Tensor, pages: list[torch.Tensor], tables: Tables
     """What vLLM's kernel does with tables: everything in them, each list a sequence."""
     B, Hq, width = query.shape
     if tables.lists == 1:
-        return kernels.attend(query, *pages, tables.page_table, tables.lengths, scale=0.3)
+        return kernels.attend((query, *pages, tables.page_table, tables.lengths), scale=0.3)
     pools = [x.reshape(-1, 1, *x.shape[2:]) for x in pages]
     queries = query.reshape(B * tables.lists, Hq // tables.lists, width)
-    out = kernels.attend(queries, *pools, tables.page_table, tables.lengths, scale=0.3)
+    out = kernels.attend((queries, *pools, tables.page_table, tables.lengths), scale=0.3)
     return out.view(B, Hq, width)
 
 

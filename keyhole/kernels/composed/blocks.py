@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels.reference.selections import summary_scores
+from keyhole.kernels.operations import summary_scores
 from keyhole.kernels.selection import Selection
 
 # Queries of a prompt that are processed together: each sees a window of keys; together they see one

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.reference.gathered_attention import gather_tokens
-from keyhole.kernels.reference.rope import Rotation, shift_rope
-from keyhole.kernels.reference.selections import summary_scores
+from keyhole.kernels.composed.rotation import Rotation
+from keyhole.kernels.operations import attend, shift_rope, summary_scores
+from keyhole.kernels.selection import LowRank, PagedQuery, Selection
 
 # Chunks of keys: their landmarks, which of them are outliers, and scores (ShadowKV).
 #
@@ -88,7 +88,7 @@ def chunk_scores(
 _ROWS = 8192
 
 
-def low_rank(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def truncated_svd(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The best approximation of keys [n, d] by `rank` numbers each: K ~ coefficients @ basis.
 
     Coefficients float32 [n, rank] and basis [rank, d], rank <= d: U S and V^T of the truncated
@@ -116,54 +116,45 @@ def decompose(
     int64 [M], the sequence's pages in order. Returns the basis, float32 [rank, Hkv, D].
     """
     size, token = coefficients.shape[1], torch.arange(length, device=pages.device)
-    keys = rotation.turn(gather_tokens(key_pages, pages, token), -token[:, None])
-    numbers, basis = low_rank(keys.flatten(1), coefficients.shape[2])
+    keys = rotation.turn(reference.gather_tokens(key_pages, pages, token), -token[:, None])
+    numbers, basis = truncated_svd(keys.flatten(1), coefficients.shape[2])
     coefficients[pages[token // size], token % size] = numbers.to(coefficients.dtype)
     return basis.view(-1, *keys.shape[1:])
 
 
 def attend_low_rank(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    indices: Tensor,
-    counts: Tensor,
-    coefficients: Tensor,
-    basis: Tensor,
-    first: Tensor,
-    taken: Tensor,
-    chunk: int,
+    paged: PagedQuery,
+    *,
+    selection: Selection,
+    low_rank: LowRank,
     scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    frequencies: Tensor | None,
-    last: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """One query token per sequence over some tokens, with low-rank keys, [B, Hq, Dv].
+    """`attend` over selected tokens, some of whose keys are low-rank keys, [B, Hq, Dv].
 
-    As `attend`, with the fields of the selection (tokens per KV head) and of `LowRank` as
-    arguments.
+    selection: tokens, a list per KV head or one for all. The rest as in `attend`.
     """
+    query, key_pages, value_pages, page_table, lengths = paged
     heads = key_pages.shape[1]
+    indices = selection.indices.expand(-1, heads, -1)
     tokens = indices.clamp(min=0)
-    shared = coefficients[:, None].expand(-1, heads, -1, -1)
-    keys = _gathered(shared, page_table, tokens) @ basis.transpose(1, 2)
-    if frequencies is not None:
-        keys = shift_rope(keys, tokens.long(), frequencies, last)
-    listed = reference.members(taken, page_table.shape[1] * key_pages.shape[2] // chunk)
-    own = listed.gather(2, tokens.long() // chunk) | (tokens >= first[:, None, None])
+    shared = low_rank.coefficients[:, None].expand(-1, heads, -1, -1)
+    keys = _gathered(shared, page_table, tokens) @ low_rank.basis.transpose(1, 2)
+    if low_rank.frequencies is not None:
+        keys = shift_rope(keys, tokens.long(), low_rank.frequencies, low_rank.last)
+    chunks = page_table.shape[1] * key_pages.shape[2] // low_rank.chunk
+    listed = reference.members(low_rank.taken, chunks).gather(2, tokens.long() // low_rank.chunk)
+    own = listed | (tokens >= low_rank.first[:, None, None])
     keys = _gathered(key_pages, page_table, tokens).where(own[..., None], keys)
     values = _gathered(value_pages, page_table, tokens)
     # The gathered tokens, in the order of the selection, as one page per sequence.
     place = torch.arange(indices.shape[2], dtype=torch.int32, device=indices.device)
     places = place.expand_as(indices).masked_fill(indices < 0, -1).contiguous()
     table = torch.arange(len(query), dtype=torch.int32, device=indices.device)[:, None]
-    paged = (query, keys, values, table, torch.full_like(lengths, indices.shape[2]))
-    chosen = (places, counts.contiguous(), 1)
-    out: Tensor = torch.ops.keyhole.attend(*paged, *chosen, scale, None, softcap, sinks)
-    return out
+    gathered = PagedQuery(query, keys, values, table, torch.full_like(lengths, indices.shape[2]))
+    chosen = Selection(places, selection.counts.expand(-1, heads).contiguous(), 1)
+    return attend(gathered, selection=chosen, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _gathered(pages_of: Tensor, page_table: Tensor, tokens: Tensor) -> Tensor:

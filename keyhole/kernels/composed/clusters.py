@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels.reference.gathered_attention import gather_tokens
-from keyhole.kernels.reference.selections import spread_scores, summary_scores
-from keyhole.kernels.selection import Selection
+from keyhole.kernels import reference
+from keyhole.kernels.operations import attend, bound_scores, spread_scores, summary_scores
+from keyhole.kernels.selection import PagedQuery, Selection
 
 #: Rounds of k-means. The authors' limit is 20; recall hardly changes after a few.
 ITERATIONS = 10
@@ -81,7 +81,7 @@ def form_clusters(
     size, slots = clusters.shape[2], centroids.shape[1]
     token = torch.arange(*tokens, device=pages.device)
     number = torch.arange(*numbers, device=pages.device)
-    means, found = cluster_keys(gather_tokens(key_pages, pages, token), len(number))
+    means, found = cluster_keys(reference.gather_tokens(key_pages, pages, token), len(number))
     centroids[pages[number // slots], number % slots] = means.transpose(0, 1).to(centroids.dtype)
     bits = _as_integers(clusters)
     bits[pages[token // size], :, token % size] = (found.T + numbers[0]).to(bits.dtype)
@@ -115,11 +115,7 @@ def _as_integers(numbers: Tensor) -> Tensor:
 
 
 def attend_per_query_head(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
+    paged: PagedQuery,
     *,
     selection: Selection,
     scale: float,
@@ -130,26 +126,27 @@ def attend_per_query_head(
 
     selection: indices [B, Hq, n], counts [B, Hq]; otherwise as in `attend`.
     """
+    query, key_pages, value_pages, page_table, lengths = paged
     heads, group = key_pages.shape[1], query.shape[1] // key_pages.shape[1]
-    lists = selection.indices, selection.counts
 
-    def attend(
-        query: Tensor, rows: tuple[Tensor, ...], lists: tuple[Tensor, ...], sinks: Tensor | None
+    def attend_to(
+        query: Tensor, rows: tuple[Tensor, Tensor], own: Selection, sinks: Tensor | None
     ) -> Tensor:
-        chosen = (*lists, selection.unit, scale, None, softcap, sinks)
-        out: Tensor = torch.ops.keyhole.attend(query, key_pages, value_pages, *rows, *chosen)
-        return out
+        paged = PagedQuery(query, key_pages, value_pages, *rows)
+        return attend(paged, selection=own, scale=scale, softcap=softcap, sinks=sinks)
 
     if sinks is None or group == 1:
-        rows = tuple(x.repeat_interleave(group, 0) for x in (page_table, lengths))
-        chosen = tuple(_by_place(x, heads) for x in lists)
-        return _by_head(attend(_by_place(query, heads), rows, chosen, sinks), group)
+        rows = page_table.repeat_interleave(group, 0), lengths.repeat_interleave(group, 0)
+        indices, counts = (_by_place(x, heads) for x in (selection.indices, selection.counts))
+        own = Selection(indices, counts, selection.unit)
+        return _by_head(attend_to(_by_place(query, heads), rows, own, sinks), group)
     # A kernel takes one sink per head for all rows; here the heads differ between rows.
     parts = []
     for place in range(group):
-        chosen = tuple(x[:, place::group].contiguous() for x in lists)
-        own = sinks[place::group].contiguous()
-        parts.append(attend(query[:, place::group], (page_table, lengths), chosen, own))
+        mine = slice(place, None, group)
+        indices, counts = (x[:, mine].contiguous() for x in (selection.indices, selection.counts))
+        own, rows = Selection(indices, counts, selection.unit), (page_table, lengths)
+        parts.append(attend_to(query[:, mine], rows, own, sinks[mine].contiguous()))
     return torch.stack(parts, 2).flatten(1, 2)
 
 
@@ -159,7 +156,7 @@ def bound_scores_per_query_head(
     """`bound_scores` of each query head, float32 [B, Hq, M]."""
     heads, group = low.shape[1], query.shape[1] // low.shape[1]
     table = page_table.repeat_interleave(group, 0)
-    scores = torch.ops.keyhole.bound_scores(_by_place(query, heads), low, high, table)
+    scores = bound_scores(_by_place(query, heads), low, high, table)
     return _by_head(scores, group)
 
 

@@ -1,14 +1,19 @@
-"""Operations on selections: kept for several steps, cut to a top-p, scored by page summaries."""
+"""Selections kept for several steps, page recency (RaaS), and attention over selected tokens.
+
+Prompts made of stored documents have gaps. A decode step over one is `attend` with a selection of
+the tokens that it has; the same with scores gathers these tokens, in PyTorch on every device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels.selection import Selection
+from keyhole.kernels import reference
+from keyhole.kernels.selection import PagedQuery, ScoreRequest, Selection
 
 
 def keep(
@@ -95,44 +100,6 @@ def drop_oldest(stamps: Tensor, rows: Tensor, pinned: Tensor, pages: Tensor, due
     return oldest
 
 
-def trim(
-    chosen: Selection,
-    scores: Tensor,
-    valid: Tensor,
-    share: float,
-    *,
-    least: int = 0,
-    first: int = 0,
-    last: int = 0,
-) -> Selection:
-    """The fewest best entries of a selection whose scores sum to a share of all, same shape.
-
-    The `first` and `last` entries of a sequence are always kept and counted; at least `least`
-    entries remain. A selection that does not reach the share is returned unchanged. chosen [B, H,
-    k], of `top_k` with the same scores float32 [B, H, n], which count as 0 below 0, and valid int32
-    [B]. No host sync.
-    """
-    entry = torch.arange(scores.shape[-1], device=scores.device)
-    count = valid.long()[:, None, None]
-    wanted = share * scores.clamp(min=0).masked_fill(entry >= count, 0).sum(-1, keepdim=True)
-    indices = chosen.indices.long()
-    real = indices >= 0
-    own = scores.gather(-1, indices.clamp(min=0)).clamp(min=0).masked_fill(~real, 0)
-    forced = real & ((indices < first) | (indices >= count - last))
-    # Padding sorts last, after entries whose score is 0.
-    rank = own.masked_fill(~real, -1).masked_fill(forced, float("inf"))
-    order = rank.sort(dim=-1, descending=True, stable=True).indices
-    sorted_own = own.gather(-1, order)
-    before = sorted_own.cumsum(-1) - sorted_own
-    place = torch.arange(indices.shape[-1], device=indices.device)
-    needed = torch.empty_like(real).scatter_(-1, order, (before < wanted) | (place < least))
-    left = real & (needed | forced)
-    nowhere = scores.shape[-1]
-    found = indices.masked_fill(~left, nowhere).sort(dim=-1).values
-    found = found.masked_fill(found == nowhere, -1).to(torch.int32)
-    return Selection(found, left.sum(-1).to(torch.int32), chosen.unit)
-
-
 def prompt_scores(weights: Tensor, prompts: Tensor) -> Tensor:
     """The largest weight of any head on each token of the prompt, float32 [B, 1, N].
 
@@ -146,15 +113,55 @@ def prompt_scores(weights: Tensor, prompts: Tensor) -> Tensor:
     return (own / own.sum(2, keepdim=True).clamp(min=least)).amax(1, keepdim=True)
 
 
-def summary_scores(query: Tensor, summaries: Tensor, page_table: Tensor, valid: Tensor) -> Tensor:
-    """A query's scores on the vectors of a sequence's pages, float32 [B, Hq, M * n]."""
-    scores: Tensor = torch.ops.keyhole.summary_scores(query, summaries, page_table, valid)
-    return scores
+def attend_and_score_chosen(
+    paged: PagedQuery,
+    *,
+    selection: Selection,
+    requests: Sequence[ScoreRequest],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`attend_and_score` over selected tokens; other tokens score 0.
+
+    selection: tokens, one list for all heads.
+    """
+    assert selection.unit == 1, selection.unit
+    assert selection.indices.shape[1] == 1, "one list for all heads"
+    out, weights = reference.attend_weights(paged, selection, scale, softcap, sinks)
+    _, key_pages, _, page_table, _ = paged
+    length = page_table.shape[1] * key_pages.shape[2]
+    scores = []
+    for request in requests:
+        tokens = reference.over_heads(weights, request.reduce)
+        places = selection.indices.long().expand_as(tokens)
+        tokens = tokens.masked_fill(places < 0, 0.0)
+        full = tokens.new_zeros(*tokens.shape[:2], length)
+        full.scatter_add_(2, places.clamp(min=0), tokens)
+        scores.append(full.unflatten(2, (-1, request.unit)).sum(3))
+    return out, tuple(scores)
 
 
-def spread_scores(
-    scores: Tensor, numbers: Tensor, page_table: Tensor, first: int, ends: Tensor
+def head_scores_chosen(
+    query: Tensor,
+    key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    selection: Selection,
+    scale: float,
 ) -> Tensor:
-    """The score of each token's page or cluster, infinite without one, [B, H, M * page_size]."""
-    spread: Tensor = torch.ops.keyhole.spread_scores(scores, numbers, page_table, first, ends)
-    return spread
+    """`head_scores` over selected tokens, float32 [B, Hkv, N]; other tokens score -1.
+
+    selection: tokens, one list for all heads. -1 is below every weight, including weights rounded
+    to 0.
+    """
+    assert selection.unit == 1, selection.unit
+    paged = (query, key_pages, page_table, lengths)
+    weights = reference.weights_over(*paged, selection, scale).amax(2)
+    places = selection.indices.long().expand_as(weights)
+    length = page_table.shape[1] * key_pages.shape[2]
+    scores = weights.new_full((*weights.shape[:2], length), -1.0)
+    # Padding writes -1 to token 0 by maximum, which does not change it.
+    weights = weights.masked_fill(places < 0, -1.0)
+    return scores.scatter_reduce_(2, places.clamp(min=0), weights, "amax")

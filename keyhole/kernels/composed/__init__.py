@@ -1,0 +1,65 @@
+"""Operations that are written in PyTorch over `operations`, which backends compute."""
+
+from keyhole.kernels import cpu_attention
+from keyhole.kernels.composed import low_rank
+from keyhole.kernels.composed.blocks import (
+    add_received,
+    between_ends,
+    block_pages,
+    block_scores,
+    represent_blocks,
+)
+from keyhole.kernels.composed.clusters import (
+    attend_per_query_head,
+    bound_scores_per_query_head,
+    cluster_scores,
+    cluster_scores_per_query_head,
+    form_clusters,
+)
+from keyhole.kernels.composed.low_rank import (
+    chunk_landmarks,
+    chunk_scores,
+    decompose,
+    outlier_chunks,
+)
+from keyhole.kernels.composed.rotation import Rotation
+from keyhole.kernels.composed.selections import (
+    attend_and_score_chosen,
+    drop_oldest,
+    head_scores_chosen,
+    keep,
+    kept,
+    prompt_scores,
+    renew_stamps,
+    with_newer,
+)
+from keyhole.kernels.operations import operation
+
+attend_low_rank = operation(low_rank.attend_low_rank, cpu_attention.attend_low_rank)
+
+__all__ = [
+    "Rotation",
+    "add_received",
+    "attend_and_score_chosen",
+    "attend_low_rank",
+    "attend_per_query_head",
+    "between_ends",
+    "block_pages",
+    "block_scores",
+    "bound_scores_per_query_head",
+    "chunk_landmarks",
+    "chunk_scores",
+    "cluster_scores",
+    "cluster_scores_per_query_head",
+    "decompose",
+    "drop_oldest",
+    "form_clusters",
+    "head_scores_chosen",
+    "keep",
+    "kept",
+    "outlier_chunks",
+    "prompt_scores",
+    "renew_stamps",
+    "represent_blocks",
+    "with_newer",
+]
