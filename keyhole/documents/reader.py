@@ -66,13 +66,9 @@ class StoredDocument:
         header: RecordHeader,
         small: Mapping[str, Tensor],
         reader: StorageReader,
-<<<<<<< HEAD
         lease: Held,
-=======
-        lease: Lease,
         *,
         checks: bool = False,
->>>>>>> main
     ) -> None:
         self.info = info
         self.length = header.tokens
