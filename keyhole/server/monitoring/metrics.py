@@ -47,7 +47,7 @@ class Metrics:
             "pages_known", "pages of known prompts, which go when requests need them"
         ).set_function(lambda: float(0 if engine.prefix is None else engine.prefix.num_pages))
         gauge("offloaded_layers", "layers whose KV cache is offloaded").set_function(
-            lambda: float(0 if engine.placement is None else engine.placement.offloaded)
+            lambda: float(0 if engine.offloader is None else engine.offloader.offloaded)
         )
         self._requests = counter("requests", "answered requests", ("path", "status"))
         self._errors = counter("errors", "errors that were answered", ("kind",))
