@@ -25,7 +25,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
-from tests.engine.test_placement import buffer_bytes
+from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt
 from tests.policies.recording import PAGE, run
 

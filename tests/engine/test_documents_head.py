@@ -101,9 +101,9 @@ class WatchedPrompt(plain.Prompt):
         self.features: dict[int, list[Tensor]] = {}
         super().__init__(network, *others)
 
-    def query(self, glance: Tensor) -> list[Tensor]:
+    def query(self, question_context: Tensor) -> list[Tensor]:
         before = dict(self.features)
-        found = super().query(glance)
+        found = super().query(question_context)
         self.features = before
         return found
 

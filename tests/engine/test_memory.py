@@ -18,7 +18,7 @@ from keyhole.models import checkpoint
 from keyhole.models.loading import Model, load
 from keyhole.policies import make_policy
 from tests.checkpoints import KINDS, make_model
-from tests.engine.test_placement import buffer_bytes
+from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt, with_head
 
 PAGE, BUDGET, FLOAT = EngineConfig.page_size, 16, 4

@@ -21,7 +21,7 @@ from keyhole.errors import CapacityError
 from keyhole.models.loading import Model
 from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan
 from tests.checkpoints import make_model
-from tests.engine.test_placement import buffer_bytes
+from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt, with_head
 from tests.policies.recording import GREEDY, PAGE, steps
 
