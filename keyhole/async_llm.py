@@ -7,72 +7,133 @@
 
 Nothing blocks the event loop: tokenising, opening documents and steps happen in the thread, which
 ends when there is nothing to do. A task that is cancelled, or leaves its `async for`, frees its
-request within a step.
+request within a step. A task that reads slowly slows no other: what came meanwhile is its next
+piece.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from collections.abc import Sequence as Several
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from keyhole.config import SamplingParams
+from keyhole.engine.documents.library import Documents
+from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
-from keyhole.engine.sequence import Piece, Result, Sequence, piece_of
+from keyhole.engine.sequence import Piece, Result
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM, Params, params_for
 from keyhole.reuse.base import Reuse
-from keyhole.tokenization import Message, Prompt, Prompts, Tool, one_or_several
-
-#: Makes the request, in the thread that runs steps; documents are open until the stack is closed.
-_Submit = Callable[[ExitStack], Sequence]
+from keyhole.step_thread import Extras, Method, StepThread, Submission, Update
+from keyhole.tokenization import Detokenizer, Message, Prompt, Prompts, Tool, one_or_several
 
 
-@dataclass(eq=False)
-class _Request:
-    """A task's request. `given`: tokens that the task has; `is_left`: nobody waits any more."""
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """What an engine holds at a moment.
 
-    submit: _Submit
-    loop: asyncio.AbstractEventLoop
-    pieces: asyncio.Queue[Piece | BaseException]
-    stack: ExitStack = field(default_factory=ExitStack)
-    sequence: Sequence | None = None
-    given: int = 0
-    is_left: bool = False
+    waiting: requests that no step has begun. pages_free: pages that hold nothing; pages_known:
+    those of known prompts, which go when requests need them.
+    """
 
-    new: Piece | BaseException | None = None
-
-    def put(self, piece: Piece | BaseException) -> None:
-        """Keeps what a step gave until all requests of that step have theirs."""
-        self.new = piece
+    waiting: int
+    pages_free: int
+    pages_known: int
+    offloaded_layers: int
 
 
-def _deliver(requests: Iterable[_Request]) -> None:
-    """Hands out what a step gave: each event loop is woken once, not once for each request."""
-    ready: dict[asyncio.AbstractEventLoop, list[_Request]] = {}
-    for request in requests:
-        if request.new is not None:
-            ready.setdefault(request.loop, []).append(request)
-    for loop, those in ready.items():
-        given = [(one.pieces, one.new) for one in those]
-        try:
-            loop.call_soon_threadsafe(_put_all, given)
-        except RuntimeError:  # the loop is closed: its tasks have left
-            for request in those:
-                request.is_left = True
-        for request in those:
-            request.new = None
+def load_of(engine: Engine) -> EngineLoad:
+    """The numbers of now, without waiting for a step."""
+    return EngineLoad(
+        waiting=len(engine.scheduler.waiting),
+        pages_free=engine.cache.available,
+        pages_known=0 if engine.prefix is None else engine.prefix.num_pages,
+        offloaded_layers=0 if engine.placement is None else engine.placement.offloaded,
+    )
 
 
-def _put_all(given: list[tuple[asyncio.Queue[Any], Any]]) -> None:
-    for pieces, piece in given:
-        pieces.put_nowait(piece)
+class Steps(Protocol):
+    """Where requests run: a `StepThread`, here or in another process."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+
+    def start(self, number: int, call: Submission) -> None:
+        """Takes a request."""
+
+    def leave(self, number: int) -> None:
+        """Frees it."""
+
+
+class _Inbox:
+    """What a task's request has got and the task has not taken. Used in the task's event loop."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._text = Detokenizer(tokenizer, params.stop, skip_special=params.skip_special_tokens)
+        self._updates: list[Update] = []
+        self._has_some = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        """Adds an update."""
+        self._updates.append(update)
+        self._has_some.set()
+
+    async def take(self) -> Piece:
+        """All that is there, as one piece; waits for some. Raises what ended the request."""
+        await self._has_some.wait()
+        updates, self._updates = self._updates, []
+        self._has_some.clear()
+        *before, last = updates
+        if last.extras is not None and last.extras.error is not None:
+            if not before:
+                raise last.extras.error
+            self.put(last)  # after what came before it
+            return self._piece(before)
+        return self._piece(updates)
+
+    def _piece(self, updates: list[Update]) -> Piece:
+        tokens = [token for update in updates for token in update.tokens]
+        found = [update.extras for update in updates if update.extras is not None]
+        if not found:
+            return Piece(text=self._add(tokens), token_ids=tokens)
+        last = found[-1]
+        text = self._add(tokens[: len(tokens) - last.num_silent], final=last.result is not None)
+        result = last.result and replace(last.result, text=self._text.text)
+        return Piece(
+            text=text,
+            token_ids=tokens,
+            logprobs=_joined(found, "logprobs"),
+            reads=_joined(found, "reads"),
+            prompt_token_ids=found[0].prompt_token_ids,
+            stats=last.stats,
+            result=result,
+        )
+
+    def _add(self, tokens: list[int], *, final: bool = False) -> str:
+        for token in tokens:
+            self._text.append(token)
+        if final:
+            self._text.finish()
+        return self._text.take(final=final)
+
+
+def _joined(parts: list[Extras], name: str) -> list[Any] | None:
+    """What all parts have of a list; None if they have none."""
+    lists = [found for part in parts if (found := getattr(part, name)) is not None]
+    return list(itertools.chain.from_iterable(lists)) if lists else None
+
+
+def _put_all(given: list[tuple[_Inbox, Update]]) -> None:
+    for inbox, update in given:
+        inbox.put(update)
 
 
 class AsyncLLM:
@@ -85,9 +146,18 @@ class AsyncLLM:
         if not isinstance(llm, LLM):  # its thread would end, and every request wait for ever
             raise ConfigError(f"AsyncLLM takes an LLM, such as AsyncLLM(LLM('tiny')), not {llm!r}")
         self.llm = llm
-        self._guard = threading.Lock()  # of what follows
-        self._new: list[_Request] = []
-        self._thread: threading.Thread | None = None
+        self._inboxes: dict[int, _Inbox] = {}
+        self._numbers = itertools.count()
+        self._steps: Steps = StepThread(llm, self._deliver)
+
+    @property
+    def documents(self) -> Documents:
+        """As of the `LLM`; `add` waits for the engine, so it belongs into a thread."""
+        return self.llm.documents
+
+    def load(self) -> EngineLoad:
+        """What the engine holds now."""
+        return load_of(self.llm.engine)
 
     @overload  # a text is also an iterable of texts
     async def generate(  # type: ignore[overload-overlap]
@@ -116,7 +186,7 @@ class AsyncLLM:
         each = params_for(params, len(wanted))
         tasks = [
             asyncio.ensure_future(
-                self._completions(functools.partial(self.llm.submit, prompt, policy=policy), one)
+                self._completions("submit", {"prompt": prompt, "policy": policy}, one)
             )
             for prompt, one in zip(wanted, each, strict=True)
         ]
@@ -136,7 +206,8 @@ class AsyncLLM:
         caller: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream`, for `async for`. caller: those of several callers take turns."""
-        return self._pieces(lambda _: self.llm.submit(prompt, params, policy=policy, caller=caller))
+        given = {"prompt": prompt, "policy": policy, "caller": caller}
+        return self._pieces("submit", given, params)
 
     def streams(
         self,
@@ -150,8 +221,8 @@ class AsyncLLM:
 
         Those after the first wait for the computation of the prompt, and share it.
         """
-        submit = functools.partial(self.llm.submit, prompt, policy=policy, caller=caller)
-        return self._sharing(submit, params_for(params, 1)[0])
+        given = {"prompt": prompt, "policy": policy, "caller": caller}
+        return self._sharing("submit", given, params_for(params, 1)[0])
 
     async def chat(
         self,
@@ -164,15 +235,14 @@ class AsyncLLM:
         policy: PolicySpec | None = None,
     ) -> Result:
         """As `LLM.chat`."""
-        submit = functools.partial(
-            self.llm.submit_chat,
-            messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            reuse_generated=reuse_generated,
-            policy=policy,
-        )
-        return await self._completions(submit, params_for(params, 1)[0])
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "reuse_generated": reuse_generated,
+            "policy": policy,
+        }
+        return await self._completions("submit_chat", given, params_for(params, 1)[0])
 
     def stream_chat(
         self,
@@ -185,16 +255,14 @@ class AsyncLLM:
         policy: PolicySpec | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_chat`, for `async for`."""
-        return self._pieces(
-            lambda _: self.llm.submit_chat(
-                messages,
-                params,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                reuse_generated=reuse_generated,
-                policy=policy,
-            )
-        )
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "reuse_generated": reuse_generated,
+            "policy": policy,
+        }
+        return self._pieces("submit_chat", given, params)
 
     async def ask(
         self,
@@ -235,26 +303,23 @@ class AsyncLLM:
         caller: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_ask`, for `async for`."""
-        return self._pieces(
-            lambda stack: self.llm.submit_ask(
-                stack,
-                question,
-                documents,
-                reuse=reuse,
-                params=params,
-                prefix=prefix,
-                separator=separator,
-                chat=chat,
-                policy=policy,
-                caller=caller,
-            )
-        )
+        given = {
+            "question": question,
+            "documents": documents,
+            "reuse": reuse,
+            "prefix": prefix,
+            "separator": separator,
+            "chat": chat,
+            "policy": policy,
+            "caller": caller,
+        }
+        return self._pieces("submit_ask", given, params)
 
     async def _completions(
-        self, submit_after: Callable[..., Sequence], params: SamplingParams
+        self, method: Method, given: Mapping[str, Any], params: SamplingParams
     ) -> Result:
         """All completions of a prompt."""
-        streams = self._sharing(submit_after, params)
+        streams = self._sharing(method, given, params, whole=True)
         tasks = [asyncio.ensure_future(_last(stream)) for stream in streams]
         try:
             return Result.of_all(await asyncio.gather(*tasks))
@@ -263,105 +328,56 @@ class AsyncLLM:
                 task.cancel()
 
     def _sharing(
-        self, submit_after: Callable[..., Sequence], params: SamplingParams
+        self,
+        method: Method,
+        given: Mapping[str, Any],
+        params: SamplingParams,
+        *,
+        whole: bool = False,
     ) -> list[AsyncGenerator[Piece, None]]:
         """A stream per completion; those after the first share its computation."""
-        made: list[Sequence] = []
+        each = params.each()
+        group = next(self._numbers) if len(each) > 1 else None
+        return [self._pieces(method, given, one, group=group, whole=whole) for one in each]
 
-        def submit(one: SamplingParams, _: ExitStack) -> Sequence:
-            made.append(submit_after(params=one, after=made[0] if made else None))
-            return made[-1]
-
-        return [self._pieces(functools.partial(submit, one)) for one in params.each()]
-
-    async def _pieces(self, submit: _Submit) -> AsyncGenerator[Piece, None]:
-        request = _Request(submit, asyncio.get_running_loop(), asyncio.Queue())
-        self._start(request)
+    async def _pieces(
+        self,
+        method: Method,
+        given: Mapping[str, Any],
+        params: SamplingParams | None,
+        *,
+        group: int | None = None,
+        whole: bool = False,
+    ) -> AsyncGenerator[Piece, None]:
+        (params,) = params_for(params, 1)
+        number, inbox = next(self._numbers), _Inbox(self.llm.tokenizer, params)
+        self._inboxes[number] = inbox
+        arguments = {**given, "params": params}
+        request = Submission(method=method, arguments=arguments, group=group, whole=whole)
+        self._steps.start(number, request)
         try:
             while True:
-                piece = await request.pieces.get()
-                if isinstance(piece, BaseException):
-                    raise piece
+                piece = await inbox.take()
                 yield piece
                 if piece.result is not None:
                     return
         finally:
-            request.is_left = True
+            del self._inboxes[number]
+            self._steps.leave(number)
 
-    def _start(self, request: _Request) -> None:
-        with self._guard:
-            self._new.append(request)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="keyhole", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        """The thread: takes new requests, runs a step, hands out pieces, until all is done."""
-        running: list[_Request] = []
-        while True:
-            with self._guard:
-                taken, self._new = self._new, []
-                if not (taken or running):
-                    self._thread = None
-                    return
-            running = self._step(running + taken)
-
-    def _step(self, requests: list[_Request]) -> list[_Request]:
-        """One step for all; the requests that are not done."""
-        engine = self.llm.engine
-        left = []
-        with engine.lock:
-            for request in requests:
-                self._submit_or_free(request)
-            if any(one.sequence and not one.sequence.is_finished for one in requests):
-                try:
-                    engine.step()
-                except Exception as error:  # noqa: BLE001 - every caller that waits for this step gets it
-                    for request in requests:
-                        self._fail(request, error)
-            for request in requests:
-                self._hand_out(request)
-            _deliver(requests)
-            for request in requests:
-                if request.sequence is None:
-                    request.stack.close()
-                else:
-                    left.append(request)
-        return left
-
-    def _submit_or_free(self, request: _Request) -> None:
-        if request.is_left:
-            self._free(request)
-        elif request.sequence is None:
+    def _deliver(self, updates: Iterable[Update]) -> None:
+        """Hands out what a step brought: each event loop is woken once, not for each request."""
+        ready: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, Update]]] = {}
+        for update in updates:
+            inbox = self._inboxes.get(update.number)
+            if inbox is not None:
+                ready.setdefault(inbox.loop, []).append((inbox, update))
+        for loop, given in ready.items():
             try:
-                request.sequence = request.submit(request.stack)
-            except Exception as error:  # noqa: BLE001 - the caller gets it
-                request.put(error)
-
-    def _hand_out(self, request: _Request) -> None:
-        """What is new; a request that is done, or failed, has no sequence after it."""
-        if request.sequence is None:
-            return
-        try:
-            piece = piece_of(request.sequence, request.given)
-        except Exception as error:  # noqa: BLE001 - the caller gets it
-            self._fail(request, error)
-            return
-        if piece is not None:
-            request.given += len(piece.token_ids)
-            request.put(piece)
-            if piece.result is not None:
-                request.sequence = None
-
-    def _fail(self, request: _Request, error: BaseException) -> None:
-        if request.sequence is not None:
-            self._free(request)
-            request.put(error)
-
-    def _free(self, request: _Request) -> None:
-        if request.sequence is not None:
-            self.llm.engine.abort(request.sequence)
-            request.sequence = None
+                loop.call_soon_threadsafe(_put_all, given)
+            except RuntimeError:  # the loop is closed: its tasks have left
+                for _, update in given:
+                    self._steps.leave(update.number)
 
 
 async def _last(pieces: AsyncGenerator[Piece, None]) -> Result:

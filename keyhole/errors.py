@@ -18,10 +18,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class KeyholeError(Exception):
     """The root: `except KeyholeError` catches all that is meant for a user."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Some classes make their message of other arguments, and a copy has the message alone.
+        return _again, (type(self), self.args), self.__dict__ or None
+
+
+def _again(cls: type[KeyholeError], arguments: tuple[Any, ...]) -> KeyholeError:
+    return cls.__new__(cls, *arguments)
 
 
 class ConfigError(KeyholeError, ValueError):

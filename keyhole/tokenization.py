@@ -195,6 +195,11 @@ class Detokenizer:
         self._given = 0  # characters handed out
 
     @property
+    def num_tokens(self) -> int:
+        """How many it has taken."""
+        return len(self._tokens)
+
+    @property
     def text(self) -> str:
         """Of all complete characters; up to a stop text, without it."""
         self._catch_up(final=False)

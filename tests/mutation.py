@@ -51,6 +51,8 @@ PARTS = ["keyhole/policies", "keyhole/cache", "keyhole/planner.py", "keyhole/eng
 LEFT_OUT = ("RemoveDecorator", "ExceptionReplacer")
 #: CPU seconds for the tests of a mutant; after twice as many, or HANGS seconds, it hangs.
 LIMIT, HANGS = 30, 900
+#: Plugins of pytest; faulthandler would print the crash of a mutant.
+OFF = ("xdist", "cacheprovider", "faulthandler")
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def main() -> None:
     chosen = list(itertools.islice(mutants(paths, asked.seed), asked.sample))
     os.environ["CI"] = "true"  # the same examples for every mutant
     runner = Runner(chosen, data, time.monotonic() + 60 * asked.minutes)
-    options = ["-qq", "-s", "-m", "not slow", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    options = ["-qq", "-s", "-m", "not slow", *(f"-pno:{name}" for name in OFF)]
     ended = pytest.main(options, plugins=[runner])
     counts = runner.counts
     valid = counts["killed"] + counts["survived"] + counts["not reached"]

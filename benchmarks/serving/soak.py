@@ -245,11 +245,19 @@ async def idle(session: Any) -> list[str]:
 
 
 def usage(process: int) -> dict[str, Any]:
-    """Resident memory and open files of a process."""
-    place = Path("/proc") / str(process)
-    pages = int((place / "statm").read_text().split()[1])
-    size = pages * os.sysconf("SC_PAGE_SIZE")
-    return {"resident_bytes": size, "files": len(list((place / "fd").iterdir()))}
+    """Resident memory and open files of a process and its children."""
+    size = files = 0
+    for one in (process, *children(process)):
+        place = Path("/proc") / str(one)
+        size += int((place / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        files += len(list((place / "fd").iterdir()))
+    return {"resident_bytes": size, "files": files}
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from keyhole.errors import ConfigError, KeyholeError
 _KEY = "KEYHOLE_API_KEY"
 _TEXT = "a load of words to draw tokens from: 0 1 2 3 4 5 6 7 8 9"
 _PERCENTILES = (50, 90, 99)
-_DATA, _DONE = b"data: ", b"data: [DONE]"
+_DATA, _DONE, _END = b"data: ", b"data: [DONE]", b"\n\n"
 
 
 @dataclass
@@ -175,19 +175,20 @@ async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
     import aiohttp
 
     sample = RequestTimes(time.perf_counter())
-    event = b""
+    event = rest = b""
     try:
         async with session.post("/v1/completions", json=body) as answer:
             if answer.status != 200:
                 sample.error = f"status {answer.status}"
                 return sample
-            async for line in answer.content:
-                if not line.startswith(_DATA):
-                    continue
-                if line.startswith(_DONE):
-                    break
-                sample.times.append(time.perf_counter())
-                event = line
+            # Whole reads, not line by line: the client may share the server's cores.
+            async for data in answer.content.iter_any():
+                now = time.perf_counter()
+                *events, rest = (rest + data).split(_END)
+                for one in events:
+                    if one != _DONE:
+                        sample.times.append(now)
+                        event = one
     except (aiohttp.ClientError, OSError) as error:
         sample.error = type(error).__name__
         return sample

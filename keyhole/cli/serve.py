@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         documents=arguments.documents,
         documents_limit=arguments.documents_limit,
     )
-    from keyhole.async_llm import AsyncLLM
     from keyhole.server.monitoring import logs
     from keyhole.server.run import serve
 
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"policy: {terminal.sentence(llm.policy)}", file=sys.stderr)
         print(_memory(llm), file=sys.stderr, flush=True)
 
-    serve(AsyncLLM(llm), config, ready)
+    serve(llm, config, ready)
     return 0
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+
+from pydantic_core import to_json
 
 from keyhole.engine.sequence import Piece, Result, Stats
 from keyhole.server.chat.reply import Reply
@@ -46,11 +47,11 @@ class AnyAnswer(Protocol):
     def failed(self, error: ApiError) -> dict[str, Any]:
         """What ends a stream in its midst."""
 
-    def frame(self, said: dict[str, Any]) -> str:
+    def frame(self, said: dict[str, Any]) -> bytes:
         """An object as a server-sent event."""
 
     @property
-    def end(self) -> str:
+    def end(self) -> bytes:
         """The last event of a stream."""
 
 
@@ -140,14 +141,14 @@ class Answer:
         """What ends a stream in its midst."""
         return error.body
 
-    def frame(self, said: dict[str, Any]) -> str:
+    def frame(self, said: dict[str, Any]) -> bytes:
         """An object as a server-sent event."""
-        return f"data: {json.dumps(said, ensure_ascii=False)}\n\n"
+        return b"data: %b\n\n" % to_json(said)
 
     @property
-    def end(self) -> str:
+    def end(self) -> bytes:
         """The last event of a stream."""
-        return "data: [DONE]\n\n"
+        return b"data: [DONE]\n\n"
 
     def _usage(self, results: Sequence[Result], documents: _Documents | None) -> dict[str, Any]:
         return usage(results, documents, n=self.n)

@@ -233,7 +233,7 @@ async def _events(
     limit: float | None,
     *,
     usage: bool,
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[bytes, None]:
     """Server-sent events; stack: left when the stream is."""
     results: dict[int, Result] = {}
     begun: set[int] = set()
@@ -263,8 +263,8 @@ async def _events(
 
 
 async def _after(
-    state: State, answer: AnyAnswer, first: str, events: AsyncGenerator[str, None]
-) -> AsyncGenerator[str, None]:
+    state: State, answer: AnyAnswer, first: bytes, events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
     """The events behind the first one; an error in their midst ends them as an object."""
     async with aclosing(events):
         yield first
@@ -281,6 +281,11 @@ async def _after(
 
 async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of all streams as they come, with their number; the first error ends all."""
+    if len(streams) == 1:  # nothing to merge, at every token
+        async with aclosing(streams[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
     found: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
     async def drain(index: int, stream: _Stream) -> None:
@@ -295,11 +300,11 @@ async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece]
     left = len(tasks)
     try:
         while left:
-            index, piece = await found.get()
-            if isinstance(piece, Exception):
-                raise piece
-            left -= piece.result is not None
-            yield index, piece
+            index, given = await found.get()
+            if isinstance(given, Exception):
+                raise given
+            left -= given.result is not None
+            yield index, given
     finally:
         for task in tasks:
             task.cancel()

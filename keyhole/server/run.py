@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
+import torch
 import uvicorn
 
 from keyhole.async_llm import AsyncLLM
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, KeyholeError
+from keyhole.llm import LLM
 from keyhole.server.app import create_app
+from keyhole.server.engine_process import EngineServer
+from keyhole.server.remote import Link, RemoteLLM
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State
 
@@ -22,26 +33,88 @@ logger = logging.getLogger("keyhole.server")
 #: How long the thread that answers may keep the one that runs steps waiting; Python's own 5 ms are
 #: as long as a step of a small model.
 _SWITCH_S = 0.0005
+#: Elsewhere libraries may not survive a fork.
+_FORKS = sys.platform == "linux"
 
 
-def serve(llm: AsyncLLM, config: ServerConfig, ready: Callable[[str], None]) -> None:
+def serve(llm: LLM, config: ServerConfig, ready: Callable[[str], None]) -> None:
     """Serves until SIGINT or SIGTERM, then lets running requests finish within the drain timeout.
 
     ready: called with the address once it listens. ConfigError if it cannot listen there.
     """
-    sys.setswitchinterval(_SWITCH_S)
-    app = create_app(llm, config)
+    with listening(config) as place:
+        if _FORKS:
+            _serve_in_two(llm, config, ready, place)
+        else:
+            sys.setswitchinterval(_SWITCH_S)
+            _server(AsyncLLM(llm), config, ready, place).run(sockets=[place])
+
+
+def _server(
+    llm: AsyncLLM, config: ServerConfig, ready: Callable[[str], None], place: socket.socket
+) -> Server:
     settings = uvicorn.Config(
-        app,
+        create_app(llm, config),
         log_config=None,
         access_log=False,
         # Requests have had the drain timeout by then; what is written goes out.
         timeout_graceful_shutdown=1,
     )
-    with listening(config) as place:
-        host, port = place.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        Server(settings, lambda: ready(f"http://{shown}:{port}")).run(sockets=[place])
+    host, port = place.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return Server(settings, lambda: ready(f"http://{shown}:{port}"))
+
+
+def _serve_in_two(
+    llm: LLM, config: ServerConfig, ready: Callable[[str], None], place: socket.socket
+) -> None:
+    """This process runs the engine; a fork of it, which has all settings, answers HTTP."""
+    with suppress(ConfigError):  # a model that cannot have any
+        _ = llm.documents  # their model's digest reads weights, which may be on a GPU
+    ours, theirs = socket.socketpair()
+    gc.collect()
+    gc.freeze()  # what both share is not copied for the sake of its marks
+    with warnings.catch_warnings():
+        # Python warns of threads that the fork lacks; it needs none of those there are by now.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        ours.close()
+        _answer(llm, config, ready, place, theirs)
+    theirs.close()
+    place.close()
+    engine = EngineServer(llm, ours)
+    threading.Thread(target=engine.run, name="requests", daemon=True).start()
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, lambda *_: engine.drain())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        raise KeyholeError(f"the process that answers HTTP ended with status {code}")
+
+
+def _answer(
+    llm: LLM,
+    config: ServerConfig,
+    ready: Callable[[str], None],
+    place: socket.socket,
+    link: socket.socket,
+) -> NoReturn:
+    """The life of the fork. It ends without the clean-up of libraries that the other one uses."""
+    code = 1
+    try:
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, signal.SIG_IGN)  # the other process gets them, and tells
+        torch.set_num_threads(1)  # the threads of torch's pool are not here
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        remote = RemoteLLM(llm, Link(link))
+        _server(remote, config, ready, place).run(sockets=[place])
+        code = 0
+    except BaseException:
+        logger.exception("the process that answers HTTP failed")
+    finally:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class Server(uvicorn.Server):
@@ -70,6 +143,13 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""
+        llm = self._state.llm
+        if isinstance(llm, RemoteLLM):
+            await llm.open(
+                drain=lambda: self.handle_exit(signal.SIGTERM, None),
+                # Without its clean-up: another server may want the port at once.
+                lost=lambda: os._exit(1),
+            )
         await super().startup(sockets)
         if self.started:
             self._ready()
@@ -78,6 +158,15 @@ class Server(uvicorn.Server):
         """As uvicorn's; open connections get 503 for what they ask from now on."""
         self._state.admission.is_draining = True
         await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's; a process that another one tells when to end has none of its own."""
+        if isinstance(self._state.llm, RemoteLLM):
+            yield
+        else:
+            with super().capture_signals():
+                yield
 
     @property
     def _state(self) -> State:

@@ -29,6 +29,7 @@ from keyhole.server.settings import ServerConfig
 class State:
     """The engine behind the server, its limits and its counters.
 
+    llm: its `llm.llm` may be a copy of one in another process: only settings may be read from it.
     traces: None: no traces; a server of your own may set it. storing: held while a document is
     taken.
     """
@@ -44,7 +45,7 @@ class State:
     def __post_init__(self) -> None:
         engine = self.llm.llm.engine
         self.admission = Admission(self.config.max_queue + engine.config.max_batch)
-        self.metrics = Metrics(self.llm.llm, lambda: self.admission.running)
+        self.metrics = Metrics(engine.max_pages, self.llm.load, lambda: self.admission.running)
         self.metrics.registry.register(DocumentGauges(self._document_state))
         endpoint = self.config.otlp_endpoint
         self.traces = None if endpoint is None else Traces(make_provider(endpoint))
@@ -52,7 +53,7 @@ class State:
     @property
     def documents(self) -> Documents:
         """Those that are stored; ConfigError for a model that cannot have any."""
-        return self.llm.llm.documents
+        return self.llm.documents
 
     @cached_property
     def retriever(self) -> Retriever:

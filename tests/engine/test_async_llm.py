@@ -30,7 +30,7 @@ def at_rest(llm: LLM) -> None:
 
 
 async def rest(served: AsyncLLM) -> None:
-    while served._thread is not None:
+    while not served._steps.is_idle:
         await asyncio.sleep(0.001)
 
 

@@ -21,6 +21,7 @@ LAYERS = (
     {"engine"},
     {"exactness_gate"},
     {"llm"},
+    {"step_thread"},
     {"async_llm"},
     {"eval", "hf"},
     {"bench"},

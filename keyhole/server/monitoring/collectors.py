@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from keyhole.async_llm import EngineLoad
+
 
 class BatchedHistogram(Collector):
     """A histogram that takes many values in one call, for values that come with every token.
@@ -35,6 +37,32 @@ class BatchedHistogram(Collector):
             buckets.append((bound, total))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
+
+class LoadGauges(Collector):
+    """What the engine holds. load: asked once for all of them."""
+
+    def __init__(self, load: Callable[[], EngineLoad]) -> None:
+        self._load = load
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Their names, for the registry: the engine may not be there yet."""
+        for name, text in _LOAD.items():
+            yield GaugeMetricFamily(f"keyhole_{name}", text)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Their state now."""
+        load = self._load()
+        values = (load.waiting, load.pages_free, load.pages_known, load.offloaded_layers)
+        for (name, text), value in zip(_LOAD.items(), values, strict=True):
+            yield GaugeMetricFamily(f"keyhole_{name}", text, value=value)
+
+
+_LOAD = {
+    "requests_waiting": "requests that no step has begun",
+    "pages_free": "pages that hold nothing",
+    "pages_known": "pages of known prompts, which go when requests need them",
+    "offloaded_layers": "layers whose KV cache is offloaded",
+}
 
 #: Bytes of each stored document, and the status of each that waits or has failed.
 DocumentState = tuple[Mapping[str, int], Iterable[str]]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from keyhole.async_llm import EngineLoad
 from keyhole.engine.sequence import Result
-from keyhole.llm import LLM
-from keyhole.server.monitoring.collectors import BatchedHistogram
+from keyhole.server.monitoring.collectors import BatchedHistogram, LoadGauges
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -19,12 +19,14 @@ _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 class Metrics:
     """Counters of finished requests, and what the engine holds now.
 
-    running: how many completions are under way.
+    max_pages: of the KV cache. load: what the engine holds now. running: how many completions are
+    under way.
     """
 
-    def __init__(self, llm: LLM, running: Callable[[], int]) -> None:
+    def __init__(
+        self, max_pages: int, load: Callable[[], EngineLoad], running: Callable[[], int]
+    ) -> None:
         self.registry = CollectorRegistry()
-        engine = llm.engine
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"keyhole_{name}", text, registry=self.registry)
@@ -36,19 +38,8 @@ class Metrics:
             return Histogram(f"keyhole_{name}", text, buckets=bounds, registry=self.registry)
 
         gauge("completions_running", "completions under way").set_function(lambda: float(running()))
-        gauge("requests_waiting", "requests that no step has begun").set_function(
-            lambda: float(len(engine.scheduler.waiting))
-        )
-        gauge("pages", "pages that the KV cache may have").set(engine.max_pages)
-        gauge("pages_free", "pages that hold nothing").set_function(
-            lambda: float(engine.cache.available)
-        )
-        gauge(
-            "pages_known", "pages of known prompts, which go when requests need them"
-        ).set_function(lambda: float(0 if engine.prefix is None else engine.prefix.num_pages))
-        gauge("offloaded_layers", "layers whose KV cache is offloaded").set_function(
-            lambda: float(0 if engine.placement is None else engine.placement.offloaded)
-        )
+        gauge("pages", "pages that the KV cache may have").set(max_pages)
+        self.registry.register(LoadGauges(load))
         self._requests = counter("requests", "answered requests", ("path", "status"))
         self._errors = counter("errors", "errors that were answered", ("kind",))
         self._prompt = counter("prompt_tokens", "tokens of prompts")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic_core import to_json
 
 from keyhole.engine.sequence import Piece, Result
 from keyhole.server.answers import usage
@@ -78,16 +79,16 @@ class ResponseAnswer:
         shown["error"] = {"code": found["code"] or found["type"], "message": found["message"]}
         return {"type": "response.failed", "response": shown}
 
-    def frame(self, said: dict[str, Any]) -> str:
+    def frame(self, said: dict[str, Any]) -> bytes:
         """An event, with its number."""
         numbered = {**said, "sequence_number": self._count}
         self._count += 1
-        return f"event: {said['type']}\ndata: {json.dumps(numbered, ensure_ascii=False)}\n\n"
+        return b"event: %b\ndata: %b\n\n" % (said["type"].encode(), to_json(numbered))
 
     @property
-    def end(self) -> str:
+    def end(self) -> bytes:
         """Nothing: the last event says that it is the last."""
-        return ""
+        return b""
 
     def _shown(self, status: str, results: Sequence[Result] = ()) -> dict[str, Any]:
         body = self.body

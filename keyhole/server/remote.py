@@ -1,0 +1,197 @@
+"""The HTTP side of a server in two processes: an `AsyncLLM` whose steps run in the other one.
+
+`engine_process.py` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import queue
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keyhole.async_llm import AsyncLLM, EngineLoad
+from keyhole.documents.source import BLOCK_SIZE
+from keyhole.documents.store import DocumentInfo, DocumentStore
+from keyhole.engine.documents.library import Documents, Progress
+from keyhole.llm import LLM
+from keyhole.server.engine_process import LENGTH, packed
+from keyhole.step_thread import Submission
+from keyhole.tokenization import Prompt
+
+
+class Link:
+    """Messages to the engine's process and from it, which may be sent from any thread."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._answers: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, takers: Mapping[str, Callable[..., None]]) -> None:
+        """Takes messages in this event loop from now on.
+
+        takers: "updates", of what a step brought; "drain", when the server shall end; "lost", when
+        the other process has ended.
+        """
+        self._loop = asyncio.get_running_loop()
+        reader, self._writer = await asyncio.open_connection(sock=self._end)
+        self._tasks.add(asyncio.ensure_future(self._read(reader, takers)))
+
+    async def _read(
+        self, reader: asyncio.StreamReader, takers: Mapping[str, Callable[..., None]]
+    ) -> None:
+        while True:
+            try:
+                size = await reader.readexactly(LENGTH.size)
+                data = await reader.readexactly(LENGTH.unpack(size)[0])
+            except (asyncio.IncompleteReadError, OSError):
+                takers["lost"]()
+                return
+            kind, *rest = pickle.loads(data)
+            if kind in takers:
+                takers[kind](*rest)
+            else:
+                number, value = rest
+                self._answers[number].put((kind, value))
+
+    def send(self, *message: Any) -> None:
+        """Sends a message."""
+        assert self._loop is not None
+        assert self._writer is not None
+        data = packed(message)
+        try:
+            is_here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            is_here = False
+        if is_here:
+            self._writer.write(data)
+        else:
+            self._loop.call_soon_threadsafe(self._writer.write, data)
+
+    def ask(self, number: int, *message: Any, progress: Progress | None = None) -> Any:
+        """Sends a message and waits for the reply, in a thread; raises the error that comes back.
+
+        progress: called with what is reported meanwhile; what it raises ends the work.
+        """
+        kind, *rest = message
+        answers = self._answers[number] = queue.SimpleQueue()
+        stopped: BaseException | None = None
+        try:
+            self.send(kind, number, *rest)
+            while True:
+                answered, value = answers.get()
+                if answered == "reply":
+                    return value
+                if answered == "error":
+                    raise stopped or value
+                try:
+                    if progress is not None and stopped is None:
+                        progress(*value)
+                except BaseException as error:  # noqa: BLE001 - raised when the work has ended
+                    stopped = error
+                    self.send("cancel", number)
+        finally:
+            del self._answers[number]
+
+
+class _RemoteSteps:
+    """A `StepThread` in the other process."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._running: set[int] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._running
+
+    def start(self, number: int, call: Submission) -> None:
+        """Takes a request."""
+        self._running.add(number)
+        self._link.send("start", number, call)
+
+    def leave(self, number: int) -> None:
+        """Frees it."""
+        self._running.discard(number)
+        self._link.send("leave", number)
+
+
+class RemoteLLM(AsyncLLM):
+    """An `AsyncLLM` whose requests run in the process at the other end of a link.
+
+    llm: the same `LLM` as there, for its settings and its tokenizer. Nothing runs in this one, and
+    what it says of requests and pages is as old as this process.
+    """
+
+    def __init__(self, llm: LLM, link: Link) -> None:
+        super().__init__(llm)
+        self._link = link
+        self._steps = _RemoteSteps(link)
+        self._documents: Documents | None = None
+
+    async def open(self, drain: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Begins, in the event loop that requests will come from.
+
+        drain: called when the server shall end. lost: called when the other process has ended.
+        """
+        await self._link.open({"updates": self._deliver, "drain": drain, "lost": lost})
+
+    @property
+    def documents(self) -> Documents:
+        """Those of the `LLM`; they are read here, and encoded in the other process."""
+        if self._documents is None:
+            self._documents = _RemoteDocuments(self.llm.documents, self._add)
+        return self._documents
+
+    def load(self) -> EngineLoad:
+        """As of `AsyncLLM`; to be called in a thread."""
+        load: EngineLoad = self._link.ask(next(self._numbers), "load")
+        return load
+
+    def _add(self, arguments: Mapping[str, Any], progress: Progress | None) -> DocumentInfo:
+        number = next(self._numbers)
+        info: DocumentInfo = self._link.ask(number, "add", arguments, progress=progress)
+        return info
+
+
+_Add = Callable[[Mapping[str, Any], Progress | None], DocumentInfo]
+
+
+class _RemoteDocuments(Documents):
+    """Documents that another process encodes."""
+
+    def __init__(self, known: Documents, add: _Add) -> None:
+        self._engine, self.place = known._engine, known.place
+        # Of its own: files that are open there may not be read here.
+        self.store = DocumentStore(
+            known.place, known.store.fingerprint, limit_bytes=known.store.limit_bytes
+        )
+        self._add = add
+
+    def add(
+        self,
+        name: str,
+        text: Prompt,
+        *,
+        overwrite: bool = False,
+        pinned: bool = False,
+        block_size: int = BLOCK_SIZE,
+        metadata: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> DocumentInfo:
+        """As of `Documents`."""
+        arguments = {
+            "name": name,
+            "text": text,
+            "overwrite": overwrite,
+            "pinned": pinned,
+            "block_size": block_size,
+            "metadata": metadata,
+        }
+        return self._add(arguments, progress)

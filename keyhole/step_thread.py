@@ -1,0 +1,215 @@
+"""The thread that runs steps for many requests.
+
+Requests come, and what steps bring them leaves, as plain data with a number: the caller may be an
+event loop of this process (`AsyncLLM`) or another process (`keyhole serve`). The thread makes no
+text of tokens, which the caller can do while the next step runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+from keyhole.engine.read_trace import TokenReads
+from keyhole.engine.sequence import Result, Sequence, Stats, result_of
+from keyhole.llm import LLM
+
+#: Of `LLM`, one that makes a sequence.
+Method = Literal["submit", "submit_chat", "submit_ask"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A request: the method of `LLM` that makes its sequence, and the arguments.
+
+    group: requests of one number have the same prompt; those after the first share its computation.
+    whole: nothing is wanted before the end.
+    """
+
+    method: Method
+    arguments: Mapping[str, Any]
+    group: int | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What an update may have beside tokens; most have none of it.
+
+    logprobs, reads, prompt_token_ids, stats: as in a `Piece`. result, error: how the request ended.
+    num_silent: how many of its last tokens have no text, such as an end token.
+    """
+
+    logprobs: list[dict[int, float]] | None = None
+    reads: list[TokenReads] | None = None
+    prompt_token_ids: list[int] | None = None
+    stats: Stats | None = None
+    result: Result | None = None
+    error: BaseException | None = None
+    num_silent: int = 0
+
+
+class Update(NamedTuple):
+    """New tokens of request `number`."""
+
+    number: int
+    tokens: list[int]
+    extras: Extras | None = None
+
+
+@dataclass(eq=False)
+class _Request:
+    """given: tokens that were handed out; is_left: nobody waits any more."""
+
+    number: int
+    call: Submission
+    stack: ExitStack = field(default_factory=ExitStack)
+    sequence: Sequence | None = None
+    given: int = 0
+    is_left: bool = False
+    error: BaseException | None = None
+
+
+class StepThread:
+    """Takes requests, runs steps, and hands out what they bring; ends when there is nothing to do.
+
+    deliver: called in the thread, once for each step, with an update for each request that has
+    something new.
+    """
+
+    def __init__(self, llm: LLM, deliver: Callable[[list[Update]], None]) -> None:
+        self._llm, self._deliver = llm, deliver
+        self._guard = threading.Lock()  # of what follows
+        self._new: list[_Request] = []
+        self._known: dict[int, _Request] = {}
+        self._thread: threading.Thread | None = None
+        self._groups: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self._thread is None
+
+    def start(self, number: int, call: Submission) -> None:
+        """Takes a request. Its documents are open until it ends."""
+        request = _Request(number, call)
+        with self._guard:
+            self._new.append(request)
+            self._known[number] = request
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="keyhole", daemon=True)
+                self._thread.start()
+
+    def leave(self, number: int) -> None:
+        """Frees a request before its next step; nothing is handed out for it any more."""
+        with self._guard:
+            request = self._known.get(number)
+            if request is not None:
+                request.is_left = True
+
+    def _run(self) -> None:
+        running: list[_Request] = []
+        while True:
+            with self._guard:
+                taken, self._new = self._new, []
+                if not (taken or running):
+                    self._thread = None
+                    return
+            running = self._step(running + taken)
+
+    def _step(self, requests: list[_Request]) -> list[_Request]:
+        """One step for all; the requests that are not done."""
+        engine = self._llm.engine
+        with engine.lock:
+            for request in requests:
+                self._submit_or_free(request)
+            if any(one.sequence and not one.sequence.is_finished for one in requests):
+                try:
+                    engine.step()
+                except Exception as error:  # noqa: BLE001 - every caller that waits for this step gets it
+                    for request in requests:
+                        self._fail(request, error)
+            updates = [update for one in requests if (update := self._update(one)) is not None]
+        if updates:
+            self._deliver(updates)
+        left = []
+        for request in requests:
+            if request.sequence is None:
+                request.stack.close()
+                with self._guard:
+                    del self._known[request.number]
+            else:
+                left.append(request)
+        return left
+
+    def _submit_or_free(self, request: _Request) -> None:
+        if request.is_left:
+            self._free(request)
+        elif request.sequence is None:
+            try:
+                request.sequence = self._submit(request)
+            except Exception as error:  # noqa: BLE001 - the caller gets it
+                request.error = error
+
+    def _submit(self, request: _Request) -> Sequence:
+        call = request.call
+        if call.method == "submit_ask":
+            return self._llm.submit_ask(request.stack, **call.arguments)
+        submit = self._llm.submit if call.method == "submit" else self._llm.submit_chat
+        if call.group is None:
+            return submit(**call.arguments)
+        sequence = submit(**call.arguments, after=self._groups.get(call.group))
+        self._groups.setdefault(call.group, sequence)
+        return sequence
+
+    def _update(self, request: _Request) -> Update | None:
+        """What is new; a request that is done, or failed, has no sequence after it."""
+        if request.error is not None:
+            return Update(request.number, [], Extras(error=request.error))
+        sequence = request.sequence
+        if sequence is None:
+            return None
+        done, given = sequence.is_finished, request.given
+        tokens = sequence.tokens[len(sequence.prompt) + given :]
+        if not done and (request.call.whole or not tokens):
+            return None
+        request.given += len(tokens)
+        if not (done or sequence.params.logprobs is not None or sequence.reads is not None):
+            return Update(request.number, tokens)
+        try:
+            extras = _extras(sequence, given, len(tokens))
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            self._free(request)
+            extras = Extras(error=error)
+        if done:
+            request.sequence = None
+        return Update(request.number, tokens, extras)
+
+    def _fail(self, request: _Request, error: BaseException) -> None:
+        if request.sequence is not None:
+            self._free(request)
+            request.error = error
+
+    def _free(self, request: _Request) -> None:
+        if request.sequence is not None:
+            self._llm.engine.abort(request.sequence)
+            request.sequence = None
+
+
+def _extras(sequence: Sequence, given: int, count: int) -> Extras:
+    """Of `count` tokens after the first `given`; raises the error that ended the request."""
+    done, reads = sequence.is_finished, sequence.reads
+    wanted = sequence.params.logprobs is not None
+    generated = len(sequence.tokens) - len(sequence.prompt)
+    return Extras(
+        logprobs=sequence.logprobs[given : given + count] if wanted else None,
+        reads=None if reads is None else reads[given : given + count],
+        prompt_token_ids=None if reads is None or given else list(sequence.prompt),
+        stats=None if reads is None else sequence.stats(),
+        result=result_of(sequence) if done else None,
+        num_silent=generated - sequence.detokenizer.num_tokens if done else 0,
+    )
