@@ -37,6 +37,7 @@ def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object when done")
     add_prompt(parser)
     add_store(parser)
+    flags.add_check(parser, "--check")
     flags.add_model(parser)
     flags.add_policy(parser)
     flags.add_reuse(parser)
@@ -134,7 +135,7 @@ def reused_object(reused: Reused | None) -> dict[str, Any] | None:
     """What was reused for JSON, its maps of tokens as runs."""
     if reused is None:
         return None
-    return {**vars(reused), "kept": _runs(reused.kept), "written": _runs(reused.written)}
+    return {**vars(reused), "kept": _runs(reused.kept), "recomputed": _runs(reused.recomputed)}
 
 
 def _runs(tokens: Tensor) -> list[list[list[int]]]:
@@ -302,8 +303,8 @@ class Ask:
     Documents follow each other in the order given, between --prefix and the question, which is an
     argument or comes on stdin ("-", or nothing and a pipe). --reuse says what is kept of what is
     stored and what is computed again, --policy what each step of the answer reads of that. With
-    --json, `kept` and `written` list, per layer, the runs [start, stop) of tokens, all documents in
-    a row.
+    --json, `kept` and `recomputed` list, per layer, the runs [start, stop) of tokens, all documents
+    in a row.
     """
 
     add_arguments = staticmethod(_add_ask_arguments)

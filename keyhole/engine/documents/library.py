@@ -43,17 +43,23 @@ class Documents:
     """The documents of one store, encoded by one model.
 
     place: a folder, or any URL that fsspec knows. limit_bytes: the least recently used records go
-    when there is more; None: no limit.
+    when there is more; None: no limit. check: as for `DocumentStore`.
     ConfigError for a model whose positions cannot be shifted.
     """
 
     def __init__(
-        self, engine: Engine, place: str | Path | None = None, limit_bytes: int | None = None
+        self,
+        engine: Engine,
+        place: str | Path | None = None,
+        limit_bytes: int | None = None,
+        check: str = "open",
     ) -> None:
         RopeShift.of(engine.model)
         self._engine = engine
         self.place = str(place or default_place())
-        self.store = DocumentStore(self.place, fingerprint(engine.model), limit_bytes=limit_bytes)
+        self.store = DocumentStore(
+            self.place, fingerprint(engine.model), limit_bytes=limit_bytes, check=check
+        )
 
     def add(
         self,
@@ -138,8 +144,8 @@ class Documents:
         with_head: with the keys of this engine's retrieval head, if it has one that needs features.
         A document that was stored without them is encoded again, once, and stored with them.
         """
-        lookahead = self._engine.lookahead if with_head else None
-        head = None if lookahead is None else lookahead.stored_as
+        head_runner = self._engine.head_runner if with_head else None
+        head = None if head_runner is None else head_runner.stored_as
         document = self.store.open(name)
         while head is not None and head not in document.heads:
             with document:
@@ -189,7 +195,7 @@ class Documents:
             pages,
             block_size=block_size,
             size=engine.scheduler.encoding_size,
-            lookahead=engine.lookahead,
+            head_runner=engine.head_runner,
         )
         done = 0
         try:
