@@ -47,11 +47,11 @@ class Loader:
     """
 
     def __init__(
-        self, context: Context, cache: PageCache, turns: RopeShift, device: torch.device
+        self, context: Context, cache: PageCache, rope_shift: RopeShift, device: torch.device
     ) -> None:
         self._context = context
         self._cache = cache
-        self._turns = turns
+        self._rope_shift = rope_shift
         self._device = device
         self._positions = context.positions
         lengths = [document.length for document in context.documents]
@@ -59,7 +59,7 @@ class Loader:
         # The RoPE shift of each token: from its position in the document to the one in the prompt.
         self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
         self.num_layers = len(cache.keys)
-        shift = turns if context.reuse.turns else None
+        shift = rope_shift if context.reuse.shifts_rope else None
         self._facts = PlacedFacts(context.documents, context.offsets, self.num_layers, shift)
         self.present = torch.zeros(self.num_layers, int(self._starts[-1]), dtype=torch.bool)
 
@@ -109,9 +109,9 @@ class Loader:
         value = None
         if parts[0][1] is not None:
             value = torch.cat([values for _, values in parts if values is not None])
-        if self._context.reuse.turns:
+        if self._context.reuse.shifts_rope:
             by = torch.from_numpy(self._by[tokens]).to(self._device)
-            key = self._turns.turn(layer, key, by[:, None])
+            key = self._rope_shift.turn(layer, key, by[:, None])
         slots = torch.from_numpy(pages.slots(self._positions[tokens])).to(self._device)
         values = None if value is None else self._cache.values[layer]
         kernels.append(self._cache.keys[layer], values, key, value, slots)
@@ -149,19 +149,19 @@ class Loader:
 class HeadEncoding:
     """Collects the head's keys of a document, chunk by chunk, while it is encoded."""
 
-    def __init__(self, lookahead: HeadRunner) -> None:
-        self._lookahead = lookahead
+    def __init__(self, head_runner: HeadRunner) -> None:
+        self._head_runner = head_runner
         self._keys: list[Tensor] = []
         self._last: Tensor | None = None
 
     @torch.no_grad()
     def add(self, token_ids: Tensor, batch: Batch) -> None:
         """Adds the next chunk's tokens, int64 [T], after their forward pass."""
-        fused = self._lookahead.fuse(batch)
+        fused = self._head_runner.fuse(batch)
         assert fused is not None, "only a head with features has something to store"
         last = torch.zeros_like(fused[0]) if self._last is None else self._last
         before = torch.cat([last[None], fused[:-1]])
-        self._keys.append(self._lookahead.head.project(token_ids, before)[1].cpu())
+        self._keys.append(self._head_runner.head.project(token_ids, before)[1].cpu())
         self._last = fused[-1]
 
     def record(self) -> HeadRecord:
@@ -175,13 +175,13 @@ class PlacedHead:
 
     def __init__(
         self,
-        lookahead: HeadRunner,
+        head_runner: HeadRunner,
         cache: PageCache,
         context: Context,
         token_ids: np.ndarray,
         device: torch.device,
     ) -> None:
-        self._lookahead = lookahead
+        self._head_runner = head_runner
         self._cache = cache
         self._context = context
         self._token_ids = token_ids
@@ -192,7 +192,7 @@ class PlacedHead:
 
     def take(self, positions: np.ndarray, batch: Batch) -> None:
         """Takes features of tokens, int64 positions, that were computed in this prompt."""
-        fused = self._lookahead.fuse(batch)
+        fused = self._head_runner.fuse(batch)
         if fused is not None:
             self._known.append(positions)
             self._fused.append(fused)
@@ -202,7 +202,7 @@ class PlacedHead:
 
         A piece at each step of the iteration.
         """
-        name = self._lookahead.stored_as
+        name = self._head_runner.stored_as
         if name is None:
             yield from self._make(positions, None, pages)
             return
@@ -247,12 +247,12 @@ class PlacedHead:
             part = slice(start, start + _PIECE)
             ids = torch.from_numpy(self._token_ids[positions[part]]).to(self._device)
             before = None if fused is None else fused[part]
-            keys = self._lookahead.head.project(ids, before)[1]
+            keys = self._head_runner.head.project(ids, before)[1]
             self._put(keys, positions[part], pages)
             yield
 
     def _put(self, keys: Tensor, positions: np.ndarray, pages: PageList) -> None:
-        head: RetrievalHead = self._lookahead.head
+        head: RetrievalHead = self._head_runner.head
         keys = head.turned(keys, torch.from_numpy(positions).to(self._device))
         slots = torch.from_numpy(pages.slots(positions)).to(self._device)
-        self._lookahead.put(keys, slots)
+        self._head_runner.put(keys, slots)

@@ -95,7 +95,7 @@ class DocumentFinder:
             lengths=lengths,
             end=end,
             runs=self._runs(reuse, names, offsets, lengths, end),
-            shifted=reuse.turns,
+            shifted=reuse.shifts_rope,
         )
 
     def _read_tokens(self, name: str, digest: str) -> np.ndarray:
@@ -111,7 +111,7 @@ class DocumentFinder:
             PlacedDocument(name=name, length=length, offset=offset, block_size=1, layers=layers)
             for name, offset, length in zip(names, offsets, lengths, strict=True)
         ]
-        again = reuse.plan(placed, None).written[0]
+        again = reuse.plan(placed, None).recomputed[0]
         computed = torch.ones(end, dtype=torch.bool)
         for offset, part in zip(offsets, again.split(lengths), strict=True):
             computed[offset : offset + len(part)] = part
