@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process of the tests compiles what it imports: 8 s for pytest, a second for a command.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
+.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -68,6 +68,13 @@ test-clients: $(CLIENTS_READY) $(READY) ## `keyhole serve` with litellm, langcha
 # Keyhole's policies inside vLLM on the CPU. Its warnings are vLLM's own, so they are no errors here.
 test-vllm: $(VLLM_READY) ## the plugin for vLLM, in .venv-vllm (5 GB); ARGS="-k delta" for some tests
 	@.venv-vllm/bin/python -m pytest -W default tests/integrations/vllm $(ARGS)
+
+# A local cluster on the loopback interface: the tests of the server over two replicas, and those of Ray itself.
+RAY_TESTS := tests/integrations/ray tests/server/test_completions.py tests/server/test_chat.py tests/server/test_responses.py \
+  tests/server/test_documents.py tests/server/test_policy_of_a_request.py tests/server/test_limits.py
+test-ray: $(RAY_READY) ## Ray Serve and Ray Data, in .venv-ray (2 GB); ARGS="-k killed" for some tests
+	@RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1 KEYHOLE_TEST_SERVING=tests.integrations.ray.cluster:serving \
+	  .venv-ray/bin/python -m pytest -W default --disable-warnings $(RAY_TESTS) $(ARGS)
 
 # Where vLLM and a CUDA device are; it says so where they are not.
 gpu-vllm: ## the plugin for vLLM on a CUDA device, with the vLLM of PYTHON

@@ -14,6 +14,8 @@ from keyhole.errors import ConfigError
 URLS = ("/v1/chat/completions", "/v1/completions")
 #: What every id of an answer begins with, as OpenAI's do.
 ID_PREFIX = "batch_req_"
+#: The code of the mistake that other lines tell.
+REPEATED = "duplicate_custom_id"
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,7 @@ def requests_of(lines: Iterable[BatchLine]) -> Iterator[BatchRequest]:
             before = first.setdefault(found.custom_id, line.number)
             if before != line.number:
                 said = f"custom_id {found.custom_id!r} is also that of line {before}"
-                found = BatchRequest(
-                    line, found.custom_id, problem=("duplicate_custom_id", _at(line, said))
-                )
+                found = BatchRequest(line, found.custom_id, problem=(REPEATED, _at(line, said)))
         yield found
 
 

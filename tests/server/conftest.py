@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +19,17 @@ from keyhole.server.app import create_app
 from keyhole.server.settings import ServerConfig
 from tests.checkpoints import make_model
 
+#: Serves in place of `serving`, such as on a Ray cluster, where these tests run again.
+_OTHER = os.environ.get("KEYHOLE_TEST_SERVING")
+
 
 @contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[str]:
     """The address of a server that lives as long as the block."""
+    if _OTHER is not None:
+        with pkgutil.resolve_name(_OTHER)(llm, **settings) as address:
+            yield address
+        return
     config = ServerConfig(port=0, **settings)
     app = create_app(AsyncLLM(llm), config)
     listens = threading.Event()
@@ -35,6 +44,13 @@ def serving(llm: LLM, **settings: Any) -> Iterator[str]:
             server.should_exit = True
             thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def own_engine() -> None:
+    """For tests that change, or look into, the engine that serves."""
+    if _OTHER is not None:
+        pytest.skip("the engine that serves is in another process")
 
 
 @pytest.fixture(scope="session")

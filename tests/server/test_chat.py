@@ -36,7 +36,7 @@ FORMS = {
 
 
 @pytest.fixture
-def template(llm: LLM) -> Iterator[Any]:
+def template(llm: LLM, own_engine: None) -> Iterator[Any]:
     """Sets the chat template of the served model for one test."""
     before = llm.tokenizer.chat_template
 

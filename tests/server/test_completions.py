@@ -160,6 +160,7 @@ def test_a_body_that_is_no_json_is_refused(address: str, raw: bytes) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.usefixtures("own_engine")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_request(address: str, llm: LLM, stream: bool) -> None:
     body = json.dumps(

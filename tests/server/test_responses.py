@@ -23,7 +23,7 @@ REASONING = 'start: "<think>" /[a-z]{4}/ "</think>\\n\\n" /[0-9]{3}/'
 
 
 @pytest.fixture
-def reasoning(llm: LLM) -> Iterator[None]:
+def reasoning(llm: LLM, own_engine: None) -> Iterator[None]:
     """A template that knows tools and reasoning."""
     before = llm.tokenizer.chat_template
     llm.tokenizer.chat_template = templates.REASONING
@@ -107,6 +107,7 @@ def test_a_function_is_called_and_its_output_goes_back(
     assert later.output_text == alone.output_text
 
 
+@pytest.mark.usefixtures("own_engine")
 def test_a_forced_function_and_a_schema_hold(client: openai.OpenAI, llm: LLM) -> None:
     before = llm.tokenizer.chat_template
     llm.tokenizer.chat_template = templates.HERMES

@@ -1,0 +1,267 @@
+"""Files of requests on an actor pool of Ray Data, every line answered exactly once.
+
+    python -m keyhole.integrations.ray.batch s3://b/in.jsonl s3://b/out model=PLACE num_replicas=4
+
+The input is as for `keyhole batch`, at any URL that fsspec supports. The output is a folder with a
+file of answers for each part of the input. A part is computed by one actor and appears as a whole,
+so whatever is computed twice, because an actor or the whole job ended, replaces itself. The same
+command again computes only the parts that are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import ray
+from ray.data import ActorPoolStrategy
+
+from keyhole.async_llm import AsyncLLM
+from keyhole.batch.answer import SETTINGS, answers, batch_app
+from keyhole.batch.lines import (
+    REPEATED,
+    BatchLine,
+    BatchRequest,
+    lines_of,
+    read_request,
+    requests_of,
+)
+from keyhole.batch.output import as_line, is_answer
+from keyhole.batch.run import BatchOutcome
+from keyhole.errors import ConfigError, KeyholeError
+from keyhole.integrations.ray.replica import make_llm
+from keyhole.integrations.ray.settings import RaySettings, read_settings
+from keyhole.integrations.ray.start import check_model
+
+#: Lines of a part: what the end of an actor costs, and many times what a step computes at once.
+PART_LINES = 256
+_MANIFEST = "_input.json"
+#: Blocks of Ray Data; each has some parts.
+_MOST_BLOCKS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPart:
+    """Bytes of the input from start to stop. first: number of the line that they begin with.
+
+    lines: those that are not blank. repeated: numbers of lines whose custom_id an earlier line has,
+    and the codes and messages.
+    """
+
+    index: int
+    start: int
+    stop: int
+    first: int
+    lines: int
+    repeated: dict[int, tuple[str, str]]
+
+    @property
+    def name(self) -> str:
+        """Of its file in the output."""
+        return f"part-{self.index:06}.jsonl"
+
+
+def run(source: str, output: str, given: Mapping[str, Any]) -> BatchOutcome:
+    """Answers every line of `source` that the folder `output` has no answer for yet.
+
+    given: names and values as `app` takes them; num_replicas actors answer, each with num_cpus and
+    num_gpus. Ray is started if it was not.
+    ConfigError for settings, input or output that cannot be.
+    """
+    settings = read_settings(given)
+    check_model(settings.model, given.get("policy"))
+    parts, manifest = plan(source)
+    folder = BatchFolder(output)
+    folder.claim(manifest, source)
+    missing = [part for part in parts if not folder.has(part)]
+    lines, answered = (sum(part.lines for part in some) for some in (parts, missing))
+    if missing:
+        rows = [{"part": json.dumps(dataclasses.asdict(part))} for part in missing]
+        found = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MOST_BLOCKS))
+        options = dict(settings.deployment["ray_actor_options"])
+        found.map_batches(
+            PartWorker,
+            fn_constructor_args=(source, output, settings),
+            batch_size=1,
+            compute=_actors(settings.deployment),
+            num_cpus=options.pop("num_cpus", 1),
+            **options,
+        ).take_all()
+    failed = sum(folder.errors(part) for part in parts)
+    return BatchOutcome(lines=lines, answered=answered, kept=lines - answered, failed=failed)
+
+
+def plan(source: str) -> tuple[list[BatchPart], str]:
+    """The parts, and what tells this input from others; ConfigError if it cannot be read."""
+    parts: list[BatchPart] = []
+    digest, position = hashlib.sha256(), 0
+    start, first, lines = 0, 1, 0
+    repeated: dict[int, tuple[str, str]] = {}
+
+    def texts(file: Any) -> Iterator[bytes]:
+        nonlocal position
+        for text in file:
+            position += len(text)
+            yield text
+
+    def end(number: int) -> None:
+        nonlocal start, first, lines, repeated
+        parts.append(
+            BatchPart(
+                index=len(parts),
+                start=start,
+                stop=position,
+                first=first,
+                lines=lines,
+                repeated=repeated,
+            )
+        )
+        start, first, lines, repeated = position, number + 1, 0, {}
+
+    try:
+        with fsspec.open(source, "rb") as file:
+            for request in requests_of(lines_of(texts(file))):
+                digest.update(request.line.id.encode())
+                lines += 1
+                if request.problem is not None and request.problem[0] == REPEATED:
+                    repeated[request.line.number] = request.problem
+                if lines == PART_LINES:
+                    end(request.line.number)
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(f"{source!r} cannot be read: {error}") from error
+    if lines:
+        end(0)
+    return parts, f"{PART_LINES} {digest.hexdigest()}"
+
+
+class BatchFolder:
+    """The output. ConfigError for a place that cannot be."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        try:
+            self._files, self._folder = fsspec.core.url_to_fs(place)
+            self._files.makedirs(self._folder, exist_ok=True)
+        except (OSError, ImportError, ValueError) as error:
+            raise ConfigError(f"{place!r} cannot be a folder of answers: {error}") from error
+
+    def claim(self, manifest: str, source: str) -> None:
+        """Says which input its answers are for; ConfigError if it has answers to another."""
+        path = self._path(_MANIFEST)
+        if self._files.exists(path):
+            known = json.loads(self._files.cat_file(path))["input"]
+            if known != manifest:
+                raise ConfigError(
+                    f"{self.place!r} has answers to other lines than those of {source!r}; name "
+                    "another output"
+                )
+            return
+        others = self._files.ls(self._folder, detail=False)
+        if others:
+            raise ConfigError(
+                f"{self.place!r} is no folder of answers: it has {os.path.basename(others[0])!r}; "
+                "name another output"
+            )
+        self._write(_MANIFEST, json.dumps({"input": manifest}).encode())
+
+    def has(self, part: BatchPart) -> bool:
+        """Whether the part is answered."""
+        return bool(self._files.exists(self._path(part.name)))
+
+    def errors(self, part: BatchPart) -> int:
+        """How many of its lines have errors."""
+        texts = self._files.cat_file(self._path(part.name)).splitlines()
+        return sum(not is_answer(json.loads(text)) for text in texts)
+
+    def add(self, part: BatchPart, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Its answers, as a whole."""
+        self._write(part.name, b"".join(as_line(entry) for entry in entries))
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder.rstrip('/')}/{name}"
+
+    def _write(self, name: str, data: bytes) -> None:
+        # Written beside and renamed: a file that is there is complete.
+        beside = self._path(f".{name}.{uuid.uuid4().hex}")
+        try:
+            self._files.pipe_file(beside, data)
+            self._files.mv(beside, self._path(name))
+        except OSError as error:
+            raise ConfigError(f"{self.place!r} cannot be written: {error}") from error
+
+
+class PartWorker:
+    """An actor: an engine that answers parts."""
+
+    def __init__(self, source: str, output: str, settings: RaySettings) -> None:
+        self._source = source
+        self._folder = BatchFolder(output)
+        llm = make_llm(settings)
+        server = {name: value for name, value in settings.server.items() if name in SETTINGS}
+        self._app = batch_app(AsyncLLM(llm), server)
+        # As many again wait in the engine, so that a step finds the next one there.
+        self._at_once = 2 * llm.engine.config.max_batch
+
+    def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
+        """Answers a batch of parts, and returns it."""
+        for text in rows["part"]:
+            given = json.loads(str(text))
+            repeated = {int(number): tuple(p) for number, p in given.pop("repeated").items()}
+            part = BatchPart(**given, repeated=repeated)
+            if not self._folder.has(part):  # an actor before this one may have been that far
+                self._folder.add(part, asyncio.run(self._answer(part)))
+        return rows
+
+    async def _answer(self, part: BatchPart) -> list[dict[str, Any]]:
+        requests = self._requests(part)
+        return [entry async for entry in answers(self._app, requests, self._at_once)]
+
+    def _requests(self, part: BatchPart) -> Iterator[BatchRequest]:
+        with fsspec.open(self._source, "rb") as file:
+            file.seek(part.start)
+            texts = file.read(part.stop - part.start).split(b"\n")
+        for line in lines_of(texts):
+            numbered = BatchLine(part.first + line.number - 1, line.text)
+            request = read_request(numbered)
+            problem = part.repeated.get(numbered.number, request.problem)
+            yield dataclasses.replace(request, problem=problem)
+
+
+def _actors(deployment: Mapping[str, Any]) -> ActorPoolStrategy:
+    scaling = deployment.get("autoscaling_config")
+    if scaling is None:
+        return ActorPoolStrategy(size=deployment["num_replicas"])
+    return ActorPoolStrategy(
+        min_size=max(1, scaling.get("min_replicas", 1)), max_size=scaling.get("max_replicas")
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns its exit status."""
+    if len(arguments) < 2 or not all("=" in one for one in arguments[2:]):
+        print("usage: python -m keyhole.integrations.ray.batch INPUT OUTPUT NAME=VALUE ...")
+        return 2
+    try:
+        given = dict(one.split("=", 1) for one in arguments[2:])
+        done = run(arguments[0], arguments[1], given)
+    except KeyholeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{done.lines} lines: {done.answered} answered now, {done.kept} before, {done.failed} with "
+        f"errors; {arguments[1]}"
+    )
+    return 1 if done.failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

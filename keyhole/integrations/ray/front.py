@@ -1,0 +1,153 @@
+"""Takes HTTP requests, sends each to a replica, and tries again what a dead replica had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from keyhole.integrations.ray.routing import routing_key
+from keyhole.server.errors import ApiError
+
+#: A request that ends every replica that it reaches must not reach all of them.
+_ATTEMPTS = 3
+_KEPT = (
+    "type",
+    "asgi",
+    "http_version",
+    "method",
+    "scheme",
+    "query_string",
+    "headers",
+    "client",
+    "server",
+)
+
+
+class Front:
+    """The ingress: a deployment around Forwarder."""
+
+    def __init__(self, replicas: DeploymentHandle[Any], max_body: int) -> None:
+        self._forwarder = Forwarder(replicas, max_body)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._forwarder
+
+
+class Forwarder:
+    """An ASGI application. max_body: bytes of a body that are passed on to replicas."""
+
+    def __init__(self, replicas: DeploymentHandle[Any], max_body: int) -> None:
+        self._replicas = replicas.options(stream=True, method_name="answer")
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request by a replica."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            body = await self._body(receive)
+            if body is not None:
+                await self._forward(scope, body, send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The body; None if the client has left. More than is allowed is cut, and refused there."""
+        found = bytearray()
+        while len(found) <= self._max_body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            found += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        return bytes(found)
+
+    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        # Serve's route prefix is not part of the application's paths.
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        plain = {name: scope[name] for name in _KEPT if name in scope}
+        plain |= {"path": path, "raw_path": path.encode(), "root_path": ""}
+        key = routing_key(path, body)
+        exchange = ForwardedAnswer(path, send)
+        for attempt in range(1, _ATTEMPTS + 1):
+            pieces = self._replicas.remote(key, plain, body)
+            try:
+                await exchange.copy(pieces)
+                return
+            except RayActorError:
+                if exchange.has_begun or attempt == _ATTEMPTS:
+                    await exchange.fail(_DIED)
+                    return
+            except BackPressureError:
+                await exchange.fail(_FULL)
+                return
+            except DeploymentUnavailableError:
+                await exchange.fail(_UNAVAILABLE)
+                return
+            finally:
+                pieces.cancel()  # of no effect when it is done
+
+
+class ForwardedAnswer:
+    """What a client got of an answer."""
+
+    def __init__(self, path: str, send: Send) -> None:
+        self._path, self._send = path, send
+        self._is_stream = False
+        self.has_begun = False
+
+    async def copy(self, pieces: AsyncGenerator[list[dict[str, Any]], None]) -> None:
+        """Passes on an answer as it comes."""
+        async for messages in pieces:
+            for message in messages:
+                if message["type"] == "http.response.start":
+                    self.has_begun = True
+                    kinds = [value for name, value in message["headers"] if name == b"content-type"]
+                    self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+                    # Serve's proxy adds the same one.
+                    message["headers"] = [
+                        one for one in message["headers"] if one[0] != b"x-request-id"
+                    ]
+                await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Ends the answer with an error object; a body that is no stream is only cut off."""
+        if not self.has_begun:
+            response = error.response()
+            start = {"status": response.status_code, "headers": response.raw_headers}
+            await self._send({"type": "http.response.start", **start})
+            await self._send({"type": "http.response.body", "body": bytes(response.body)})
+            return
+        if not self._is_stream:
+            raise error
+        await self._send({"type": "http.response.body", "body": self._last_event(error)})
+
+    def _last_event(self, error: ApiError) -> bytes:
+        if self._path != "/v1/responses":
+            return f"data: {json.dumps(error.body)}\n\n".encode()
+        told = {"type": "error", **error.body["error"]}
+        return f"event: error\ndata: {json.dumps(told)}\n\n".encode()
+
+
+def _error(status: int, message: str, code: str, kind: str = "server_error") -> ApiError:
+    return ApiError(status, message, kind=kind, code=code, headers={"Retry-After": "1"})
+
+
+_DIED = _error(503, "the replica that answered this ended; send it again", "replica_died")
+_UNAVAILABLE = _error(503, "no replica can be started; its log says why", "unavailable")
+_FULL = _error(
+    429, "every replica is full, and as many requests wait as may", "queue_full", "rate_limit_error"
+)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,127 @@
+"""A replica: an engine, and the application of `keyhole serve` without its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, MutableMapping
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from keyhole.async_llm import AsyncLLM
+from keyhole.errors import ConfigError
+from keyhole.integrations.ray.conversations import SharedHistory
+from keyhole.integrations.ray.exporter import export
+from keyhole.integrations.ray.settings import RaySettings
+from keyhole.llm import LLM
+from keyhole.server.app import create_app
+from keyhole.server.state import State
+
+#: What an application sends: {"type": "http.response.start", ...} and the parts of the body.
+AsgiMessage = MutableMapping[str, Any]
+
+_RESPONSES = "/v1/responses"
+
+
+def make_llm(settings: RaySettings) -> LLM:
+    """The engine that the settings describe; ConfigError for documents of other models alone."""
+    llm = LLM(
+        settings.model,
+        settings.policy,
+        device=settings.device,
+        dtype=settings.dtype,
+        documents=settings.documents,
+        documents_limit=settings.documents_limit,
+        **settings.engine,
+    )
+    if settings.documents is not None:
+        infos = llm.documents.list()
+        if infos and not any(info.encoded for info in infos):
+            raise ConfigError(
+                f"none of the {len(infos)} documents at {settings.documents!r} was encoded by "
+                f"{settings.model!r}; name its own store, or store them again by it"
+            )
+    return llm
+
+
+class Replica:
+    """Answers what the front sends; conversations: the deployment that keeps them."""
+
+    def __init__(self, settings: RaySettings, conversations: DeploymentHandle[Any]) -> None:
+        llm = make_llm(settings)
+        self._app = create_app(AsyncLLM(llm), settings.server_config())
+        self._state: State = self._app.state.keyhole
+        self._history = self._state.history = SharedHistory()
+        self._conversations = conversations
+        self._exporting = asyncio.ensure_future(export(self._state.metrics.registry))
+
+    def __del__(self) -> None:
+        self._exporting.cancel()
+
+    async def answer(
+        self, key: str, scope: dict[str, Any], body: bytes
+    ) -> AsyncGenerator[list[AsgiMessage], None]:
+        """The application's messages for one request, those that are there together.
+
+        key: for the router alone. A caller that leaves frees the request within a step.
+        """
+        if scope["path"] == _RESPONSES:
+            await self._recall(body)
+        messages: asyncio.Queue[AsgiMessage | None] = asyncio.Queue()
+        task = asyncio.ensure_future(self._run(scope, body, messages))
+        try:
+            while (message := await messages.get()) is not None:
+                ready = [message]
+                while not messages.empty() and (message := messages.get_nowait()) is not None:
+                    ready.append(message)
+                if _is_last(ready[-1]):
+                    await self._tell()
+                yield ready
+                if message is None:
+                    break
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(
+        self, scope: dict[str, Any], body: bytes, messages: asyncio.Queue[AsgiMessage | None]
+    ) -> None:
+        parts: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> AsgiMessage:
+            if parts:
+                return parts.pop()
+            await asyncio.Event().wait()  # a client that leaves cancels this task
+            raise AssertionError("nobody sets it")
+
+        async def send(message: AsgiMessage) -> None:
+            messages.put_nowait(message)
+
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            messages.put_nowait(None)
+
+    async def _recall(self, body: bytes) -> None:
+        """Learns of the conversation that a body goes on with, if another replica had it."""
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError):
+            return
+        name = given.get("previous_response_id") if isinstance(given, dict) else None
+        if isinstance(name, str):
+            kept = await self._conversations.get.remote(name)
+            if kept is not None:
+                self._history.learn(name, kept)
+
+    async def _tell(self) -> None:
+        """Lets the other replicas know of new responses before their clients do."""
+        while self._history.told:
+            name, kept = self._history.told.popitem()
+            await self._conversations.put.remote(name, kept)
+
+
+def _is_last(message: AsgiMessage) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -1,0 +1,182 @@
+"""What `serve run keyhole.integrations.ray:app NAME=VALUE ...` got, checked before the start."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from keyhole.config import EngineConfig, help_of, is_count, is_size, parse_bytes, read_setting
+from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.policies import make_policy
+from keyhole.policies.base import Policy
+from keyhole.server.settings import ServerConfig
+
+_KEYS = "KEYHOLE_API_KEYS"
+#: Of the server's settings, those that are Ray's here, and what to set instead.
+_RAYS = {
+    "host": "Serve's http_options (serve start --http-host, or the config file)",
+    "port": "Serve's http_options (serve start --http-port, or the config file)",
+}
+_MODEL = {
+    "model": "folder, hub id, or tiny, the bundled demonstration model",
+    "policy": "what a decode step reads, such as delta:token_budget=1024",
+    "device": "auto, cpu, cuda or cuda:0",
+    "dtype": "auto, float32, bfloat16 or float16",
+    "documents": "folder or URL of stored documents, which every replica reaches",
+    "documents_limit": "the most that they may take, bytes or 20GiB",
+}
+_ACTOR = {
+    "num_cpus": "CPUs of a replica, and threads that it computes with",
+    "num_gpus": "GPUs of a replica, also a fraction",
+}
+_AUTOSCALING = {
+    "min_replicas": "with num_replicas=auto, at least so many",
+    "max_replicas": "with num_replicas=auto, at most so many",
+    "target_ongoing_requests": "requests of a replica beyond which there will be more; max_batch",
+}
+_DEPLOYMENT = {
+    "autoscaling_config": "with num_replicas=auto, Serve's others, such as upscale_delay_s",
+    "num_replicas": "a number, or auto: as many as the requests need",
+    "ray_actor_options": "other options of a replica's actor, such as resources, runtime_env",
+    "placement_group_bundles": "of each replica",
+    "placement_group_strategy": "PACK, SPREAD, STRICT_PACK or STRICT_SPREAD",
+    "max_replicas_per_node": "at most so many on one machine",
+    "max_ongoing_requests": "requests that a replica takes at once; twice max_batch",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySettings:
+    """A checked application.
+
+    model: arguments of `LLM`. server: as of `keyhole serve`. deployment: options of Serve's
+    deployment of replicas.
+    """
+
+    model: str = "tiny"
+    policy: Policy | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    documents: str | None = None
+    documents_limit: int | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    deployment: dict[str, Any] = field(default_factory=dict)
+
+    def server_config(self) -> ServerConfig:
+        """With keys of this process's environment, where no list of settings shows them."""
+        given = os.environ.get(_KEYS, "").split(",")
+        keys = (*self.server.get("api_key", ()), *(key.strip() for key in given if key.strip()))
+        return ServerConfig(**{**self.server, "api_key": keys})
+
+
+def read_settings(given: Mapping[str, Any]) -> RaySettings:
+    """From names and values: texts, as of a command line, or values of a config file.
+
+    ConfigError for a name that is unknown, or a value that cannot be.
+    """
+    engine = {one.name: one for one in dataclasses.fields(EngineConfig)}
+    server = {one.name: one for one in dataclasses.fields(ServerConfig) if one.name not in _RAYS}
+    for name in given:
+        _check_name(name, [*known_settings()])
+    found = RaySettings(
+        **_texts(given),
+        policy=_policy(given.get("policy")),
+        documents=None if given.get("documents") is None else str(given["documents"]),
+        documents_limit=_size(given.get("documents_limit")),
+        engine={name: _typed(engine[name], given[name]) for name in engine if name in given},
+        server={name: _typed(server[name], given[name]) for name in server if name in given},
+    )
+    config = EngineConfig(**found.engine)
+    found.server_config()
+    return dataclasses.replace(found, deployment=_deployment(given, config))
+
+
+def known_settings() -> dict[str, str]:
+    """Every name, with its help."""
+    fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]
+    ours = {one.name: help_of(one) for one in fields if one.name not in _RAYS}
+    return {**_MODEL, **ours, **_DEPLOYMENT, **_AUTOSCALING, **_ACTOR}
+
+
+def _texts(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: str(given[name]) for name in ("model", "device", "dtype") if name in given}
+
+
+def _check_name(name: str, known: list[str]) -> None:
+    if name in _RAYS:
+        raise ConfigError(f"{name} is not Keyhole's here; set it in {_RAYS[name]}")
+    if name not in known:
+        raise UnknownNameError("setting", name, known)
+
+
+def _policy(given: Any) -> Policy | None:
+    if not isinstance(given, Mapping):
+        return None if given is None else make_policy(given)
+    settings = dict(given)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"policy {dict(given)!r} must have a name, such as delta")
+    return make_policy(name, settings)
+
+
+def _size(given: Any) -> int | None:
+    return None if given is None else parse_bytes(given, "documents_limit")
+
+
+def _typed(one: dataclasses.Field[Any], given: Any) -> Any:
+    if one.type == "tuple[str, ...]":
+        return (given,) if isinstance(given, str) else tuple(given)
+    if is_size(one) and given is not None:
+        return parse_bytes(given, one.name)
+    return read_setting(one, given, one.name) if isinstance(given, str) else given
+
+
+def _deployment(given: Mapping[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """Options of the replicas' deployment; what Ray itself checks is left to it."""
+    values = {
+        name: _value(name, given[name])
+        for name in {**_DEPLOYMENT, **_AUTOSCALING, **_ACTOR}
+        if name in given
+    }
+    count = values.pop("num_replicas", 1)
+    if count != "auto" and not is_count(count):
+        raise ConfigError(f"num_replicas {count!r} must be auto, or a number of at least 1")
+    scaling = {name: values.pop(name) for name in _AUTOSCALING if name in values}
+    options = dict(values.pop("ray_actor_options", {}))
+    options |= {name: values.pop(name) for name in _ACTOR if name in values}
+    values.setdefault("max_ongoing_requests", 2 * config.max_batch)
+    scaling = {**values.pop("autoscaling_config", {}), **scaling}
+    if count == "auto":
+        scaling.setdefault("target_ongoing_requests", config.max_batch)
+        values["autoscaling_config"] = scaling
+    elif scaling:
+        raise ConfigError(f"{next(iter(scaling))} needs num_replicas=auto, not {count}")
+    else:
+        values["num_replicas"] = count
+    return {**values, "ray_actor_options": options}
+
+
+def _value(name: str, given: Any) -> Any:
+    """A value of Ray's: as YAML where it is text."""
+    try:
+        value = yaml.safe_load(given) if isinstance(given, str) else given
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} {given!r} must be a value in YAML or JSON") from error
+    if name in _ACTOR or name == "target_ongoing_requests":
+        good = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        right = "a number of at least 0"
+    elif name in {"min_replicas", "max_replicas", "max_replicas_per_node", "max_ongoing_requests"}:
+        good, right = is_count(value, 0 if name == "min_replicas" else 1), "a whole number"
+    elif name in {"ray_actor_options", "autoscaling_config"}:
+        good, right = isinstance(value, dict), "a mapping, such as {name: 1}"
+    else:
+        return value
+    if not good:
+        raise ConfigError(f"{name} {given!r} must be {right}")
+    return value

@@ -1,0 +1,97 @@
+"""`app`: the deployments, from what `serve run` or a config file says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from keyhole.config import EngineConfig
+from keyhole.errors import KeyholeError
+from keyhole.exactness_gate import require
+from keyhole.integrations.ray.conversations import Conversations
+from keyhole.integrations.ray.front import Front
+from keyhole.integrations.ray.replica import Replica
+from keyhole.integrations.ray.router import AffinityRouter
+from keyhole.integrations.ray.settings import RaySettings, read_settings
+from keyhole.models import families
+from keyhole.models.loading import read_config
+from keyhole.models.locate import locate
+from keyhole.registry import require_depth
+
+#: Far more than a machine's connections: replicas have limits, the front only passes on.
+_MANY = 100_000
+#: A model that cannot be loaded is not tried again and again.
+_STARTS = 2
+
+
+class StartError(click.ClickException, KeyholeError):
+    """What is wrong with an application: one line of `serve run`, which then ends with 1."""
+
+
+def app(args: dict[str, Any]) -> Application:
+    """The Serve application; args: names and values of `settings.known_settings`."""
+    try:
+        settings = read_settings(args)
+        check_model(settings.model, args.get("policy"))
+    except KeyholeError as error:
+        raise StartError(str(error)) from error
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.with_resource(_failed_start())
+    return build(settings)
+
+
+def build(settings: RaySettings) -> Application:
+    """The deployments: the front, the replicas, and the conversations that they share."""
+    config, server = EngineConfig(**settings.engine), settings.server_config()
+    conversations = serve.deployment(Conversations).options(
+        name="Conversations", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_MANY
+    )
+    replicas = serve.deployment(Replica).options(
+        name="Replica",
+        max_queued_requests=server.max_queue,
+        max_constructor_retry_count=_STARTS,
+        graceful_shutdown_timeout_s=server.drain_timeout,
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffinityRouter,
+            request_router_kwargs={"overloaded": config.max_batch},
+        ),
+        **settings.deployment,
+    )
+    front = serve.deployment(serve.ingress()(Front)).options(
+        name="Front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_MANY
+    )
+    answering = replicas.bind(settings, conversations.bind())
+    return front.bind(answering, server.max_body)
+
+
+def check_model(model: str, policy: Any) -> None:
+    """ConfigError or ModelError for what is wrong with a model, as far as its config tells.
+
+    policy: as it was given; a settings file is for models of one depth.
+    """
+    config = read_config(locate(model))
+    families.check(config, model)
+    require(config, model)
+    require_depth(policy, int(config.num_hidden_layers))
+
+
+@contextmanager
+def _failed_start() -> Iterator[None]:
+    """`serve run` ends with status 0 when replicas cannot start; with this, in one line and 1."""
+    try:
+        yield
+    except SystemExit as end:
+        cause = end.__context__
+        if not isinstance(cause, Exception):  # Ctrl-C, or a signal
+            raise
+        said = re.findall(r"^keyhole\.errors\.\w+: (.*)$", str(cause), re.MULTILINE)
+        click.echo(f"Error: {said[-1] if said else cause}", err=True)
+        raise SystemExit(1) from None
