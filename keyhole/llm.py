@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes
+from keyhole.documents.store import require_check
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.engine import Engine
@@ -74,6 +75,8 @@ class LLM:
         documents: Where stored documents are: a folder, or a URL that fsspec supports; by default
             in the user's cache folder.
         documents_limit: Most bytes that they may take there, as a number or text.
+        documents_check: When stored keys and values are compared with checksums: "open" only what
+            is read when a document is opened, "read" everything that is read later, too.
 
     Raises:
         ModelError: The model is missing, damaged or not supported.
@@ -100,7 +103,9 @@ class LLM:
         max_length: int | None = None,
         documents: str | Path | None = None,
         documents_limit: int | str | None = None,
+        documents_check: str = "open",
     ) -> None:
+        require_check(documents_check, "documents_check")
         config = EngineConfig(
             max_batch=max_batch,
             page_size=page_size,
@@ -117,7 +122,7 @@ class LLM:
         loaded = _loaded(model, tokenizer, device, dtype)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
-        self._store = documents, _bytes(documents_limit, "documents_limit")
+        self._store = documents, _bytes(documents_limit, "documents_limit"), documents_check
 
     def __repr__(self) -> str:
         model, cache = self.engine.model, self.engine.cache

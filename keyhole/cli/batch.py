@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments,
             documents=arguments.documents,
             documents_limit=arguments.documents_limit,
+            documents_check=arguments.documents_check,
         ),
         shard=Shard.parse(arguments.shard),
         settings=settings,

@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments,
         documents=arguments.documents,
         documents_limit=arguments.documents_limit,
+        documents_check=arguments.documents_check,
     )
     from keyhole.server.monitoring import logs
     from keyhole.server.run import serve

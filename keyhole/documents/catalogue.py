@@ -60,8 +60,10 @@ class Catalogue:
         self.index.forget_documents(known.keys() - sources.keys())
         changed = [file for file, entry in sources.items() if known.get(file) != entry.stamp]
         unreadable = self._read_sources({file: sources[file] for file in changed})
-        self.index.forget_records(self.index.records().keys() - records.keys())
-        self.index.put_records({file: entry.size_bytes for file, entry in records.items()})
+        indexed = self.index.records()
+        self.index.forget_records(indexed.keys() - records.keys())
+        sizes = {file: entry.size_bytes for file, entry in records.items()}
+        self.index.put_records({f: size for f, size in sizes.items() if indexed.get(f) != size})
         self._recover({file: sources[file] for file in unreadable - known.keys()})
         if not unreadable - self.index.stamps().keys():
             old = time.time() - self.place.grace_s

@@ -1,8 +1,11 @@
 """An SQLite index of a store: names, sizes, dates, uses, pins.
 
 Everything in it except the usage counters can be rebuilt from the storage, so a damaged index is
-discarded, and writes are not synced to disk. Several processes use it at once (WAL); each operation
-opens its own connection, which makes it safe for threads and forks.
+discarded, and writes are not synced to disk. Several processes use it at once; each operation opens
+its own connection, which makes it safe for threads and forks.
+
+It can be read, and rows be removed, without a free byte on the disk: reading needs no file (as it
+would with a write-ahead log), and where a rollback journal does not fit it is kept in memory.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from keyhole.documents.source import SourceFile
 
 __all__ = ["DocumentInfo", "Index", "record_file"]
 
+_T = TypeVar("_T")
 _VERSION = 2
 _WAIT_S = 60.0
 _SCHEMA = f"""
@@ -54,11 +58,12 @@ LEFT JOIN records own ON own.digest = d.digest AND own.model = :model
 WHERE :name IS NULL OR d.name = :name GROUP BY d.name ORDER BY d.name
 """
 _SOURCE_FIELDS = [field.name for field in dataclasses.fields(SourceFile)]
+# The disk is full, or the system refuses to write.
+_NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 # Errors that do not mean damage: another process holds a lock, or the file cannot be opened.
-_NOT_DAMAGE = {
+_NOT_DAMAGE = _NO_ROOM | {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_LOCKED,
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_READONLY,
@@ -102,7 +107,6 @@ class Index:
             for suffix in ("", "-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             with closing(self._connect()) as connection:
-                connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
 
     def _is_sound(self) -> bool:
@@ -115,8 +119,9 @@ class Index:
                     version = _VERSION
                 return bool(version == _VERSION and checked == "ok")
         except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            if code in _NOT_DAMAGE:
+            if _code(error) == sqlite3.SQLITE_IOERR_SHORT_READ:  # the file was cut
+                return False
+            if _code(error) & 0xFF in _NOT_DAMAGE:
                 raise
             return False
 
@@ -126,12 +131,28 @@ class Index:
         connection.execute("PRAGMA synchronous = OFF")
         return connection
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _write(self, change: Callable[[sqlite3.Connection], _T]) -> _T:
+        """The result of `change`, run in a transaction; again if its journal does not fit."""
+        try:
+            return self._in_transaction(change, "DELETE")
+        except sqlite3.OperationalError as error:
+            if _code(error) & 0xFF not in _NO_ROOM:
+                raise
+            # A process that is killed meanwhile damages the index, which is then made anew.
+            return self._in_transaction(change, "MEMORY")
+
+    def _in_transaction(self, change: Callable[[sqlite3.Connection], _T], journal: str) -> _T:
         with closing(self._connect()) as connection:
+            connection.execute(f"PRAGMA journal_mode = {journal}")
             connection.execute("BEGIN IMMEDIATE")
-            yield connection
+            result = change(connection)
             connection.execute("COMMIT")  # without it, closing rolls back
+            return result
+
+    def _for_each(self, query: str, rows: list[dict[str, Any]]) -> None:
+        """A statement for the values of each row, in one transaction."""
+        if rows:
+            self._write(lambda connection: connection.executemany(query, rows))
 
     def _rows(self, query: str, **values: Any) -> list[sqlite3.Row]:
         with closing(self._connect()) as connection:
@@ -164,21 +185,25 @@ class Index:
 
     def put_documents(self, found: Iterable[tuple[SourceFile, int, str]]) -> None:
         """First line, size in bytes and stamp of each file; uses are kept."""
-        with self._transaction() as connection:
-            _put(connection, found)
+        if rows := list(found):
+            self._write(lambda connection: _put(connection, rows))
 
     def replace_document(self, before: SourceFile | None, now: SourceFile, size: int) -> None:
         """Updates a document, unless it has changed since `before`."""
-        with self._transaction() as connection:
+        if before == now:
+            return
+
+        def change(connection: sqlite3.Connection) -> None:
             query = "SELECT * FROM documents WHERE name = ?"
             row = connection.execute(query, (now.name,)).fetchone()
-            if (_source(row) if row is not None else None) == before != now:
+            if (_source(row) if row is not None else None) == before:
                 _put(connection, [(now, size, "")])
+
+        self._write(change)
 
     def forget_documents(self, files: Iterable[str]) -> None:
         """Removes documents whose file is gone."""
-        with self._transaction() as connection:
-            connection.executemany("DELETE FROM documents WHERE file = ?", [(f,) for f in files])
+        self._for_each("DELETE FROM documents WHERE file = :file", [{"file": f} for f in files])
 
     # Records.
 
@@ -194,18 +219,17 @@ class Index:
         self, sizes: dict[str, int], tokens: int | None = None, block_size: int | None = None
     ) -> None:
         """Records by file; one that is new counts as used now, or when its document was made."""
-        with self._transaction() as connection:
-            connection.executemany(
-                "INSERT INTO records VALUES (:file, :digest, :model, :tokens, :block_size, :size, "
-                "(SELECT coalesce(max(last_used), 0) FROM documents WHERE digest = :digest)) "
-                "ON CONFLICT (file) DO UPDATE SET size_bytes = excluded.size_bytes, "
-                "tokens = coalesce(excluded.tokens, tokens), "
-                "block_size = coalesce(excluded.block_size, block_size)",
-                [
-                    dict(_parts(file), file=file, tokens=tokens, block_size=block_size, size=size)
-                    for file, size in sizes.items()
-                ],
-            )
+        self._for_each(
+            "INSERT INTO records VALUES (:file, :digest, :model, :tokens, :block_size, :size, "
+            "(SELECT coalesce(max(last_used), 0) FROM documents WHERE digest = :digest)) "
+            "ON CONFLICT (file) DO UPDATE SET size_bytes = excluded.size_bytes, "
+            "tokens = coalesce(excluded.tokens, tokens), "
+            "block_size = coalesce(excluded.block_size, block_size)",
+            [
+                dict(_parts(file), file=file, tokens=tokens, block_size=block_size, size=size)
+                for file, size in sizes.items()
+            ],
+        )
 
     def uncounted(self) -> list[str]:
         """Files of records whose tokens are not known: another model stored their document."""
@@ -217,8 +241,7 @@ class Index:
 
     def forget_records(self, files: Iterable[str]) -> None:
         """Removes records whose file is gone."""
-        with self._transaction() as connection:
-            connection.executemany("DELETE FROM records WHERE file = ?", [(f,) for f in files])
+        self._for_each("DELETE FROM records WHERE file = :file", [{"file": f} for f in files])
 
     def orphans(self) -> list[str]:
         """Files of records of which no document has the source."""
@@ -255,22 +278,32 @@ class Index:
     # Uses.
 
     def opened(self, name: str, file: str, model: str) -> DocumentInfo | None:
-        """Counts a use of the document and of its record in `file`; returns the document."""
+        """Counts a use of the document and of its record in `file`; returns the document.
+
+        On a full disk it may not be counted.
+        """
         now = time.time()
-        with self._transaction() as connection:
+
+        def change(connection: sqlite3.Connection) -> None:
             connection.execute(
                 "UPDATE documents SET hits = hits + 1, last_used = ? WHERE name = ?", (now, name)
             )
             connection.execute("UPDATE records SET last_used = ? WHERE file = ?", (now, file))
-            row = connection.execute(_INFO, {"model": model, "name": name}).fetchone()
-        return _info(row) if row is not None else None
+
+        try:
+            self._write(change)
+        except sqlite3.OperationalError as error:
+            if _code(error) & 0xFF not in _NO_ROOM:
+                raise
+        found = self.infos(model, name)
+        return found[0] if found else None
 
     def used(self, file: str) -> None:
         """Marks the record in `file` as the last used, without a hit."""
-        with self._transaction() as connection:
-            connection.execute(
-                "UPDATE records SET last_used = ? WHERE file = ?", (time.time(), file)
-            )
+        self._for_each(
+            "UPDATE records SET last_used = :now WHERE file = :file",
+            [{"now": time.time(), "file": file}],
+        )
 
     # Documents as users see them.
 
@@ -303,6 +336,11 @@ def _put(connection: sqlite3.Connection, found: Iterable[tuple[SourceFile, int, 
             for s, size, stamp in found
         ],
     )
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's extended error code; that of damage where there is none."""
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT))
 
 
 def _source(row: sqlite3.Row) -> SourceFile:

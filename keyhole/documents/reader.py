@@ -32,6 +32,8 @@ from keyhole.documents.record import (
     Span,
     check_tensor,
     check_tensors,
+    checksums_name,
+    checksums_of,
     read_header,
 )
 from keyhole.documents.source import SourceFile
@@ -46,9 +48,9 @@ class StoredDocument:
     """A record that cannot be deleted until `close`, or the end of a `with` block.
 
     info: as the index had it. length: tokens. num_layers: L. token_ids: int64 [n].
+    checks: compare everything that is read with its checksum.
 
-    All tensors are on the CPU. Those of a record in a local folder are views of the mapped file,
-    whose pages the system reads when they are used: copy what you want to change.
+    All tensors are on the CPU.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class StoredDocument:
         small: Mapping[str, Tensor],
         reader: StorageReader,
         lease: Lease,
+        *,
+        checks: bool = False,
     ) -> None:
         self.info = info
         self.length = header.tokens
@@ -66,6 +70,12 @@ class StoredDocument:
         self._spans = header.spans
         self._extremes = header.extremes
         self._reader = reader
+        self._checksums = {
+            name: small[checksums_name(name)].tolist()
+            for name in header.spans
+            if checks and checksums_name(name) in small
+        }
+        self._checks = checks
         self._release = weakref.finalize(self, _release, reader, lease)
         self.token_ids = small["token_ids"]
         self._statistics = [
@@ -85,6 +95,11 @@ class StoredDocument:
         return not self._release.alive
 
     @property
+    def is_local(self) -> bool:
+        """Whether many small reads take about as long as a large one."""
+        return self._reader.is_local
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read of the record so far, header and statistics included."""
         return self._reader.bytes_read
@@ -101,16 +116,15 @@ class StoredDocument:
     def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Keys [stop - start, Hkv, D] and values [stop - start, Hkv, Dv] of these tokens.
 
-        Values are None for a layer that stores none (MLA). Only these rows are read; they are not
-        compared with a digest. Raises ConfigError for rows that the document has not,
-        RecordError if they cannot be read any more.
+        Values are None for a layer that stores none (MLA). Only these rows are read, or, to compare
+        them with their checksums, the blocks that they are in. Raises ConfigError for rows that the
+        document has not, RecordError if they cannot be read any more, or have changed.
         """
         self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
         good = 0 <= start <= stop <= self.length
         self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
         names = (f"layers.{layer}.keys", f"layers.{layer}.values")
-        parts = [_part(self._spans[name], start, stop) for name in names if name in self._spans]
-        tensors = self._read(parts)
+        tensors = self._rows([name for name in names if name in self._spans], start, stop)
         return tensors[0], tensors[1] if len(tensors) > 1 else None
 
     @property
@@ -122,11 +136,14 @@ class StoredDocument:
         """Keys [stop - start, Hkv, D] of a retrieval head of `heads`, not rotated; as `rows`."""
         good = 0 <= start <= stop <= self.length
         self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
-        return self._read([_part(self._spans[f"heads.{head}.keys"], start, stop)])[0]
+        return self._rows([f"heads.{head}.keys"], start, stop)[0]
 
     def head_last(self, head: str) -> Tensor:
-        """Features [H] of the last token, for a retrieval head of `heads`."""
-        return self._read([self._spans[f"heads.{head}.last"]])[0]
+        """Features [H] of the last token, for a retrieval head of `heads`; as `rows`."""
+        name = f"heads.{head}.last"
+        last = self._read([self._spans[name]])[0]
+        self._check(name, last)
+        return last
 
     def head_record(self, head: str) -> HeadRecord:
         """Everything stored for a retrieval head of `heads`; RecordError if it has changed."""
@@ -142,14 +159,43 @@ class StoredDocument:
         return bool(self._extremes)
 
     def extreme_keys(self) -> list[Tensor]:
-        """Per layer the extreme keys of all blocks, [N, k, Hkv, D]; one read, not checked.
+        """Per layer the extreme keys of all blocks, [N, k, Hkv, D]; one read.
 
-        Raises ConfigError if there are none, RecordError if they cannot be read any more.
+        Raises ConfigError if there are none, RecordError as `rows`.
         """
         self._require(self.has_extremes, "extreme keys", "stored before they are read")
         spans, begin = self._extremes, self._extremes[0].start
         data = self._bytes([(begin, spans[-1].stop)])[0]
-        return [span.tensor(data[span.start - begin : span.stop - begin]) for span in spans]
+        found = [span.tensor(data[span.start - begin : span.stop - begin]) for span in spans]
+        for layer, keys in enumerate(found):
+            self._check(f"layers.{layer}.extreme_keys", keys)
+        return found
+
+    def _rows(self, names: Sequence[str], start: int, stop: int) -> list[Tensor]:
+        """Rows of tensors; of whole blocks, if they are compared with their checksums."""
+        if not self._checks or start == stop:
+            return self._read([_part(self._spans[name], start, stop) for name in names])
+        size = self.block_size
+        first, end = start // size, -(-stop // size)
+        begin, last = first * size, min(end * size, self.length)
+        blocks = self._read([_part(self._spans[name], begin, last) for name in names])
+        for name, rows in zip(names, blocks, strict=True):
+            found = checksums_of(rows.view(torch.uint8), size)
+            for block, checksum in enumerate(found, first):
+                if checksum != self._checksums[name][block]:
+                    raise self._changed(f"block {block} of {name} of its record has changed")
+        return [rows[start - begin : stop - begin] for rows in blocks]
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        """Compares a whole tensor with its digest."""
+        if self._checks:
+            try:
+                check_tensor(name, self._spans[name], tensor.reshape(-1).view(torch.uint8))
+            except RecordError as error:
+                raise error.of(self.info.name) from None
+
+    def _changed(self, what: str) -> RecordError:
+        return RecordError("damaged", what, "as it was written", self.info.name)
 
     def _read(self, parts: Sequence[Span]) -> list[Tensor]:
         found = self._bytes([(part.start, part.stop) for part in parts])
@@ -214,8 +260,8 @@ def _faults(
         with closing(place.reader(f"records/{record}")) as reader:
             header = header_of(reader, source.digest, fingerprint)
             check_tensors(reader, header)
-            if not header.extremes:
-                yield RecordError("missing", "its record has no extreme keys", "a record with them")
+            if not header.is_current:
+                yield outdated()
     except FileNotFoundError:
         fault = absent(catalogue, source.digest, fingerprint)
         if fault.kind != "missing":
@@ -244,6 +290,12 @@ def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> R
             "damaged", f"its record is of another text, {header.digest[:12]}", digest[:12]
         )
     return header
+
+
+def outdated() -> RecordError:
+    """The error for a record of an older version."""
+    what = "its record has no extreme keys or no checksums"
+    return RecordError("missing", what, "a record with them")
 
 
 def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> RecordError:

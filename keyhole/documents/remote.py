@@ -142,6 +142,8 @@ class RemoteReader:
     The beginning of the file is read at once and kept: what follows it is often in it.
     """
 
+    is_local = False
+
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path
         self.bytes_read = 0

@@ -1,14 +1,11 @@
 """Storage of documents: the interface of a backend, and a local folder with file locks.
 
-Storage of documents: a local folder, or any URL that fsspec supports.
-
 A backend holds two folders of immutable files, which are only replaced as a whole: `documents`, the
-sources, and `records`, the models' encodings.
+sources, and `records`, the models' encodings. It is a folder of this machine, or any URL that
+fsspec supports (`remote`).
 
-Documents in a folder of this machine: files are mapped into memory, and renamed into place.
-
-A file is written under `parts`, locked by its writer, synced to disk (fsync), and renamed. A
-process that dies leaves an unlocked part, which the next start deletes.
+In a local folder a file is written under `parts`, locked by its writer, synced to disk (fsync), and
+renamed. A process that dies leaves an unlocked part, which the next start deletes.
 
 File locks between processes: they are released when the process ends, however it ends.
 
@@ -19,7 +16,6 @@ use and is not deleted.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -45,8 +41,13 @@ class Entry(NamedTuple):
 
 
 class StorageReader(Protocol):
-    """An open file. bytes_read: bytes requested from the backend so far."""
+    """An open file.
 
+    bytes_read: bytes requested from the backend so far. is_local: many small reads take about as
+    long as a large one.
+    """
+
+    is_local: bool
     size: int
     bytes_read: int
 
@@ -183,28 +184,36 @@ class LocalStorage:
 
 
 class LocalReader:
-    """A memory-mapped file. Reads return views: nothing is copied.
+    """A file that is read into new memory.
 
-    Writing to a view changes this reader's memory, never the file.
+    It is not mapped: if another program cuts a mapped file, whoever reads it is killed (SIGBUS).
     """
+
+    is_local = True
 
     def __init__(self, path: Path) -> None:
         self.bytes_read = 0
-        self._data = torch.empty(0, dtype=torch.uint8)
-        with open(path, "rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            if self.size:
-                mapping = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
-                self._data = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - until `close`
+        self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """See `Reader`."""
-        self.bytes_read += sum(stop - start for start, stop in ranges)
-        return [self._data[start:stop] for start, stop in ranges]
+        """See `StorageReader`."""
+        return [self._read(start, stop) for start, stop in ranges]
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        data = torch.empty(stop - start, dtype=torch.uint8)
+        rest = memoryview(data.numpy().data)
+        while len(rest):
+            count = os.preadv(self._file.fileno(), [rest], stop - len(rest))
+            if not count:
+                raise OSError(f"the file ends at byte {stop - len(rest)}, before byte {stop}")
+            self.bytes_read += count
+            rest = rest[count:]
+        return data
 
     def close(self) -> None:
-        """The mapping ends with the last view of it."""
-        self._data = torch.empty(0, dtype=torch.uint8)
+        """See `StorageReader`."""
+        self._file.close()
 
 
 class LocalStaged:

@@ -22,7 +22,14 @@ from keyhole.config import is_count, require
 from keyhole.documents.catalogue import Catalogue
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, Problem, RecordError, model_of
-from keyhole.documents.reader import StoredDocument, absent, header_of, nameless, problems
+from keyhole.documents.reader import (
+    StoredDocument,
+    absent,
+    header_of,
+    nameless,
+    outdated,
+    problems,
+)
 from keyhole.documents.record import DocumentRecord, read_statistics, validate
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import Source, SourceFile, check_name, metadata_text
@@ -31,11 +38,18 @@ from keyhole.errors import ConfigError, StorageFullError
 
 __all__ = ["DocumentInfo", "DocumentStore", "Problem", "RecordError", "StoredDocument"]
 
+#: When records are compared with what was written, besides `verify`.
+CHECKS = ("open", "read")
 # `list` is a method below.
 Infos = list[DocumentInfo]
 Problems = list[Problem]
 Text = str | list[int]
 _NO_SPACE = (ENOSPC, EDQUOT, EFBIG)
+
+
+def require_check(value: str, name: str = "check") -> None:
+    """ConfigError unless `value` is one of `CHECKS`."""
+    require(value in CHECKS, name, value, " or ".join(map(repr, CHECKS)))
 
 
 class DocumentStore:
@@ -44,8 +58,9 @@ class DocumentStore:
     place: a folder, made if it is not there, or any URL that fsspec opens. fingerprint: everything
     that determines this model's keys and values. limit_bytes: of all texts and records of all
     models; the least recently used records are evicted, their texts stay; None: no limit.
-    cache_folder: where the index is stored if the storage cannot hold it (a URL, or a read-only
-    folder); None: the user's cache folder.
+    check: "open" compares a record's header and statistics with their digests when it is opened;
+    "read" also everything that is read of it later. cache_folder: where the index is stored if the
+    storage cannot hold it (a URL, or a read-only folder); None: the user's cache folder.
 
     Any operation raises ConfigError if the place or its index cannot be used.
     """
@@ -56,10 +71,13 @@ class DocumentStore:
         fingerprint: Fingerprint,
         *,
         limit_bytes: int | None = None,
+        check: str = "open",
         cache_folder: str | Path | None = None,
     ) -> None:
         right = "a number of bytes, at least 1"
         require(limit_bytes is None or is_count(limit_bytes), "limit_bytes", limit_bytes, right)
+        require_check(check)
+        self.check = check
         self.model = model_of(fingerprint)
         self.fingerprint = dict(fingerprint)
         self.limit_bytes = limit_bytes
@@ -137,9 +155,10 @@ class DocumentStore:
     def open(self, name: str) -> StoredDocument:
         """The document's record, in use until it is closed; counts a hit.
 
-        Checks whose record it is, its size, and the digests of its header and statistics; those of
-        keys and values only `verify` checks. Raises UnknownNameError, and RecordError for a record
-        that is damaged, another model's, or not there.
+        Checks whose record it is, its size, and the digests of its header and statistics; keys and
+        values are checked as they are read, with check="read", or by `verify`. Raises
+        UnknownNameError, and RecordError for a record that is damaged, another model's, or not
+        there.
         """
         with self._told("read"):
             source, tried = self._catalogue.source(name), ""
@@ -161,16 +180,24 @@ class DocumentStore:
             raise absent(self._catalogue, source.digest, self.fingerprint) from None
         try:
             reader = self._place.reader(f"records/{file}")
-            header = header_of(reader, source.digest, self.fingerprint)
-            small = read_statistics(reader, header)
-            info = self._catalogue.index.opened(source.name, file, self.model)
-            if info is None:  # another process has just removed it
-                raise self._catalogue.unknown(source.name)
-            return StoredDocument(info, header, small, reader, lease)
         except FileNotFoundError:
             lease.close()
             raise absent(self._catalogue, source.digest, self.fingerprint) from None
         except BaseException:
+            lease.close()
+            raise
+        try:
+            header = header_of(reader, source.digest, self.fingerprint)
+            small = read_statistics(reader, header)
+            checks = self.check == "read"
+            if checks and not header.is_current:
+                raise outdated()
+            info = self._catalogue.index.opened(source.name, file, self.model)
+            if info is None:  # another process has just removed it
+                raise self._catalogue.unknown(source.name)
+            return StoredDocument(info, header, small, reader, lease, checks=checks)
+        except BaseException:
+            reader.close()
             lease.close()
             raise
 

@@ -71,7 +71,7 @@ class Writer:
             return False
         finally:
             reader.close()
-        return bool(header.extremes)  # one of an older version is written anew
+        return header.is_current  # one of an older version is written anew
 
     def add(
         self,

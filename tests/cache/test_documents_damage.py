@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from keyhole.documents import record as record_module
 from keyhole.documents.index import Index
-from keyhole.documents.record import check_tensors, read_header, serialise
-from keyhole.documents.store import DocumentStore, RecordError
-from keyhole.errors import UnknownNameError
+from keyhole.documents.record import HeadRecord, check_tensors, read_header, serialise
+from keyhole.documents.storage import LocalReader
+from keyhole.documents.store import DocumentStore, RecordError, StoredDocument
+from keyhole.errors import CapacityError, ConfigError, UnknownNameError
 from tests.cache.records import MODEL, make_record, same, user_cache
 
 __all__ = ["user_cache"]
@@ -22,6 +27,8 @@ __all__ = ["user_cache"]
 
 class Bytes:
     """A reader of bytes in memory."""
+
+    is_local = True
 
     def __init__(self, data: bytes) -> None:
         self.data, self.size, self.bytes_read = data, len(data), 0
@@ -317,7 +324,139 @@ def test_a_file_that_nobody_can_name_is_told_and_nothing_is_taken_away(
         assert same(stored, make_record(1))
 
 
+# Records that change while they are open.
+
+
+def test_a_record_that_another_program_cuts_is_an_error(store: DocumentStore) -> None:
+    with store.open("b") as document:
+        os.truncate(record_path(store, "b"), 5000)
+        with pytest.raises(RecordError, match=r"document 'b'.*the file ends at byte \d+, before"):
+            document.rows(2, 0, document.length)
+
+
+@pytest.mark.parametrize("name", ["layers.1.keys", "layers.2.values", "heads.head.keys"])
+def test_a_value_that_flips_is_not_answered_from(store: DocumentStore, name: str) -> None:
+    """Before the record is opened and after it; blocks beside the changed one are read."""
+    record = make_record(7)
+    record.heads["head"] = HeadRecord(
+        record.layers[0].keys[..., :4].clone(), torch.ones(4).bfloat16()
+    )
+    store.add("c", "text c", record)
+    checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
+    path = record_path(store, "c")
+    with closing(LocalReader(path)) as reader:
+        span = read_header(reader).spans[name]
+    row = (span.stop - span.start) // span.shape[0]
+
+    def read(document: StoredDocument, start: int, stop: int) -> object:
+        if name.startswith("heads"):
+            return document.head_keys("head", start, stop)
+        return document.rows(int(name.split(".")[1]), start, stop)
+
+    with checking.open("c") as before:
+        read(before, 0, 150)
+        flip(path, span.start + 100 * row)
+        for document in (before, checking.open("c")):
+            read(document, 0, 64)
+            read(document, 128, 150)
+            for start, stop in ((64, 65), (100, 101), (3, 140)):
+                with pytest.raises(RecordError, match=f"'c': block 1 of {name} of its record has"):
+                    read(document, start, stop)
+            document.close()
+    with store.open("c") as trusting:
+        read(trusting, 0, 150)
+    assert [problem.kind for problem in store.verify(["c"])] == ["damaged"]
+
+
+@pytest.mark.parametrize("name", ["layers.1.extreme_keys", "heads.head.last"])
+def test_other_values_are_checked_as_a_whole(store: DocumentStore, name: str) -> None:
+    record = make_record(7)
+    record.heads["head"] = HeadRecord(
+        record.layers[0].keys[..., :4].clone(), torch.ones(4).bfloat16()
+    )
+    store.add("c", "text c", record)
+    checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
+    path = record_path(store, "c")
+    with closing(LocalReader(path)) as reader:
+        span = read_header(reader).spans[name]
+    with checking.open("c") as document:
+        assert same(document, record)
+        flip(path, span.start)
+        with pytest.raises(RecordError, match=f"'c': {name} of its record has changed"):
+            document.head_last("head") if name.startswith("heads") else document.extreme_keys()
+
+
+def test_rows_that_are_checked_are_those_that_were_stored(store: DocumentStore) -> None:
+    checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
+    record = make_record(1)
+    checking.add("c", "text c", record)
+    with checking.open("c") as document:
+        for start in (0, 1, 63, 64, 100, 149):
+            for stop in (start, start + 1, 128, 150):
+                keys, values = document.rows(1, start, max(start, stop))
+                assert torch.equal(keys, record.layers[1].keys[start:stop])
+                assert values is not None
+                assert torch.equal(values, record.layers[1].values[start:stop])  # type: ignore[index]
+
+
+def test_a_record_without_checksums_is_refused_where_they_are_wanted(
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(record_module, "_ROWS", ())
+        store.add("c", "text c", make_record(3))
+    assert same(store.open("c"), make_record(3))
+    checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
+    with pytest.raises(RecordError, match="'c': its record has no extreme keys or no checksums"):
+        checking.open("c")
+    assert [problem.kind for problem in store.verify(["c"])] == ["missing"]
+    assert store.stored("c", "text c") is None
+    store.add("c", "text c", make_record(3))
+    assert same(checking.open("c"), make_record(3))
+
+
+def test_what_is_checked_is_one_of_two_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="check 'always' must be 'open' or 'read'"):
+        DocumentStore(tmp_path, MODEL, check="always")
+
+
+def record_path(store: DocumentStore, name: str) -> Path:
+    url = Path(store._catalogue.place.url)
+    return url / "records" / f"{store.info(name).digest}-{store.model}.safetensors"
+
+
+def flip(path: Path, place: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
 # The index.
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL])
+def test_an_index_that_cannot_be_read_now_is_not_thrown_away(
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    index = Path(store._catalogue.place.url) / "index.sqlite"
+    before = index.read_bytes()
+
+    def fails(_: Index) -> sqlite3.Connection:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = code
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "_connect", fails)
+        with pytest.raises((ConfigError, CapacityError), match="disk I/O error"):
+            DocumentStore(store._catalogue.place.url, MODEL)
+    assert index.read_bytes() == before
+    assert [info.name for info in DocumentStore(store._catalogue.place.url, MODEL).list()] == [
+        "a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize("damage", ["gone", "noise", "empty", "cut", "old", "flipped"])
@@ -328,7 +467,7 @@ def test_the_index_is_made_again(store: DocumentStore, damage: str) -> None:
     if damage == "gone":
         index.unlink()
     elif damage == "old":
-        with Index(index)._transaction() as connection:
+        with closing(sqlite3.connect(index)) as connection:
             connection.execute("PRAGMA user_version = 999")
     else:
         data = index.read_bytes()

@@ -206,7 +206,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "steps"),
     [
-        ("write", (1, 9, 29, 30, 31, 32)),  # header and 28 tensors; first line and text
+        ("write", (1, 9, 35, 36, 37, 38)),  # header and 34 tensors; first line and text
         ("fsync", (1, 2, 3, 4, 5)),  # record, its folder; text, its folder
         ("replace", (1, 2, 3)),
     ],
@@ -268,10 +268,10 @@ def test_a_read_only_place_is_read(
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return real(path, flags, *arguments, **named)
 
-    def refuse_file(path: str | Path, mode: str = "r", *arguments: object) -> object:
+    def refuse_file(path: str | Path, mode: str = "r", **named: int) -> object:
         if str(path).startswith(str(tmp_path)) and mode != "rb":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return open(path, mode)
+        return open(path, mode, **named)
 
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "place").rglob("*")}
     monkeypatch.setattr(os, "open", refuse)

@@ -58,7 +58,7 @@ def test_any_program_that_reads_safetensors_reads_a_record(tmp_path: Path) -> No
     with safe_open(file, framework="pt") as tensors:
         assert tensors.metadata()["name"] == "x"
         assert torch.equal(tensors.get_tensor("token_ids"), record.token_ids)
-        assert len(tensors.keys()) == 1 + 9 * len(record.layers)
+        assert len(tensors.keys()) == 1 + (9 + 2) * len(record.layers)
         for number, layer in enumerate(record.layers):
             for field in dataclasses.fields(layer):
                 found = tensors.get_tensor(f"layers.{number}.{field.name}")
@@ -75,7 +75,10 @@ def test_a_record_of_an_older_version_opens_and_is_written_anew_when_added_again
         with pytest.raises(ConfigError, match="extreme keys of document 'x' must be stored"):
             stored.extreme_keys()
     [problem] = store.verify()
-    assert (problem.kind, problem.what) == ("missing", "its record has no extreme keys")
+    assert (problem.kind, problem.what) == (
+        "missing",
+        "its record has no extreme keys or no checksums",
+    )
     assert store.stored("x", "text") is None
     new = make_record()
     store.add("x", "text", new)

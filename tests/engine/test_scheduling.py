@@ -139,7 +139,7 @@ def test_running_out_of_memory_says_what_helps_and_loses_nothing(
     if when == "forward":
         monkeypatch.setattr(llm.engine.model, "forward", fails)
     else:
-        monkeypatch.setattr("keyhole.cache.pages._enlarged", fails)
+        monkeypatch.setattr("keyhole.cache.huge_pages.enlarged", fails)
     with pytest.raises(CapacityError, match="memory=") as caught:
         llm.generate([{"prompt_token_ids": [4 + i] * 300} for i in range(3)], PARAMS)
     assert "MiB" in str(caught.value) or "prompt tokens" in str(caught.value)

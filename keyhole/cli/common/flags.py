@@ -81,12 +81,26 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**settings_of(arguments, SamplingParams))
 
 
+# Those of `keyhole.documents.store`, which imports torch.
+_CHECKS = ("open", "read")
+_CHECK_HELP = (
+    "what is compared with checksums: open, a record's statistics when it is opened; read, "
+    "everything that is read of it"
+)
+
+
+def add_check(parser: argparse._ActionsContainer, flag: str) -> None:
+    """When records are compared with their checksums."""
+    parser.add_argument(flag, default="open", choices=_CHECKS, metavar="WHAT", help=_CHECK_HELP)
+
+
 def add_documents(parser: argparse.ArgumentParser) -> None:
-    """--documents and --documents-limit, of the store that a command opens."""
+    """--documents and what belongs to it, of the store that a command opens."""
     group = parser.add_argument_group("documents")
     group.add_argument("--documents", metavar="PLACE", help="folder or URL of stored documents")
     text = "the most that they may take, bytes or 20GiB; default: no limit"
     group.add_argument("--documents-limit", metavar="SIZE", help=text)
+    add_check(group, "--documents-check")
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:

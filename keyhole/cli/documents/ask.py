@@ -37,6 +37,7 @@ def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object when done")
     add_prompt(parser)
     add_store(parser)
+    flags.add_check(parser, "--check")
     flags.add_model(parser)
     flags.add_policy(parser)
     flags.add_reuse(parser)

@@ -67,7 +67,14 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
     model = flags.load_model(arguments)
     from keyhole.llm import LLM
 
-    return LLM(model, policy, documents=arguments.store, documents_limit=limit_bytes, **settings)
+    return LLM(
+        model,
+        policy,
+        documents=arguments.store,
+        documents_limit=limit_bytes,
+        documents_check=getattr(arguments, "check", "open"),
+        **settings,
+    )
 
 
 def open_store(arguments: argparse.Namespace) -> DocumentStore:

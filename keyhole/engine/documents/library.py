@@ -43,17 +43,23 @@ class Documents:
     """The documents of one store, encoded by one model.
 
     place: a folder, or any URL that fsspec knows. limit_bytes: the least recently used records go
-    when there is more; None: no limit.
+    when there is more; None: no limit. check: as for `DocumentStore`.
     ConfigError for a model whose positions cannot be shifted.
     """
 
     def __init__(
-        self, engine: Engine, place: str | Path | None = None, limit_bytes: int | None = None
+        self,
+        engine: Engine,
+        place: str | Path | None = None,
+        limit_bytes: int | None = None,
+        check: str = "open",
     ) -> None:
         RopeShift.of(engine.model)
         self._engine = engine
         self.place = str(place or default_place())
-        self.store = DocumentStore(self.place, fingerprint(engine.model), limit_bytes=limit_bytes)
+        self.store = DocumentStore(
+            self.place, fingerprint(engine.model), limit_bytes=limit_bytes, check=check
+        )
 
     def add(
         self,

@@ -140,18 +140,24 @@ class Loader:
                     yield from self._rows(document, layer, run)
 
     def _rows(self, document: StoredDocument, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
-        """Rows of some tokens, ascending, by one read of all from the first to the last."""
-        begin = int(wanted[0])
-        keys, values = document.rows(layer, begin, int(wanted[-1]) + 1)
-        for done in range(0, len(wanted), _PIECE):
-            part = wanted[done : done + _PIECE]
-            start, stop = int(part[0]) - begin, int(part[-1]) + 1 - begin
-            key = keys[start:stop].to(self._device)
-            value = None if values is None else values[start:stop].to(self._device)
-            if len(part) < stop - start:
-                places = torch.from_numpy(part - part[0]).to(self._device)
-                key, value = key[places], None if value is None else value[places]
-            yield key, value
+        """Rows of some tokens, ascending, from the first to the last.
+
+        A local record is read piece by piece, one that is far away at once.
+        """
+        step = _PIECE if document.is_local else len(wanted)
+        for begin in range(0, len(wanted), step):
+            run = wanted[begin : begin + step]
+            first = int(run[0])
+            keys, values = document.rows(layer, first, int(run[-1]) + 1)
+            for done in range(0, len(run), _PIECE):
+                part = run[done : done + _PIECE]
+                start, stop = int(part[0]) - first, int(part[-1]) + 1 - first
+                key = keys[start:stop].to(self._device)
+                value = None if values is None else values[start:stop].to(self._device)
+                if len(part) < stop - start:
+                    places = torch.from_numpy(part - part[0]).to(self._device)
+                    key, value = key[places], None if value is None else value[places]
+                yield key, value
 
     def _facts(self, layer: int) -> list[LayerFacts]:
         """The facts of one layer, per document; all keys are shifted at once."""
