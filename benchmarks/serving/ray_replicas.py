@@ -27,7 +27,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # Ray gives way to other programs (nice 15); here it takes turns with one that does not.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ |= {"RAY_worker_niceness": "0"}
 
 import ray
 import torch

@@ -21,7 +21,7 @@ def order(key: str, lengths: dict[str, int]) -> list[str]:
     router: Any = AffinityRouter.__new__(AffinityRouter)
     router.initialize_state(overloaded=4)
     cache = SimpleNamespace(get=lambda one: lengths.get(one.unique_id))
-    router._replica_queue_len_cache = cache
+    vars(router)["_replica_queue_len_cache"] = cache
     replicas: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in NAMES]
     request: Any = SimpleNamespace(args=[key], routing_context=SimpleNamespace())
     found = asyncio.run(router.choose_replicas(replicas, request))
