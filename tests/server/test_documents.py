@@ -181,7 +181,7 @@ def test_an_answer_says_which_passages_it_used(
     reused = llm.ask("are there pears?", [*stored], reuse=reuse, params=params, chat=True).reused
     assert reused is not None
     assert [one["name"] for one in told] == [*stored]
-    for name, marks in (("kept", reused.kept), ("recomputed", reused.written)):
+    for name, marks in (("kept", reused.kept), ("recomputed", reused.recomputed)):
         found = [n for one in told for n in per_character(one[name], TEXTS[one["name"]])]
         assert found == marks.sum(0).tolist()
 
