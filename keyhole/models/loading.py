@@ -311,6 +311,11 @@ def read_config(found: ModelFiles) -> Any:
         raise ModelError(f"the config of {found.name!r} cannot be read: {_line(error)}") from error
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder or hub id; None for a folder without one. ModelError if damaged."""
+    return _tokenizer(name, False)
+
+
 def _tokenizer(name: str, cached: bool) -> Any:
     if Path(name).is_dir() and not any(Path(name).glob("*token*")):
         return None
