@@ -82,10 +82,10 @@ def run(model: Model, words: int, texts: int, budget: int, share: float) -> list
             )
             for name in NAMES
         }
-        placement = llms["all below"].engine.placement
-        assert placement is not None
-        placement.least = len(placement.plan.model.order)
-        placement.offload_layer(placement.least)
+        offloader = llms["all below"].engine.offloader
+        assert offloader is not None
+        offloader.least = len(offloader.plan.model.order)
+        offloader.offload_layer(offloader.least)
         requests = {
             name: [llm.submit(item.prompt, params) for item in items] for name, llm in llms.items()
         }
@@ -123,12 +123,12 @@ def timed(llm: LLM, requests: list[Sequence]) -> StepCost | None:
     begin = time.perf_counter()
     engine.step()
     spent = 1e3 * (time.perf_counter() - begin)
-    if not decoding or engine.placement is None:
+    if not decoding or engine.offloader is None:
         return None
     return StepCost(
         spent,
         sum(one.counters.moved_bytes for one in requests) - moved,
-        engine.placement.offloaded,
+        engine.offloader.offloaded,
         max(len(one.tokens) for one in requests),
     )
 

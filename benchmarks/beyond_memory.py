@@ -145,7 +145,7 @@ def _limited(arguments: argparse.Namespace) -> dict[str, Any]:
             "right": is_correct(item, request.detokenizer.text),
             "right_share": share_before_first_error(item, request.detokenizer.text),
             "tokens_reached": request.num_computed,
-            "layers_below": engine.placement.offloaded if engine.placement else 0,
+            "layers_below": engine.offloader.offloaded if engine.offloader else 0,
             "resident_bytes": engine.cache.resident_bytes,
             "offloaded_bytes": engine.cache.offloaded_bytes,
             "peak_bytes": peaks | {"VmHWM": _status("VmHWM")},

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from keyhole.policies.tidal_decode import TidalDecode
     from keyhole.reuse import available_reuse_methods
     from keyhole.reuse.base import Reuse
-    from keyhole.reuse.baselines import PlainReuse, Recompute
+    from keyhole.reuse.baselines import FullReuse, Recompute
     from keyhole.reuse.cacheblend import CacheBlend
     from keyhole.reuse.epic import Epic
     from keyhole.reuse.multi_infllm import MultiInfLLM
@@ -81,7 +81,7 @@ _PLACES = {
     "Reuse": "keyhole.reuse.base",
     "available_reuse_methods": "keyhole.reuse",
     "Recompute": "keyhole.reuse.baselines",
-    "PlainReuse": "keyhole.reuse.baselines",
+    "FullReuse": "keyhole.reuse.baselines",
     "SamKV": "keyhole.reuse.sam_kv",
     "CacheBlend": "keyhole.reuse.cacheblend",
     "Epic": "keyhole.reuse.epic",
@@ -106,6 +106,7 @@ __all__ = [
     "Delta",
     "Epic",
     "Full",
+    "FullReuse",
     "InfLLM",
     "KeyholeError",
     "ModelError",
@@ -113,7 +114,6 @@ __all__ = [
     "NumericalError",
     "OmniKV",
     "Piece",
-    "PlainReuse",
     "Policy",
     "PromptTooLongError",
     "Quest",

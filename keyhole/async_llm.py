@@ -54,7 +54,7 @@ def load_of(engine: Engine) -> EngineLoad:
         waiting=len(engine.scheduler.waiting),
         pages_free=engine.cache.available,
         pages_known=0 if engine.prefix is None else engine.prefix.num_pages,
-        offloaded_layers=0 if engine.placement is None else engine.placement.offloaded,
+        offloaded_layers=0 if engine.offloader is None else engine.offloader.offloaded,
     )
 
 

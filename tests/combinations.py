@@ -206,23 +206,23 @@ def _same(one: Tensor, other: Tensor) -> None:
 
 def _memory(roomy: LLM, *, stored: bool) -> int:
     """The least that holds all requests, with however many layers below."""
-    assert roomy.engine.placement is not None
+    assert roomy.engine.offloader is not None
     lengths = [*map(len, REQUESTS)]
     if stored:
         lengths = [sum(len(DOCUMENTS[n]) for n in names) + len(text) for names, text in ASKED]
     pages = sum(-(-(length + COUNT) // PAGE) for length in lengths)
-    model = roomy.engine.placement.plan.model
+    model = roomy.engine.offloader.plan.model
     # Where a choice per query head makes buffers larger than what they replace, most are too many.
     return max(model.cache_bytes(pages, below) for below in range(1, len(model.order) + 1))
 
 
 def _move_down(llm: LLM) -> None:
     """Moves a layer before anything runs: thinned documents might leave room for all of them."""
-    placement = llm.engine.placement
-    assert placement is not None
-    placement.offload_layer(1)
-    placement.least = 1
-    assert placement.offloaded == 1
+    offloader = llm.engine.offloader
+    assert offloader is not None
+    offloader.offload_layer(1)
+    offloader.least = 1
+    assert offloader.offloaded == 1
 
 
 def render(found: dict[Cell, str | None]) -> str:

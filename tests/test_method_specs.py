@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyhole import CacheBlend, Delta, Epic, PlainReuse, Quest, SamKV, StreamingLLM
+from keyhole import CacheBlend, Delta, Epic, FullReuse, Quest, SamKV, StreamingLLM
 from keyhole.errors import ConfigError
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
@@ -43,7 +43,7 @@ def test_a_policy_is_made_of_its_text(text: str, policy: Policy) -> None:
     [
         ("SamKV:update=fusion,block_size=16", SamKV(update="fusion", block_size=16)),
         ("sam_kv:select=false,stable_layers=1,2", SamKV(select=False, stable_layers=(1, 2))),
-        ("reuse:rotate=false", PlainReuse(rotate=False)),
+        ("reuse:rotate=false", FullReuse(rotate=False)),
         ("epic:num_initial=3", Epic(num_initial=3)),
         (
             "cacheblend:recompute_ratio=0.5,check_layer=2",

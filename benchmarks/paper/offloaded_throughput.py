@@ -156,9 +156,9 @@ class Lowered:
                 tempfile.TemporaryDirectory() as folder,
                 self._loading(folder, requests) as system,
             ):
-                placement = system.engine.placement
-                assert placement is not None
-                most = max(placement.plan.capacities)
+                offloader = system.engine.offloader
+                assert offloader is not None
+                most = max(offloader.plan.capacities)
         except (CapacityError, ConfigError):  # not even the buffers, or no page beside them
             return False
         return most >= self._pages(requests, length)

@@ -203,14 +203,14 @@ class Loading:
         self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)
         self._prefetcher: Prefetcher | None = None
         self._replayed = 0  # before the steps that count
-        placement = self.engine.placement
-        if kind is not None and placement is not None:
-            self._prefetcher = placement.prefetcher
+        offloader = self.engine.offloader
+        if kind is not None and offloader is not None:
+            self._prefetcher = offloader.prefetcher
             # The engine has one way of loading; the others are only worth comparing it with.
             self._prefetcher.__class__ = kind
             if memory is None:
-                placement.offload_layer(len(placement.plan.model.order))
-            placement.least = placement.offloaded
+                offloader.offload_layer(len(offloader.plan.model.order))
+            offloader.least = offloader.offloaded
 
     def __enter__(self) -> Self:
         return self
@@ -227,7 +227,7 @@ class Loading:
     @property
     def layers_below(self) -> int:
         """Offloaded layers."""
-        return 0 if self.engine.placement is None else self.engine.placement.offloaded
+        return 0 if self.engine.offloader is None else self.engine.offloader.offloaded
 
     @property
     def traffic(self) -> Traffic | None:
@@ -243,8 +243,8 @@ class Loading:
         for sequence, prompt in enumerate(prompts):
             self._fill(numbers, sequence, prompt)
         # These pages will be read: their layers must not move, though no request has them yet.
-        if self.engine.placement is not None:
-            self.engine.placement.least = self.engine.placement.offloaded
+        if self.engine.offloader is not None:
+            self.engine.offloader.least = self.engine.offloader.offloaded
 
     def _fill(self, numbers: RandomKV, sequence: int, prompt: list[int]) -> None:
         cache, policy, prefix = self.engine.cache, self.engine.policy, self.engine.prefix

@@ -91,9 +91,9 @@ def _memory(llm: LLM) -> str:
     weights = bytes_text(model_size(engine.model, None).weight_bytes)
     room = terminal.count(engine.max_pages * engine.config.page_size, "token")
     said = f"memory: weights {weights}; KV cache: room for {room}"
-    if engine.placement is None:
+    if engine.offloader is None:
         return said
-    plan = engine.placement.plan
+    plan = engine.offloader.plan
     cache, first = (
         bytes_text(plan.cache_memory),
         terminal.count(plan.thresholds[0], "token"),

@@ -89,14 +89,14 @@ def allocate(
 
 
 def too_long(
-    length: int, cache: PageCache, placement: LayerOffloader | None, config: EngineConfig
+    length: int, cache: PageCache, offloader: LayerOffloader | None, config: EngineConfig
 ) -> str:
     """The error message for a request of `length` tokens that can never be served."""
-    if placement is not None:
-        layers, most = len(placement.plan.model.order), cache.max_pages * config.page_size
+    if offloader is not None:
+        layers, most = len(offloader.plan.model.order), cache.max_pages * config.page_size
         return (
             f"{length} tokens (prompt and max_tokens) do not fit into "
-            f"{placement.plan.cache_memory} bytes of KV cache with all {layers} layers that may be "
+            f"{offloader.plan.cache_memory} bytes of KV cache with all {layers} layers that may be "
             f"offloaded: {most} do; raise {_limit(config)}, or lower token_budget, max_batch "
             "or max_tokens"
         )

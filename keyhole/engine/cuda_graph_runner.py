@@ -201,7 +201,7 @@ class CudaGraphRunner:
         key = (rows, *widths.values())
         shape = self._shapes.pop(key, None)
         if shape is None:
-            shape = _Shape(GraphBuffers(arrays, rows, widths, self._nobody, self._device), {})
+            shape = _Shape(GraphBuffers(arrays, rows, widths, self._padding_row, self._device), {})
         self._shapes[key] = shape
         if len(self._shapes) > _MOST:
             del self._shapes[next(iter(self._shapes))]
@@ -218,7 +218,7 @@ class CudaGraphRunner:
     def _set_aside(self) -> bool:
         """Reserves a page for padding rows; False if there is none."""
         page = self._cache.set_aside()
-        self._nobody = _nobody(page or 0, self._cache.page_size, self._max_batch)
+        self._padding_row = _padding_row(page or 0, self._cache.page_size, self._max_batch)
         return page is not None
 
     def _forget(self) -> None:
@@ -257,7 +257,7 @@ def width_bucket(pages: int) -> int:
     return -(-pages // step) * step
 
 
-def _nobody(page: int, page_size: int, state_row: int) -> dict[str, int]:
+def _padding_row(page: int, page_size: int, state_row: int) -> dict[str, int]:
     """The values of a padding row: a sequence of one token in a reserved page."""
     return {
         "token_ids": 0,

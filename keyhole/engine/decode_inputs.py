@@ -230,7 +230,7 @@ class DecodeInputs:
     due: np.ndarray | None = None
 
 
-def numbers_of(
+def inputs_of(
     decodes: list[Sequence],
     page_size: int,
     table: PageTable,

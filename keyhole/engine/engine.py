@@ -20,7 +20,7 @@ from keyhole.engine.cuda_graph_runner import Recorder, make_recorder
 from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
-from keyhole.engine.documents.prefill import DocumentFiller, Preparation
+from keyhole.engine.documents.prefill import DocumentFiller, DocumentPrefill
 from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.head_runner import HeadRunner, load_head
 from keyhole.engine.model_runner import Runner
@@ -87,11 +87,11 @@ class Engine:
             head = load_head(self.policy, model)
         wanted = config.graphs and self.policy.capturable is True
         recorder = make_recorder(model.device) if wanted else None
-        self.placement: LayerOffloader | None = None
+        self.offloader: LayerOffloader | None = None
         if cache is None:
             # One more row of buffers, for padding rows of captured steps.
             rows = config.max_batch + (recorder is not None)
-            cache, self.placement = allocate(
+            cache, self.offloader = allocate(
                 model, self.geometry, self.policy, config, head, num_rows=rows
             )
         self.cache = cache
@@ -105,18 +105,18 @@ class Engine:
             known=self._known,
             pace=self.pace,
         )
-        self.filler = DocumentFiller(self.scheduler, self.pace, self._preparation)
-        self.lookahead: HeadRunner | None = None
+        self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
+        self.head_runner: HeadRunner | None = None
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
         if head is not None:
             model.watch(head.config.feature_layers)
-            self.lookahead = HeadRunner(head, self.cache, choice_lists(self.geometry))
+            self.head_runner = HeadRunner(head, self.cache, choice_lists(self.geometry))
         self._records = recorder is not None
         self._runner = self._make_runner(self._own, recorder)
         # The engine's own first, then those of requests, in order of last use.
         self._runners = {self._own: self._runner}
-        self._preparations: dict[RequestPolicy, Preparation] = {}
+        self._document_prefills: dict[RequestPolicy, DocumentPrefill] = {}
         self._group_numbers = itertools.count(1)
         self.max_pages = self.cache.max_pages
 
@@ -160,8 +160,8 @@ class Engine:
             made,
             self.policy,
             self.geometry,
-            has_head=self.lookahead is not None,
-            memory=None if self.placement is None else self.placement.plan.model,
+            has_head=self.head_runner is not None,
+            memory=None if self.offloader is None else self.offloader.plan.model,
             group=str(next(self._group_numbers)).encode(),
         )
 
@@ -171,8 +171,8 @@ class Engine:
             self.cache,
             under.policy,
             self.config.max_batch,
-            self.lookahead,
-            None if self.placement is None else self.placement.prefetcher,
+            self.head_runner,
+            None if self.offloader is None else self.offloader.prefetcher,
             recorder,
             under.keeper,
         )
@@ -190,7 +190,7 @@ class Engine:
         idle = [one for one in self._runners if one is not self._own and one not in used]
         for one in idle[: max(0, len(idle) - _MOST_IDLE)]:
             del self._runners[one]
-            self._preparations.pop(one, None)
+            self._document_prefills.pop(one, None)
         self._runners[under] = runner
 
     def add(
@@ -232,7 +232,7 @@ class Engine:
             caller=caller,
         )
         if context is not None:
-            self._preparation(under).check(context)
+            self._document_prefill(under).check(context)
         stored = context is not None
         self.check(sequence.tokens, params, num_given=len(given), stored=stored, under=under)
         self._enter(under)
@@ -240,25 +240,25 @@ class Engine:
         return sequence
 
     @property
-    def preparation(self) -> Preparation:
+    def document_prefill(self) -> DocumentPrefill:
         """Fills stored documents. ConfigError for a model whose keys cannot be shifted."""
-        return self._preparation(self._own)
+        return self._document_prefill(self._own)
 
-    def _preparation(self, under: RequestPolicy) -> Preparation:
-        made = self._preparations.get(under)
+    def _document_prefill(self, under: RequestPolicy) -> DocumentPrefill:
+        made = self._document_prefills.get(under)
         if made is None:
             chunk = self.config.prefill_chunk
-            made = Preparation(
+            made = DocumentPrefill(
                 self.model,
                 self.cache,
                 under.policy,
                 chunk,
                 self.pace,
-                self.lookahead,
+                self.head_runner,
                 self.prefix,
             )
             if under in self._runners:
-                self._preparations[under] = made
+                self._document_prefills[under] = made
         return made
 
     def _known(self, sequence: Sequence) -> int:
@@ -293,7 +293,7 @@ class Engine:
         pages = page_limit(policy, self.geometry, prompt, length)
         length = min(length, pages * self.config.page_size)
         if pages > self.max_pages and not stored:
-            raise CapacityError(too_long(length, self.cache, self.placement, self.config))
+            raise CapacityError(too_long(length, self.cache, self.offloader, self.config))
 
     def _resolve(
         self, params: SamplingParams, num_tokens: int, under: RequestPolicy
@@ -324,8 +324,8 @@ class Engine:
         """Runs the model once for each policy in the step."""
         if not plan.runs:
             return []
-        if self.placement is not None and self.placement.may_come_up:
-            self._move_up(self.placement)
+        if self.offloader is not None and self.offloader.may_come_up:
+            self._move_up(self.offloader)
         if len(self._runners) == 1:
             return self._run_under(self._runner, plan)
         advanced = []
@@ -389,10 +389,10 @@ class Engine:
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
 
-    def _move_up(self, placement: LayerOffloader) -> None:
+    def _move_up(self, offloader: LayerOffloader) -> None:
         demand = self.scheduler.demand()
         if demand is not None:
-            placement.make_resident(demand, self.prefix, self._renumber)
+            offloader.make_resident(demand, self.prefix, self._renumber)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
         self.scheduler.renumber(numbers)
@@ -456,9 +456,9 @@ class Engine:
         for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):
             fraction, kv_bytes, other_bytes = row
             sequence.counters.add_step(fraction, kv_bytes, other_bytes)
-        if self.placement is not None:
+        if self.offloader is not None:
             for sequence in plan.decodes:
-                sequence.offloaded = self.placement.offloaded
+                sequence.offloaded = self.offloader.offloaded
         for sequence, load in zip(plan.decodes, runner.traffic(), strict=False):
             sequence.counters += Counters(
                 hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes

@@ -20,7 +20,7 @@ from keyhole.engine.decode_inputs import (
     Eviction,
     PageTable,
     SequenceState,
-    numbers_of,
+    inputs_of,
 )
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.read_trace import trace_decodes, trace_prompt
@@ -98,7 +98,7 @@ class Runner:
         cache: PageCache,
         policy: Policy,
         max_batch: int,
-        lookahead: HeadRunner | None = None,
+        head_runner: HeadRunner | None = None,
         prefetcher: Prefetcher | None = None,
         recorder: Recorder | None = None,
         keeper: Policy | None = None,
@@ -108,8 +108,8 @@ class Runner:
         self._policy = policy
         self._keeper = keeper
         if policy.shifts_keys:
-            _ = self._turns  # refuses a model whose keys cannot be shifted
-        self._lookahead = lookahead
+            _ = self._rope_shift  # refuses a model whose keys cannot be shifted
+        self._head_runner = head_runner
         self._prefetcher = prefetcher
         self._table = PageTable(max_batch)
         like = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -159,11 +159,11 @@ class Runner:
         `num_computed`.
         """
         self.evict()  # if the last step was interrupted before it
-        numbers = self._numbers(plan.decodes)
-        if numbers is not None and self._recorded is not None and self._is_plain(plan):
-            outputs = self._recorded.run(numbers, plan.decodes)
+        inputs = self._inputs(plan.decodes)
+        if inputs is not None and self._recorded is not None and self._is_plain(plan):
+            outputs = self._recorded.run(inputs, plan.decodes)
             if outputs is not None:
-                return self._finished(plan, numbers, outputs)
+                return self._finished(plan, inputs, outputs)
         spans = [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes]
         spans += [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
         tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
@@ -171,7 +171,7 @@ class Runner:
         ends = np.cumsum([end - start for _, start, end in spans])
         wanted = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
         row = (self._send(tokens), self._send(positions))
-        batch = self._begin(plan, numbers, *row)
+        batch = self._begin(plan, inputs, *row)
         logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
         reads = self.end(plan, *row, batch)
         return [spans[i][0] for i in wanted], logits, reads
@@ -182,7 +182,7 @@ class Runner:
         token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
         """
         self.evict()
-        return self._begin(plan, self._numbers(plan.decodes), token_ids, positions)
+        return self._begin(plan, self._inputs(plan.decodes), token_ids, positions)
 
     def end(
         self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor, batch: Batch
@@ -232,28 +232,26 @@ class Runner:
         """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""
         return sequence.kept if self._eviction is None else self._eviction.kept(sequence)
 
-    def _numbers(self, decodes: list[Sequence]) -> DecodeInputs | None:
+    def _inputs(self, decodes: list[Sequence]) -> DecodeInputs | None:
         if not decodes:
             return None
-        numbers = numbers_of(
-            decodes, self._cache.page_size, self._table, self._state, self._eviction
-        )
+        inputs = inputs_of(decodes, self._cache.page_size, self._table, self._state, self._eviction)
         if self._prefetcher is not None:
-            for sequence, new in zip(decodes, numbers.fresh.tolist(), strict=True):
+            for sequence, new in zip(decodes, inputs.fresh.tolist(), strict=True):
                 if new:
                     self._prefetcher.reset(sequence.slot)
-        if self._lookahead is not None:
-            self._lookahead.check(int(numbers.position.max()) + 1)
-        return numbers
+        if self._head_runner is not None:
+            self._head_runner.check(int(inputs.position.max()) + 1)
+        return inputs
 
     def _begin(
         self,
         plan: SchedulerOutput,
-        numbers: DecodeInputs | None,
+        inputs: DecodeInputs | None,
         token_ids: Tensor,
         positions: Tensor,
     ) -> Batch:
-        batch = self._batch(plan, numbers)
+        batch = self._batch(plan, inputs)
         self._before(token_ids, positions, batch)
         return batch
 
@@ -261,8 +259,8 @@ class Runner:
         """The policy's choice before the forward."""
         if batch.step is None:
             return
-        if self._lookahead is not None:
-            self._lookahead.before(token_ids, positions, batch)
+        if self._head_runner is not None:
+            self._head_runner.before(token_ids, positions, batch)
         self._policy.before_step(batch.step)
         batch.prefetch(-1)
 
@@ -270,8 +268,8 @@ class Runner:
         self, token_ids: Tensor, positions: Tensor, batch: Batch
     ) -> tuple[Tensor | None, Tensor]:
         """What comes after the forward: which pages are given up, and the reads."""
-        if self._lookahead is not None:
-            self._lookahead.after(token_ids, positions, batch)
+        if self._head_runner is not None:
+            self._head_runner.after(token_ids, positions, batch)
         if batch.step is None:
             return None, torch.zeros(0, 3, dtype=torch.float64)
         victims = self._policy.after_step(batch.step)
@@ -314,13 +312,13 @@ class Runner:
         return Outputs(logits, reads, victims, loads)
 
     def _finished(
-        self, plan: SchedulerOutput, numbers: DecodeInputs, outputs: Outputs
+        self, plan: SchedulerOutput, inputs: DecodeInputs, outputs: Outputs
     ) -> tuple[list[Sequence], Tensor, Tensor]:
         """What `run` gives, after a plain step; and all that it leaves on the host."""
         count = len(plan.decodes)
         self._loads = None if outputs.loads is None else Loads(outputs.loads[:count])
-        if outputs.victims is not None and numbers.due is not None:
-            self._victims = outputs.victims[:count], numbers.due, plan.decodes
+        if outputs.victims is not None and inputs.due is not None:
+            self._victims = outputs.victims[:count], inputs.due, plan.decodes
         wanted = [i for i, s in enumerate(plan.decodes) if s.wants_logits(s.num_computed + 1)]
         for sequence in plan.decodes:
             sequence.num_computed += 1
@@ -329,13 +327,13 @@ class Runner:
             logits = logits[self._send(np.asarray(wanted, np.int64))]
         return [plan.decodes[i] for i in wanted], logits, outputs.reads[:count]
 
-    def _batch(self, plan: SchedulerOutput, numbers: DecodeInputs | None) -> Batch:
+    def _batch(self, plan: SchedulerOutput, inputs: DecodeInputs | None) -> Batch:
         size, row = self._cache.page_size, len(plan.decodes)
         slots, touched, filled = [], [], []
-        if numbers is not None:
-            slots.append(numbers.written["slots"])
-            touched.append(numbers.written["touched"])
-            filled.append(numbers.written["filled"])
+        if inputs is not None:
+            slots.append(inputs.written["slots"])
+            touched.append(inputs.written["touched"])
+            filled.append(inputs.written["filled"])
         chunks: list[Chunk | ScatteredChunk] = []
         for sequence, count in plan.chunks:
             start, end = sequence.num_computed, sequence.num_computed + count
@@ -361,7 +359,7 @@ class Runner:
             slots=self._send(written),
             newest=self._send(np.flatnonzero(last)),
             num_decode=len(plan.decodes),
-            step=None if numbers is None else self._entered(plan.decodes, numbers),
+            step=None if inputs is None else self._entered(plan.decodes, inputs),
             chunks=chunks,
             touched=self._send(_join(touched)) if keep else None,
             filled=self._send(_join(filled)) if keep else None,
@@ -397,43 +395,43 @@ class Runner:
         slots = [sequence.slot for sequence in decodes]
         return self._thinned.rows(slots, lengths.tolist(), self._model.device)
 
-    def _entered(self, decodes: list[Sequence], numbers: DecodeInputs) -> Step:
+    def _entered(self, decodes: list[Sequence], inputs: DecodeInputs) -> Step:
         """The step of these sequences, with their documents and offloaded layers."""
-        step = self._step(numbers, {name: self._send(x) for name, x in numbers.sent.items()})
-        step.kept_tokens = self._there(decodes, numbers.position + 1)
+        step = self._step(inputs, {name: self._send(x) for name, x in inputs.sent.items()})
+        step.kept_tokens = self._there(decodes, inputs.position + 1)
         if step.retained is not None:
-            there = self._there(decodes, numbers.sent["left_lengths"])
+            there = self._there(decodes, inputs.sent["left_lengths"])
             step.retained = replace(step.retained, kept_tokens=there)
         if self._prefetcher is not None:
             self._prefetcher.begin(step.sequences.slots, step.page_table, step.lengths)
         return step
 
-    def _step(self, numbers: DecodeInputs, tensors: Mapping[str, Tensor]) -> Step:
-        """tensors: what was sent of the numbers."""
+    def _step(self, inputs: DecodeInputs, tensors: Mapping[str, Tensor]) -> Step:
+        """tensors: what was sent of the inputs."""
         remaining = None
-        if numbers.entries is not None and numbers.due is not None:
-            generated = numbers.sent["left_pages"] - numbers.sent["pinned"]
+        if inputs.entries is not None and inputs.due is not None:
+            generated = inputs.sent["left_pages"] - inputs.sent["pinned"]
             remaining = RetainedPages(
                 page_table=tensors["left_table"],
                 pages=tensors["left_pages"],
                 lengths=tensors["left_lengths"],
                 pinned=tensors["pinned"],
                 goes=tensors["goes"],
-                entries=numbers.entries,
+                entries=inputs.entries,
                 most_generated=int(generated.max()),
-                due=numbers.due,
+                due=inputs.due,
             )
         return Step(
             lengths=tensors["lengths"],
             pages=tensors["pages"],
-            max_length=int(numbers.position.max()) + 1,
+            max_length=int(inputs.position.max()) + 1,
             page_table=tensors["page_table"],
             page_size=self._cache.page_size,
             sequences=SequenceRows(
-                host_lengths=numbers.position + 1,
-                fresh=numbers.fresh,
+                host_lengths=inputs.position + 1,
+                fresh=inputs.fresh,
                 prompts=tensors["prompts"],
-                host_prompts=numbers.prompts,
+                host_prompts=inputs.prompts,
                 slots=tensors["state_rows"],
                 state=self._state.tensors,
             ),
@@ -442,14 +440,14 @@ class Runner:
         )
 
     @functools.cached_property
-    def _turns(self) -> RopeShift | None:
+    def _rope_shift(self) -> RopeShift | None:
         """The rotations of the model; None if its positions are none."""
         return RopeShift.of(self._model) if rotates(self._model) else None
 
     def _rotation(self, layer: int) -> Rotation:
-        if self._turns is None:
+        if self._rope_shift is None:
             return Rotation(None)
-        return Rotation(self._turns.frequencies[layer], self._turns.rotated_last[layer])
+        return Rotation(self._rope_shift.frequencies[layer], self._rope_shift.rotated_last[layer])
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)

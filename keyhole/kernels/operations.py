@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from keyhole.kernels import cpu, cpu_attention, reference, triton
 from keyhole.kernels.reference import resident_buffer, rope
@@ -35,14 +36,16 @@ def operation(twin: Callable[P, R], on_cpu: Callable[P, R] | None = None) -> Cal
 
     @functools.wraps(twin)
     def dispatched(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensors = [*_tensors(*args, *kwargs.values())]
+        tensors, chosen = [*_tensors(*args, *kwargs.values())], twin
         if any(x.is_cuda for x in tensors):
             if _use_triton and triton.has(name) and triton.takes(name, *tensors):
-                found: R = triton.operation(name)(*args, **kwargs)
-                return found
+                chosen = triton.operation(name)
         elif on_cpu is not None and cpu.takes(*tensors):
-            return on_cpu(*args, **kwargs)
-        return twin(*args, **kwargs)
+            chosen = on_cpu
+        if not profiler._is_profiler_enabled:
+            return chosen(*args, **kwargs)
+        with profiler.record_function(f"keyhole::{name}"):
+            return chosen(*args, **kwargs)
 
     return dispatched
 

@@ -19,7 +19,7 @@ _REUSES = Registry(
     "keyhole.reuses",
     {
         "recompute": "keyhole.reuse.baselines:Recompute",
-        "reuse": "keyhole.reuse.baselines:PlainReuse",
+        "reuse": "keyhole.reuse.baselines:FullReuse",
         "sam_kv": "keyhole.reuse.sam_kv:SamKV",
         "cacheblend": "keyhole.reuse.cacheblend:CacheBlend",
         "epic": "keyhole.reuse.epic:Epic",

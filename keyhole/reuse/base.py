@@ -74,15 +74,15 @@ class PlacedDocument:
 class RecomputePlan:
     """The tokens that a prompt keeps of its documents, and the ones recomputed.
 
-    kept: bool [L, T]. written: bool [L, T], within `kept`: tokens whose keys and values are
-    recomputed in that layer. A token written in any layer runs through all layers; where it is not
-    written it uses the stored keys and values, and where it is not kept it writes nothing.
+    kept: bool [L, T]. recomputed: bool [L, T], within `kept`: tokens whose keys and values are
+    recomputed in that layer. A token that is recomputed in any layer runs through all layers; in
+    the others it uses the stored keys and values, and where it is not kept it writes nothing.
     shares: per document the share of middle blocks that the method wanted (SamKV's P); None where
     a method has no such number.
     """
 
     kept: Tensor
-    written: Tensor
+    recomputed: Tensor
     shares: tuple[float, ...] | None = None
 
 
@@ -107,7 +107,7 @@ class Reuse:
         settle_types(self)
 
     @property
-    def turns(self) -> bool:
+    def shifts_rope(self) -> bool:
         """Whether RoPE is re-applied to stored keys at their prompt positions (False: naive)."""
         return True
 
@@ -132,7 +132,7 @@ class Reuse:
         """
         return self
 
-    def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
+    def question_context(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
         """Tokens, bool [T], over which the question is first read to get its query; None: none."""
         return None
 
@@ -141,9 +141,9 @@ class Reuse:
     ) -> RecomputePlan:
         """The tokens to keep and to recompute.
 
-        query: per layer float32 [Hq, D], mean over the question's tokens of its rotated queries
-        when it was read over `glance`, or with `extremes` [t, Hq, D], of each of its tokens; None
-        without a first pass.
+        query: per layer float32 [Hq, D], the mean of the question's rotated queries when it was
+        read over `question_context`, or with `extremes` [t, Hq, D], those of each of its tokens;
+        None without a first pass.
         """
         raise AssertionError(f"{type(self).__name__} must define plan")
 
@@ -154,16 +154,16 @@ class Reuse:
 
         deviation: float32 [2, T], |new - stored|^2 in that layer of keys and of values, summed over
         heads and numbers. Keys and values computed up to that layer stay, whatever the new
-        `written` is there; it names the tokens that continue.
+        `recomputed` is there; it names the tokens that continue.
         """
         return plan
 
     @property
     def fuses(self) -> bool:
-        """Whether `blend` needs the stored keys and values; if not, they are not read."""
+        """Whether `fuse` needs the stored keys and values; if not, they are not read."""
         return False
 
-    def blend(self, new: Tensor, old: Tensor) -> Tensor:
+    def fuse(self, new: Tensor, old: Tensor) -> Tensor:
         """The final keys or values of recomputed tokens; new, old [n, Hkv, D] (or Dv).
 
         Keys and values are blended separately. Returns new's shape and dtype.

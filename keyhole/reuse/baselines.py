@@ -41,7 +41,7 @@ class Recompute(Reuse):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainReuse(Reuse):
+class FullReuse(Reuse):
     """All stored keys and values, unchanged.
 
     Full reuse: stored documents are concatenated and nothing is recomputed.
@@ -66,7 +66,7 @@ class PlainReuse(Reuse):
         return self
 
     @property
-    def turns(self) -> bool:
+    def shifts_rope(self) -> bool:
         """As `rotate` says."""
         return self.rotate
 

@@ -101,9 +101,9 @@ class CacheBlend(Reuse):
         assert self.check_layer is not None, "resolve comes first"
         shape = len(documents[0].layers), starts(documents)[-1]
         every = torch.ones(shape, dtype=torch.bool)
-        written = torch.zeros_like(every)
-        written[: self.check_layer + 1] = True
-        return RecomputePlan(every, written)
+        recomputed = torch.zeros_like(every)
+        recomputed[: self.check_layer + 1] = True
+        return RecomputePlan(every, recomputed)
 
     def revise(
         self, documents: Sequence[PlacedDocument], plan: RecomputePlan, deviation: Tensor
@@ -112,6 +112,6 @@ class CacheBlend(Reuse):
         total = deviation[DEVIATIONS[self.deviation]].sum(0)
         number = math.ceil(self.recompute_ratio * len(total))
         chosen = total.argsort(descending=True, stable=True)[:number]
-        written = torch.zeros_like(plan.written)
-        written[:, chosen.to(written.device)] = True
-        return dataclasses.replace(plan, written=written)
+        recomputed = torch.zeros_like(plan.recomputed)
+        recomputed[:, chosen.to(recomputed.device)] = True
+        return dataclasses.replace(plan, recomputed=recomputed)

@@ -67,5 +67,5 @@ class Epic(Reuse):
         for start, end in pairwise(edges):
             again[start : min(end, start + self.num_initial)] = True
             again[max(start, end - self.num_local) : end] = True
-        written = again.repeat(len(documents[0].layers), 1)
-        return RecomputePlan(torch.ones_like(written), written)
+        recomputed = again.repeat(len(documents[0].layers), 1)
+        return RecomputePlan(torch.ones_like(recomputed), recomputed)

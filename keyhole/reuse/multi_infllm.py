@@ -72,7 +72,7 @@ class MultiInfLLM(Reuse):
         require(kept > 0, "num_blocks", self.num_blocks, right)
         return self
 
-    def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
+    def question_context(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
         """The first and last blocks; None if no block is selected between them."""
         blocks = Blocks.of(documents)
         ends = self._ends(blocks)
@@ -89,7 +89,7 @@ class MultiInfLLM(Reuse):
         if self._takes_all(blocks, ends):
             kept[:] = True
         else:
-            assert query is not None, "the question is read over the glance first"
+            assert query is not None, "the question is read over the question_context first"
             scores = [key_scores(own.cpu(), part) for own, part in zip(query, keys, strict=True)]
             kept[:, ~ends] = self._best(torch.stack(scores)[:, ~ends], blocks, ends)
         tokens = blocks.tokens(kept)

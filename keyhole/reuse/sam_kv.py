@@ -12,7 +12,7 @@ When to use it: for many documents of which a question needs few passages.
 
 Steps (equations of the paper in brackets):
 
-1. `glance`: the question is read over the initial and local blocks of all documents.
+1. `question_context`: the question is read over the initial and local blocks of all documents.
 2. Each document's query is the question's plus a bias from the other documents (1).
 3. It offers the share P of its middle blocks that score above its ends, mean over `stable_layers`
 (2, 3).
@@ -20,7 +20,7 @@ Steps (equations of the paper in brackets):
 5. of which the best of all documents are kept.
 6. Recomputed: tokens of initial and local blocks, and of the kept middle blocks those that
 represent an outlier of alpha.
-7. `blend`: new keys and values replace the stored ones, or are fused with them (4).
+7. `fuse`: new keys and values replace the stored ones, or are fused with them (4).
 
 Differences (theirs | ours | effect measured):
 - "total block count divided by the number of contexts" | of the blocks that the documents offer
@@ -178,7 +178,7 @@ class SamKV(Reuse):
         """With score="extremes", if middle blocks are selected."""
         return self.select and self.score == "extremes"
 
-    def glance(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
+    def question_context(self, documents: Sequence[PlacedDocument]) -> Tensor | None:
         """The initial and local blocks; None if no document has middle blocks."""
         blocks = self._blocks(documents)
         ends = self._ends(blocks)
@@ -194,7 +194,7 @@ class SamKV(Reuse):
         kept = ends.expand_as(alpha).clone()
         shares = (0.0,) * len(documents) if self.select else None
         if self.select and not ends.all():
-            assert query is not None, "the question is read over the glance first"
+            assert query is not None, "the question is read over the question_context first"
             means = self._scores(documents, query, _by_mean)
             scores = means
             if self.score == "extremes":
@@ -207,9 +207,9 @@ class SamKV(Reuse):
         tokens = blocks.tokens(kept)
         if not self.recompute:
             return RecomputePlan(tokens, torch.zeros_like(tokens), shares)
-        return RecomputePlan(tokens, self._written(documents, blocks, kept, alpha), shares)
+        return RecomputePlan(tokens, self._recomputed(documents, blocks, kept, alpha), shares)
 
-    def blend(self, new: Tensor, old: Tensor) -> Tensor:
+    def fuse(self, new: Tensor, old: Tensor) -> Tensor:
         """The new keys or values, or their fusion with the old."""
         return fused(new, old) if self.fuses else new
 
@@ -270,7 +270,7 @@ class SamKV(Reuse):
         most = None if self.pooled else math.ceil(len(ends) / len(middle))
         return choose(middle, shares, most)
 
-    def _written(
+    def _recomputed(
         self,
         documents: Sequence[PlacedDocument],
         blocks: Blocks,
@@ -279,13 +279,13 @@ class SamKV(Reuse):
     ) -> Tensor:
         """Step 6: tokens to recompute, bool [L, T]; kept bool [L, M]."""
         ends = self._ends(blocks)
-        written = blocks.tokens(ends).expand(len(kept), -1).clone()
+        recomputed = blocks.tokens(ends).expand(len(kept), -1).clone()
         parts = [outliers(alpha[:, own], self.outlier_sigmas) for own in blocks.slices]
         layer, block = (torch.cat(parts, 1) & kept & ~ends).nonzero(as_tuple=True)
         token = torch.stack(gather(documents, lambda facts: facts.representatives))
         token += torch.tensor(starts(documents)[:-1])[blocks.documents]
-        written[layer, token[layer, block]] = True
-        return written
+        recomputed[layer, token[layer, block]] = True
+        return recomputed
 
 
 def _by_mean(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:

@@ -35,7 +35,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     ConfigError for a config that cannot be.
     """
     config = config or ServerConfig()
-    app = FastAPI(title="Keyhole", version=keyhole.__version__)
+    # By "default" FastAPI leaves out its own 422, which this server does not answer with.
+    failed: dict[int | str, dict[str, Any]] = {
+        "default": {"model": errors.ErrorBody, "description": "what is wrong"}
+    }
+    app = FastAPI(title="Keyhole", version=keyhole.__version__, responses=failed)
     state = app.state.keyhole = State(llm, config)
     app.include_router(completions.router)
     app.include_router(responses.router)

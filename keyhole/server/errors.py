@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from keyhole.errors import (
@@ -29,6 +30,21 @@ _KINDS: tuple[tuple[type[KeyholeError], int, str, str | None], ...] = (
     (NumericalError, 500, "server_error", "numerical_error"),
     (KeyholeError, 500, "server_error", None),
 )
+
+
+class ErrorObject(BaseModel):
+    """What is wrong: type is a kind of error, param the field that it is about."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of an answer that is an error."""
+
+    error: ErrorObject
 
 
 class ApiError(Exception):

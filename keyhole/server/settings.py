@@ -24,6 +24,10 @@ class ServerConfig:
     max_body: int = setting(10 * 2**20, "bytes of a request's body")
     max_completions: int = setting(64, "prompts times n of one request")
     max_documents: int = setting(1000, "documents that each caller, known by its key, may store")
+    embeddings: str | None = setting(
+        None,
+        "folder of a sentence encoder, to find documents by their meaning; None: by their words",
+    )
     timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
     drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
     tool_parser: str = setting(

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from keyhole.async_llm import AsyncLLM
+from keyhole.documents.embeddings import EmbeddingSearch, SentenceEncoder
 from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Result
@@ -40,6 +41,7 @@ class State:
     metrics: Metrics = field(init=False)
     history: History = field(default_factory=History, init=False)
     traces: Traces | None = field(init=False)
+    encoder: SentenceEncoder | None = field(init=False)
     storing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class State:
         self.metrics = Metrics(engine.max_pages, self.llm.load, lambda: self.admission.running)
         self.metrics.registry.register(DocumentGauges(self._document_state))
         endpoint = self.config.otlp_endpoint
+        folder = self.config.embeddings
+        self.encoder = None if folder is None else SentenceEncoder(folder)
         self.traces = None if endpoint is None else Traces(make_provider(endpoint))
 
     @property
@@ -57,8 +61,11 @@ class State:
 
     @cached_property
     def retriever(self) -> Retriever:
-        """Finds documents by their words."""
-        return BM25(self.documents.store.folder / "search.sqlite")
+        """Finds documents by their words, or with an encoder by their meaning."""
+        folder = self.documents.store.folder
+        if self.encoder is not None:
+            return EmbeddingSearch(folder / "embeddings.sqlite", self.encoder)
+        return BM25(folder / "search.sqlite")
 
     @cached_property
     def encoding(self) -> DocumentQueue:

@@ -69,7 +69,7 @@ def test_an_answer_as_json_is_one_object_with_python_names(stored: Documented, l
     wanted = same.ask("Which lamp?", ["faq", "handbook"], reuse=reuse, params=PARAMS)
     assert found["token_ids"] == wanted.token_ids
     assert wanted.reused is not None
-    for name in ("kept", "written"):
+    for name in ("kept", "recomputed"):
         there = getattr(wanted.reused, name)
         runs = found["reused"][name]
         assert len(runs) == len(there)

@@ -58,4 +58,4 @@ def paced(engine: Engine, pace: Pace) -> None:
     """Lets an engine that has not begun yet run at this pace."""
     assert not engine.has_work
     engine.pace = engine.scheduler._pace = engine.filler._pace = pace
-    engine._preparations.clear()
+    engine._document_prefills.clear()

@@ -136,7 +136,7 @@ class Pair:
     @property
     def below(self) -> int:
         """Offloaded layers."""
-        return 0 if self.engine.placement is None else self.engine.placement.offloaded
+        return 0 if self.engine.offloader is None else self.engine.offloader.offloaded
 
     def compare(self, within: float) -> None:
         for one, other in self.requests:
@@ -173,7 +173,7 @@ def left(engine: Engine, request: Request) -> list[torch.Tensor]:
     page_data = [x for data in cache.data for x in data.values()]
     page_data += [x for name, x in cache.common.items() if name != "head_keys"]
     found += [tensor[pages] for tensor in page_data]
-    if engine.placement is not None:
-        buffers = engine.placement.prefetcher._buffers
+    if engine.offloader is not None:
+        buffers = engine.offloader.prefetcher._buffers
         found += [buffers[layer].entries[request.slot] for layer in sorted(buffers)]
     return found + [x[request.slot] for x in engine._runner._state.tensors.values()]

@@ -102,7 +102,7 @@ class Masks(Reuse):
     def plan(self, documents: Any, query: Any) -> RecomputePlan:
         return RecomputePlan(*self._given)
 
-    def blend(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    def fuse(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return plain.fusion(new, old)
 
 
@@ -147,7 +147,7 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
         asked = assembled(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
         request = Sequence(asked.tokens, SamplingParams(), Detokenizer(None, ()))
         request.context = asked.context
-        filling = llm.engine.preparation.begin(request)
+        filling = llm.engine.document_prefill.begin(request)
         while filling.filled is None:
             filling.run(llm.engine.pace)
         request.pages = filling.take()

@@ -88,10 +88,10 @@ def opened(model: Model, policy: Policy, **settings: Any) -> LLM:
 
 def below(model: Model, policy: Policy, place: Path, pages: int = 74) -> LLM:
     """With so little memory that four layers, if as many may, have to move."""
-    placement = opened(model, policy, memory="1GiB", offload=place).engine.placement
-    assert placement is not None
-    movable = len(placement.plan.model.order)
-    memory = placement.plan.model.cache_bytes(pages, min(4, movable - 1))
+    offloader = opened(model, policy, memory="1GiB", offload=place).engine.offloader
+    assert offloader is not None
+    movable = len(offloader.plan.model.order)
+    memory = offloader.plan.model.cache_bytes(pages, min(4, movable - 1))
     return opened(model, policy, memory=memory, offload=place)
 
 
@@ -111,13 +111,13 @@ def test_answers_do_not_change_when_layers_move(
     They come up between the steps of documents with holes, or stay below once they are there.
     """
     llm, plain = below(models[kind], policy, tmp_path), opened(models[kind], policy)
-    assert llm.engine.placement is not None
+    assert llm.engine.offloader is not None
     if stays:
-        llm.engine.placement.least = len(llm.engine.placement.plan.model.order)
+        llm.engine.offloader.least = len(llm.engine.offloader.plan.model.order)
     wanted, found = (
         answers(one, JOBS[:2], 12) + answers(one, JOBS[2:], 12) for one in (plain, llm)
     )
-    assert llm.engine.placement.offloaded or not stays
+    assert llm.engine.offloader.offloaded or not stays
     for one, other in zip(found, wanted, strict=True):
         assert one.generated == other.generated
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
@@ -132,12 +132,12 @@ def test_what_a_layer_dropped_is_never_loaded(
     """And each layer loads once a step: what was begun ahead is what attention asks for."""
     llm = below(models["llama"], policy, tmp_path, 40)
     engine = llm.engine
-    assert engine.placement is not None
+    assert engine.offloader is not None
     listed: list[tuple[int, torch.Tensor]] = []
     plain = ResidentBuffer.load_missing
 
     def watched(buffer: ResidentBuffer, selection: Any, *others: Any) -> Any:
-        buffers = engine.placement.prefetcher._buffers
+        buffers = engine.offloader.prefetcher._buffers
         layer = next(i for i, known in buffers.items() if known is buffer)
         listed.append((layer, selection.indices))
         return plain(buffer, selection, *others)

@@ -101,9 +101,9 @@ class WatchedPrompt(plain.Prompt):
         self.features: dict[int, list[Tensor]] = {}
         super().__init__(network, *others)
 
-    def query(self, glance: Tensor) -> list[Tensor]:
+    def query(self, question_context: Tensor) -> list[Tensor]:
         before = dict(self.features)
-        found = super().query(glance)
+        found = super().query(question_context)
         self.features = before
         return found
 
@@ -112,7 +112,7 @@ class WatchedPrompt(plain.Prompt):
         who: Tensor,
         exists: Tensor,
         writes: Tensor,
-        blend: Callable[[Tensor, Tensor], Tensor] = plain.overwrite,
+        fuse: Callable[[Tensor, Tensor], Tensor] = plain.overwrite,
         revise: Callable[[int, Tensor, Tensor, Tensor], Tensor | None] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         left: list[tuple[int, Tensor]] = []
@@ -122,7 +122,7 @@ class WatchedPrompt(plain.Prompt):
             left.extend([] if keep is None else [(layer, keep)])
             return keep
 
-        found = super().run(who, exists, writes, blend, watched)
+        found = super().run(who, exists, writes, fuse, watched)
         places = who.nonzero().flatten()
         for _, keep in left:
             places = places[keep]

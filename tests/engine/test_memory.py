@@ -18,7 +18,7 @@ from keyhole.models import checkpoint
 from keyhole.models.loading import Model, load
 from keyhole.policies import make_policy
 from tests.checkpoints import KINDS, make_model
-from tests.engine.test_placement import buffer_bytes
+from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt, with_head
 
 PAGE, BUDGET, FLOAT = EngineConfig.page_size, 16, 4
@@ -57,7 +57,7 @@ def engine_of(model: Model, policy: str, requests: int, **memory: Any) -> Engine
 
 def lengths_at_which_layers_move(engine: Engine, requests: int, last: int) -> dict[int, int]:
     """For each number of layers below, the longest texts that had so many, all of one length."""
-    assert engine.placement is not None
+    assert engine.offloader is not None
     params = SamplingParams(max_tokens=last - 20, temperature=0.0, ignore_eos=True)
     running = [engine.add(prompt(20, seed), params) for seed in range(requests)]
     longest: dict[int, int] = {}
@@ -66,7 +66,7 @@ def lengths_at_which_layers_move(engine: Engine, requests: int, last: int) -> di
         lengths = {request.num_computed for request in running if not request.is_finished}
         assert len(lengths) <= 1
         for length in lengths:
-            longest[engine.placement.offloaded] = length
+            longest[engine.offloader.offloaded] = length
     return longest
 
 
@@ -92,8 +92,8 @@ def test_layers_move_at_the_lengths_that_were_stated(
     below = {"offload": tmp_path}
     for memory in ({"total_memory": total}, {"memory": plan["memory"]}):
         engine = engine_of(model, policy, requests, **memory, **below)
-        assert engine.placement is not None
-        ours = engine.placement.plan.as_dict([100])
+        assert engine.offloader is not None
+        ours = engine.offloader.plan.as_dict([100])
         assert {name: plan[name] for name in ours if name != "lengths"} == {
             name: value for name, value in json.loads(json.dumps(ours)).items() if name != "lengths"
         }
@@ -155,7 +155,7 @@ def test_heavier_weights_leave_less_for_texts(
     )
     memory = {"memory": "200KiB", "offload": tmp_path}
     engines = [engine_of(one, "quest", 1, **memory) for one in (model, heavy)]
-    plans = [engine.placement.plan for engine in engines if engine.placement is not None]
+    plans = [engine.offloader.plan for engine in engines if engine.offloader is not None]
     assert plans[0].thresholds == plans[1].thresholds
     assert plans[0].memory != plans[1].memory
 
@@ -164,8 +164,8 @@ def test_all_together_stay_within_the_total(model: Model, tmp_path: Path) -> Non
     """Weights and what is above of the cache, counted in tensors, beside what a step is given."""
     total = 2_500_000
     engine = engine_of(model, "quest", 1, total_memory=total, offload=tmp_path)
-    assert engine.placement is not None
-    plan = engine.placement.plan
+    assert engine.offloader is not None
+    plan = engine.offloader.plan
     terms = plan.model.terms(0, 0)
     step = terms["requests"] + terms["runtime"]
     weights = sum(x.nbytes for x in model.network.parameters())
@@ -175,7 +175,7 @@ def test_all_together_stay_within_the_total(model: Model, tmp_path: Path) -> Non
     while engine.has_work:
         engine.step()
         most = max(most, engine.cache.resident_bytes + buffer_bytes(engine))
-    assert engine.placement.offloaded == 2
+    assert engine.offloader.offloaded == 2
     assert weights + step + 0.9 * plan.cache_memory < weights + step + most <= total
 
 
@@ -189,7 +189,7 @@ def test_the_total_limits_a_cache_without_a_lower_tier_too(model: Model) -> None
     assert dense.cache.max_pages == left // dense.cache.page_bytes
     # What cannot go below does not matter where nothing does.
     apart = Quest(token_budget=BUDGET, share_group=False)
-    assert LLM(model, apart, total_memory=3_000_000).engine.placement is None
+    assert LLM(model, apart, total_memory=3_000_000).engine.offloader is None
     with pytest.raises(CapacityError, match=r"raise total_memory=.*or lower max_tokens"):
         dense.add(prompt(20), SamplingParams(max_tokens=2000))
 
@@ -212,8 +212,8 @@ def test_a_head_beside_the_model_counts(
         for policy in ("streaming_llm", "spe_context")
     )
     engine = LLM(model, SpeContext(token_budget=BUDGET)).engine
-    assert engine.lookahead is not None
-    head = engine.lookahead.head
+    assert engine.head_runner is not None
+    head = engine.head_runner.head
     assert headed["head_weight_bytes"] == sum(x.nbytes for x in head.parameters()) > 0
     assert plain["head_weight_bytes"] == 0
     assert headed["side_page_bytes"] > plain["side_page_bytes"]

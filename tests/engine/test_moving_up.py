@@ -21,7 +21,7 @@ from keyhole.errors import CapacityError
 from keyhole.models.loading import Model
 from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan
 from tests.checkpoints import make_model
-from tests.engine.test_placement import buffer_bytes
+from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt, with_head
 from tests.policies.recording import GREEDY, PAGE, steps
 
@@ -75,15 +75,15 @@ def small(
 ) -> Engine:
     """With memory for so many pages once four layers, if as many may, are below."""
     roomy = engine_of(model, policy, memory="1GiB", offload=folder, **settings)
-    assert roomy.placement is not None
-    plan = roomy.placement.plan
+    assert roomy.offloader is not None
+    plan = roomy.offloader.plan
     memory = plan.model.cache_bytes(pages, min(4, len(plan.model.order) - 1))
     return engine_of(model, policy, memory=memory, offload=folder, **settings)
 
 
 def below(engine: Engine) -> int:
-    assert engine.placement is not None
-    return engine.placement.offloaded
+    assert engine.offloader is not None
+    return engine.offloader.offloaded
 
 
 def serve(
@@ -102,7 +102,7 @@ def serve(
         engine.step()
         engine.check_integrity()
         after()
-        seen.append(0 if engine.placement is None else engine.placement.offloaded)
+        seen.append(0 if engine.offloader is None else engine.offloader.offloaded)
         number += 1
     return requests, seen
 
@@ -178,8 +178,8 @@ def test_memory_is_kept_to_at_every_moment(
     if not in_place:
         monkeypatch.setattr(huge_pages, "is_lazy", lambda _: False)
     engine = small(model, tmp_path)
-    assert engine.placement is not None
-    memory = engine.placement.plan.cache_memory
+    assert engine.offloader is not None
+    memory = engine.offloader.plan.cache_memory
     real = huge_pages.new_empty
 
     def held() -> int:
@@ -194,8 +194,8 @@ def test_memory_is_kept_to_at_every_moment(
     def check() -> None:
         assert held() <= memory
         pages, layers = engine.cache.capacity, below(engine)
-        assert engine.placement is not None
-        assert held() <= engine.placement.plan.model.cache_bytes(pages, layers) <= memory
+        assert engine.offloader is not None
+        assert held() <= engine.offloader.plan.model.cache_bytes(pages, layers) <= memory
 
     monkeypatch.setattr(huge_pages, "new_empty", new_empty)
     _, seen = serve(engine, after=check)
@@ -207,13 +207,13 @@ def test_no_layer_goes_down_for_prompts_that_nobody_reads(
 ) -> None:
     """Many different prompts fill what is free above, and the oldest go before a layer does."""
     engine = small(model, tmp_path, pages=46)
-    assert engine.placement is not None
-    most = engine.placement.plan.capacities[0]
+    assert engine.offloader is not None
+    most = engine.offloader.plan.capacities[0]
 
     def refused(*_: object) -> None:
         raise AssertionError("a layer goes down")
 
-    monkeypatch.setattr(engine.placement.prefetcher, "offload", refused)
+    monkeypatch.setattr(engine.offloader.prefetcher, "offload", refused)
     params = dataclasses.replace(GREEDY, max_tokens=2)
     for text in [prompt(48, seed) for seed in range(12)] * 2:
         engine.add(text, params)
@@ -228,8 +228,8 @@ def test_a_whole_known_prompt_is_copied_without_moving_a_layer(
 ) -> None:
     """Its last page is written again, into a copy, for which another known prompt goes."""
     engine = small(model, tmp_path, pages=46)
-    assert engine.placement is not None
-    most = engine.placement.plan.capacities[0]
+    assert engine.offloader is not None
+    most = engine.offloader.plan.capacities[0]
     params = dataclasses.replace(GREEDY, max_tokens=1)
     for seed, length in enumerate((most // 2 * PAGE, (most - most // 2) * PAGE)):
         engine.add(prompt(length, seed), params)
@@ -238,9 +238,9 @@ def test_a_whole_known_prompt_is_copied_without_moving_a_layer(
     assert engine.prefix is not None
     assert engine.cache.at_hand == 0
     moved = []
-    offload = engine.placement.prefetcher.offload
+    offload = engine.offloader.prefetcher.offload
     monkeypatch.setattr(
-        engine.placement.prefetcher, "offload", lambda *a: (moved.append(a), offload(*a))
+        engine.offloader.prefetcher, "offload", lambda *a: (moved.append(a), offload(*a))
     )
     again = engine.add(prompt((most - most // 2) * PAGE, 1), params)
     for _ in steps(engine):
@@ -265,7 +265,7 @@ def test_a_conversation_keeps_what_it_reads(model: Model, tmp_path: Path) -> Non
 
 def test_of_a_known_prompt_that_is_given_up_the_start_stays(model: Model, tmp_path: Path) -> None:
     engine = small(model, tmp_path, pages=46)
-    assert engine.placement is not None
+    assert engine.offloader is not None
     params = dataclasses.replace(GREEDY, max_tokens=2)
     for text in (prompt(150), prompt(9, 1)):
         engine.add(text, params)
@@ -275,7 +275,7 @@ def test_of_a_known_prompt_that_is_given_up_the_start_stays(model: Model, tmp_pa
     again = engine.add(prompt(150), params)
     for _ in steps(engine):
         pass
-    most = engine.placement.plan.capacities[0]
+    most = engine.offloader.plan.capacities[0]
     assert (most - 4) * PAGE <= again.num_cached <= most * PAGE < 150
 
 
@@ -354,9 +354,9 @@ def test_memory_that_somebody_else_has_taken_leaves_layers_below(
 
 def test_layers_that_are_to_stay_below_stay(model: Model, tmp_path: Path) -> None:
     engine = small(model, tmp_path)
-    assert engine.placement is not None
-    engine.placement.offload_layer(2)
-    engine.placement.least = 2
+    assert engine.offloader is not None
+    engine.offloader.offload_layer(2)
+    engine.offloader.least = 2
     _, seen = serve(engine)
     assert min(seen) == 2 < max(seen)
     assert seen[-1] < max(seen)
@@ -423,8 +423,8 @@ def test_between_coming_up_and_going_down_lie_many_steps() -> None:
 def test_a_text_at_the_threshold_moves_a_layer_once(model: Model, tmp_path: Path) -> None:
     """It outgrows the room above, and nothing comes up before somebody has ended."""
     engine = small(model, tmp_path, pages=46)
-    assert engine.placement is not None
-    room = engine.placement.plan.capacities[0] * PAGE
+    assert engine.offloader is not None
+    room = engine.offloader.plan.capacities[0] * PAGE
     engine.add(prompt(room - 4), dataclasses.replace(GREEDY, max_tokens=30))
     moves = [engine.cache.moves for _ in steps(engine)]
     assert below(engine) > 0

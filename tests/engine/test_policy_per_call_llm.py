@@ -161,7 +161,7 @@ def test_beside_offloaded_layers_runs_what_reads_them_through_the_buffers(
     while engine.has_work:
         engine.step()
         engine.check_integrity()
-        below = max(below, engine.placement.offloaded if engine.placement else 0)
+        below = max(below, engine.offloader.offloaded if engine.offloader else 0)
     run(plain)
     assert below
     for one, other in zip(found, wanted, strict=True):

@@ -32,7 +32,7 @@ def made(lengths: list[int], layers: int = 3, *, seed: int = 0, shares: bool = T
         tokens_not_computed=1,
         bytes_read=1,
         kept=kept,
-        written=written,
+        recomputed=written,
     )
 
 
@@ -48,7 +48,7 @@ def test_cells_count_tokens_of_blocks(lengths: list[int], block_size: int) -> No
             for layer in range(3):
                 for shares, tokens in (
                     (document.kept, reused.kept),
-                    (document.written, reused.written),
+                    (document.recomputed, reused.recomputed),
                 ):
                     own = tokens[layer, start + first : start + last].tolist()
                     assert math.isclose(shares[layer, number], sum(own) / len(own))
@@ -104,14 +104,14 @@ def test_cells_have_the_colors_of_their_tokens(tmp_path: Path) -> None:
     reused = made([6400], layers=4)
     reused.kept[:] = False
     reused.kept[:, :1600] = True
-    reused.written[:] = False
-    reused.written[:2, :1600] = True
+    reused.recomputed[:] = False
+    reused.recomputed[:2, :1600] = True
     kept_chart(reused, [6400], 64, tmp_path / "x.png", title="Which?")
     found = colors(tmp_path / "x.png")
     assert np.isclose(found["_KEPT"] / found["_WRITTEN"], 1, atol=0.1)
     assert np.isclose(found["_DROPPED"] / found["_KEPT"], 6, atol=0.6)
     reused.kept[:] = True
-    reused.written[:] = False
+    reused.recomputed[:] = False
     kept_chart(reused, [6400], 64, tmp_path / "x.png", title="Which?")
     assert colors(tmp_path / "x.png")["_WRITTEN"] == 0
     assert colors(tmp_path / "x.png")["_DROPPED"] == 0

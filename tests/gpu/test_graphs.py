@@ -1,7 +1,7 @@
 """CUDA graphs on a GPU: steps that are repeated from a recording, and steps launched one by one.
 
 What stands in fixed inputs, and what a step leaves, is compared bit by bit without a GPU
-(tests/engine/test_recorded.py); here are the recordings themselves.
+(tests/engine/test_cuda_graph_runner.py); here are the recordings themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ POLICIES = [name for name, cls in keyhole.available_policies().items() if cls.ca
 #: passed on the way.
 COMING = ((0, 3, 60), (9, 90, 45), (22, 60, 38), (22, 70, 26))
 #: Not infllm: three sequences in rows for four are products of other shapes, of two keys in a page
-#: both are as far from their mean, and rounding decides. tests/engine/test_recorded.py compares it
+#: both are as far from their mean, and rounding decides.
+#: tests/engine/test_cuda_graph_runner.py compares it
 #: where no row is nobody's, bit by bit.
 COMPARED = [name for name in POLICIES if name != "infllm"]
 #: float32 on both sides, but a wider table is cut into other parts, which are added up otherwise.

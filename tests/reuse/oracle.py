@@ -39,9 +39,9 @@ def ask(
     """Answer a question over documents that are read alone first.
 
     Gives `logits` of the first answer token, `ids` generated (greedily, until `end`), `kept` and
-    `written` bool [L, T] over the documents' tokens in a row, `shares` (SamKV's P per document or
+    `recomputed` bool [L, T] over all documents' tokens, `shares` (SamKV's P per document or
     None), `keys` and `values` [L][kept, Hkv, D] of what was kept, after all updates, `chosen`
-    (SamKV, multi_infllm: per layer the (document, block) pairs). cacheblend's `written` has all
+    (SamKV, multi_infllm: per layer the (document, block) pairs). cacheblend's `recomputed` has all
     tokens up to its check layer. `records` are the documents already encoded with the same dtype
     and block size.
     """
@@ -57,11 +57,11 @@ def ask(
 
 def answer(prompt: Prompt, choice: Choice, settings: Settings, end: int | None) -> dict[str, Any]:
     """Compute again what is to be computed again, read the question, and go on greedily."""
-    again = choice.written.any(0)
+    again = choice.recomputed.any(0)
     prompt.run(
         again | prompt.separators,
         choice.kept | again | prompt.loose,
-        choice.written | prompt.separators,
+        choice.recomputed | prompt.separators,
         fusion if settings.update == "fusion" else overwrite,
         choice.revise,
     )
@@ -81,7 +81,7 @@ def answer(prompt: Prompt, choice: Choice, settings: Settings, end: int | None) 
         "logits": first,
         "ids": ids,
         "kept": choice.kept[:, prompt.documents],
-        "written": choice.written[:, prompt.documents],
+        "recomputed": choice.recomputed[:, prompt.documents],
         "shares": choice.shares,
         "chosen": choice.chosen,
         "keys": [prompt.keys[n][row] for n, row in enumerate(rows)],

@@ -244,18 +244,18 @@ class Prompt:
         start, end = number * size, min((number + 1) * size, len(self.records[document].ids))
         return range(self.offsets[document] + start, self.offsets[document] + end)
 
-    def query(self, glance: Tensor) -> list[Tensor]:
+    def query(self, question_context: Tensor) -> list[Tensor]:
         """Mean query of the question per layer [Hq, D]; see `queries`."""
-        return [q.mean(0) for q in self.queries(glance)]
+        return [q.mean(0) for q in self.queries(question_context)]
 
-    def queries(self, glance: Tensor) -> list[Tensor]:
-        """Queries of the question per layer [t, Hq, D] when only `glance` of the documents is read.
+    def queries(self, question_context: Tensor) -> list[Tensor]:
+        """Queries of the question per layer [t, Hq, D], read over `question_context` alone.
 
         Leaves no trace.
         """
         kept = self.keys.clone(), self.values.clone()
         who = self.separators | self.question
-        exists = self.everywhere(glance | self.loose | self.question)
+        exists = self.everywhere(question_context | self.loose | self.question)
         _, queries = self.run(who, exists, self.everywhere(who))
         self.keys, self.values = kept
         asked = self.question[who]
@@ -266,7 +266,7 @@ class Prompt:
         who: Tensor,
         exists: Tensor,
         writes: Tensor,
-        blend: Callable[[Tensor, Tensor], Tensor] = overwrite,
+        fuse: Callable[[Tensor, Tensor], Tensor] = overwrite,
         revise: Callable[[int, Tensor, Tensor, Tensor], Tensor | None] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the places `who` [P] through all layers: logits [T, vocabulary], queries per layer.
@@ -287,7 +287,7 @@ class Prompt:
             for cache, new in ((self.keys[layer], k[now]), (self.values[layer], v[now])):
                 old = cache[places[now]]
                 # What was never stored (separators, the question) has nothing to be fused with.
-                cache[places[now]] = torch.where(old.isnan(), new, blend(new, old))
+                cache[places[now]] = torch.where(old.isnan(), new, fuse(new, old))
             keep = revise(layer, places, *change) if revise else None
             if keep is not None:
                 places, x, q = places[keep], x[keep], q[keep]

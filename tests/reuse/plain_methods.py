@@ -18,7 +18,7 @@ class Choice:
     """What a method keeps and writes, bool [L, P]; `revise` for cacheblend."""
 
     kept: Tensor
-    written: Tensor
+    recomputed: Tensor
     shares: list[float] | None = None
     chosen: list[list[tuple[int, int]]] | None = None
     revise: Callable[[int, Tensor, Tensor, Tensor], Tensor | None] | None = None
@@ -47,8 +47,8 @@ def epic(prompt: Prompt, settings: Settings) -> Choice:
         places = list(range(offset, offset + len(record.ids)))
         edges += places[: settings.initial_tokens]
         edges += places[-settings.local_tokens :] if settings.local_tokens else []
-    written = prompt.everywhere(among(len(prompt.ids), edges))
-    return Choice(everything(prompt), written)
+    recomputed = prompt.everywhere(among(len(prompt.ids), edges))
+    return Choice(everything(prompt), recomputed)
 
 
 def cacheblend(prompt: Prompt, settings: Settings) -> Choice:
@@ -65,7 +65,7 @@ def cacheblend(prompt: Prompt, settings: Settings) -> Choice:
         best = change.sort(descending=True, stable=True).indices[:number]
         go_on = ~stored
         go_on[best] = True
-        choice.written[layer + 1 :] &= among(len(prompt.ids), places[best].tolist())
+        choice.recomputed[layer + 1 :] &= among(len(prompt.ids), places[best].tolist())
         return go_on
 
     choice.revise = revise
@@ -89,10 +89,12 @@ def multi_infllm(prompt: Prompt, settings: Settings) -> Choice:
     last = max(settings.num_initial_blocks, len(blocks) - settings.num_local_blocks)
     fixed = blocks[: settings.num_initial_blocks] + blocks[last:]
     middle = blocks[settings.num_initial_blocks : last]
-    glance = among(len(prompt.ids), [p for d, b in fixed for p in prompt.block(d, b, size)])
-    kept = prompt.everywhere(glance)
+    question_context = among(
+        len(prompt.ids), [p for d, b in fixed for p in prompt.block(d, b, size)]
+    )
+    kept = prompt.everywhere(question_context)
     chosen = []
-    for layer, query in enumerate(prompt.query(glance)):
+    for layer, query in enumerate(prompt.query(question_context)):
         scores = {}
         for d, b in middle:
             place = prompt.offsets[d] + prompt.records[d].representatives[layer][b]
@@ -134,10 +136,10 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
     first, last = settings.num_initial_blocks, settings.num_local_blocks
     edges = [sorted({*range(n)[:first], *range(n)[max(0, n - last) :]}) for n in blocks]
     middle = [[b for b in range(blocks[d]) if b not in edges[d]] for d in documents]
-    glance = among(
+    question_context = among(
         len(prompt.ids), [p for d in documents for b in edges[d] for p in prompt.block(d, b, size)]
     )
-    asked = prompt.queries(glance)
+    asked = prompt.queries(question_context)
     generic = [q.mean(0) for q in asked]
     stable = settings.stable_layers
     if stable is None:
@@ -199,7 +201,7 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
                 best = [max(pair) for pair in zip(best, found, strict=True)]
         return best
 
-    kept, written, chosen = prompt.everywhere(glance), nothing(prompt), []
+    kept, recomputed, chosen = prompt.everywhere(question_context), nothing(prompt), []
     for layer in range(network.layers):
         pool = []
         for d in documents if settings.selection else ():
@@ -215,7 +217,7 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
         pool.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
         offered = len(pool) if settings.pooled else sum(blocks)
         chosen.append([(d, b) for _, d, b in pool[: math.ceil(offered / len(documents))]])
-        again = glance.clone()
+        again = question_context.clone()
         for d, b in chosen[layer]:
             kept[layer, list(prompt.block(d, b, size))] = True
             record = prompt.records[d]
@@ -223,8 +225,8 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
             if record.alpha[layer][b] < mean - settings.outlier_sigmas * deviation:
                 again[prompt.offsets[d] + record.representatives[layer][b]] = True
         if settings.recompute:
-            written[layer] = again
-    return Choice(kept, written, shares if settings.selection else None, chosen)
+            recomputed[layer] = again
+    return Choice(kept, recomputed, shares if settings.selection else None, chosen)
 
 
 def spread(numbers: Sequence[float]) -> tuple[float, float]:

@@ -182,13 +182,13 @@ def multi_infllm(
     last = max(settings.num_initial_blocks, len(blocks) - settings.num_local_blocks)
     fixed = blocks[: settings.num_initial_blocks] + blocks[last:]
     places = [p for d, b in fixed for p in prompt.block(d, b, size)]
-    glance = torch.zeros_like(prompt.documents)
-    glance[places] = True
-    kept = prompt.everywhere(glance)
+    question_context = torch.zeros_like(prompt.documents)
+    question_context[places] = True
+    kept = prompt.everywhere(question_context)
     group = network.heads // network.kv_heads
     asked = prompt.question.nonzero().flatten()
     chosen = []
-    for layer, queries in enumerate(prompt.queries(glance)):
+    for layer, queries in enumerate(prompt.queries(question_context)):
         if one_distance:
             queries = network.rotate(queries, settings.local_tokens - asked)
         query, scores = queries.mean(0), {}

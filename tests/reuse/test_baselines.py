@@ -13,7 +13,7 @@ import torch
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ConfigError
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
-from keyhole.reuse.baselines import PlainReuse, Recompute
+from keyhole.reuse.baselines import FullReuse, Recompute
 from keyhole.reuse.cacheblend import CacheBlend
 from keyhole.reuse.epic import Epic
 from keyhole.reuse.multi_infllm import MultiInfLLM
@@ -33,9 +33,9 @@ def plan_of(
     method: Reuse, documents: Sequence[PlacedDocument], query: Sequence[torch.Tensor] | None = None
 ) -> RecomputePlan:
     plan = method.plan(documents, query)
-    assert plan.kept.shape == plan.written.shape == (3, sum(d.length for d in documents))
-    assert plan.kept.dtype == plan.written.dtype == torch.bool
-    assert not (plan.written & ~plan.kept).any()
+    assert plan.kept.shape == plan.recomputed.shape == (3, sum(d.length for d in documents))
+    assert plan.kept.dtype == plan.recomputed.dtype == torch.bool
+    assert not (plan.recomputed & ~plan.kept).any()
     assert plan.shares is None
     return plan
 
@@ -43,22 +43,22 @@ def plan_of(
 def test_recompute_computes_everything_like_any_prompt() -> None:
     assert Recompute().exact
     plan = plan_of(Recompute(), make_documents(LENGTHS))
-    assert plan.written.all()
+    assert plan.recomputed.all()
 
 
 @pytest.mark.parametrize("rotate", [True, False])
 def test_reuse_keeps_everything_and_computes_nothing(rotate: bool) -> None:
-    method = PlainReuse(rotate=rotate).resolve(GEOMETRY)
+    method = FullReuse(rotate=rotate).resolve(GEOMETRY)
     assert not method.exact
-    assert method.turns == rotate
+    assert method.shifts_rope == rotate
     plan = plan_of(method, make_documents(LENGTHS))
     assert plan.kept.all()
-    assert not plan.written.any()
+    assert not plan.recomputed.any()
 
 
 def test_only_the_naive_form_leaves_keys_where_they_were() -> None:
     others = (Recompute(), CacheBlend(), Epic(), MultiInfLLM())
-    assert all(method.turns for method in others)
+    assert all(method.shifts_rope for method in others)
 
 
 @pytest.mark.parametrize(("first", "last"), [(32, 0), (2, 3), (0, 0), (0, 5), (100, 100)])
@@ -66,7 +66,7 @@ def test_epic_computes_the_ends_of_every_document(first: int, last: int) -> None
     plan = plan_of(Epic(num_initial=first, num_local=last), make_documents(LENGTHS))
     assert plan.kept.all()
     wanted = [t < first or t >= length - last for length in LENGTHS for t in range(length)]
-    assert plan.written.tolist() == [wanted] * 3
+    assert plan.recomputed.tolist() == [wanted] * 3
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -79,14 +79,14 @@ def test_cacheblend_computes_all_at_first_then_what_deviates_most(
     plan = plan_of(method, documents)
     assert method.check_layer == layer
     assert plan.kept.all()
-    assert plan.written[: layer + 1].all()
-    assert not plan.written[layer + 1 :].any()
+    assert plan.recomputed[: layer + 1].all()
+    assert not plan.recomputed[layer + 1 :].any()
     found = torch.rand(2, TOTAL, generator=torch.Generator().manual_seed(layer))
     revised = method.revise(documents, plan, found)
     number = math.ceil(0.15 * TOTAL)
     chosen = sorted(range(TOTAL), key=lambda t: -sum(float(found[i, t]) for i in counted))[:number]
     assert torch.equal(revised.kept, plan.kept)
-    for row in revised.written:
+    for row in revised.recomputed:
         assert row.nonzero().flatten().tolist() == sorted(chosen)
 
 
@@ -95,7 +95,7 @@ def test_cacheblend_rounds_up_and_of_equals_takes_the_earlier(ratio: float, numb
     method = CacheBlend(recompute_ratio=ratio).resolve(GEOMETRY)
     documents = make_documents(LENGTHS)
     revised = method.revise(documents, method.plan(documents, None), torch.ones(2, TOTAL))
-    assert revised.written.tolist() == [[t < number for t in range(TOTAL)]] * 3
+    assert revised.recomputed.tolist() == [[t < number for t in range(TOTAL)]] * 3
 
 
 @pytest.mark.parametrize("first", [0, 1, 3])
@@ -112,11 +112,11 @@ def test_multi_infllm_keeps_the_best_blocks_of_one_context(
     def tokens(chosen: set[tuple[int, int]]) -> list[bool]:
         return [(d, t // 4) in chosen for d in range(4) for t in range(LENGTHS[d])]
 
-    glance = method.glance(documents)
-    assert glance is not None
-    assert glance.tolist() == tokens(set(ends))
+    question_context = method.question_context(documents)
+    assert question_context is not None
+    assert question_context.tolist() == tokens(set(ends))
     plan = plan_of(method, documents, query)
-    assert not plan.written.any()
+    assert not plan.recomputed.any()
     for layer in range(3):
         scores = {}
         for d, b in blocks:
@@ -137,7 +137,7 @@ def test_multi_infllm_keeps_as_many_tokens_as_it_is_told(share: float) -> None:
     room = max(round(share * TOTAL), ends)
     for row in plan.kept:
         assert room - 4 < int(row.sum()) <= room
-    assert (method.glance(documents) is None) == (share == 1)
+    assert (method.question_context(documents) is None) == (share == 1)
     everything = MultiInfLLM(num_blocks=1000).plan(documents, query)
     assert (share == 1) == torch.equal(plan.kept, everything.kept)
 
@@ -151,9 +151,9 @@ def test_multi_infllm_keeps_the_same_blocks_by_number_and_by_tokens() -> None:
 
 def test_multi_infllm_reads_nothing_first_where_everything_is_kept() -> None:
     documents = make_documents((22, 9))  # 9 blocks
-    assert MultiInfLLM(num_blocks=6).glance(documents) is None
+    assert MultiInfLLM(num_blocks=6).question_context(documents) is None
     assert plan_of(MultiInfLLM(num_blocks=6), documents).kept.all()
-    assert MultiInfLLM(num_blocks=5).glance(documents) is not None
+    assert MultiInfLLM(num_blocks=5).question_context(documents) is not None
 
 
 def test_multi_infllm_takes_the_earlier_of_equal_blocks() -> None:
@@ -162,27 +162,27 @@ def test_multi_infllm_takes_the_earlier_of_equal_blocks() -> None:
     assert plan.kept[0].nonzero().flatten().tolist() == [*range(16), *range(32, 40)]
 
 
-@pytest.mark.parametrize("method", [Recompute(), PlainReuse(), Epic(), CacheBlend()])
+@pytest.mark.parametrize("method", [Recompute(), FullReuse(), Epic(), CacheBlend()])
 def test_methods_without_a_query_read_nothing_first(method: Reuse) -> None:
     documents, method = make_documents(LENGTHS), method.resolve(GEOMETRY)
-    assert method.glance(documents) is None
+    assert method.question_context(documents) is None
     plan = method.plan(documents, None)
     if method.name != "cacheblend":
         assert method.probe_layer is None
         assert method.revise(documents, plan, torch.zeros(2, TOTAL)) is plan
 
 
-@pytest.mark.parametrize("method", [Recompute(), PlainReuse(), Epic(), CacheBlend(), MultiInfLLM()])
+@pytest.mark.parametrize("method", [Recompute(), FullReuse(), Epic(), CacheBlend(), MultiInfLLM()])
 def test_new_keys_replace_stored_ones(method: Reuse) -> None:
     new = torch.randn(3, 2, 8)
-    assert method.blend(new, torch.randn(3, 2, 8)) is new
+    assert method.fuse(new, torch.randn(3, 2, 8)) is new
     assert not method.fuses
 
 
 @pytest.mark.parametrize(
     ("cls", "settings", "words"),
     [
-        (PlainReuse, {"rotate": "no"}, "rotate 'no' must be true or false"),
+        (FullReuse, {"rotate": "no"}, "rotate 'no' must be true or false"),
         (Epic, {"num_initial": -1}, "num_initial -1 must be a whole number"),
         (Epic, {"num_local": 1.5}, "num_local 1.5"),
         (CacheBlend, {"check_layer": 3}, "check_layer 3 must be a layer from 0 to 2"),
@@ -210,7 +210,7 @@ def test_a_setting_that_cannot_be_is_named(
 
 
 def test_the_defaults_suit_every_model() -> None:
-    for method in (Recompute(), PlainReuse(), Epic(), MultiInfLLM()):
+    for method in (Recompute(), FullReuse(), Epic(), MultiInfLLM()):
         assert method.resolve(GEOMETRY) == method
 
 

@@ -47,7 +47,7 @@ def test_cacheblend_is_its_authors_with_a_mask_by_position(
     assert_near(found.logits[0], logits)
     assert found.generated == published.generate(network, keys, values, logits, 4)
     assert found.reused is not None
-    written = found.reused.written[-1].nonzero()[:, 0] + len(_PREFIX)
+    written = found.reused.recomputed[-1].nonzero()[:, 0] + len(_PREFIX)
     assert written.tolist() == [p for p in places if p < len(_PREFIX) + _TOTAL]
 
 

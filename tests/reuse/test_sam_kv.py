@@ -140,8 +140,8 @@ def plain_plan(
 
 def check(found: RecomputePlan, wanted: RecomputePlan) -> None:
     assert torch.equal(found.kept, wanted.kept)
-    assert torch.equal(found.written, wanted.written)
-    assert not (found.written & ~found.kept).any()
+    assert torch.equal(found.recomputed, wanted.recomputed)
+    assert not (found.recomputed & ~found.kept).any()
     assert found.shares == pytest.approx(wanted.shares, abs=1e-5)
 
 
@@ -173,10 +173,10 @@ def test_the_seeds_reach_every_step() -> None:
     for seed in SEEDS:
         documents = with_outliers(make_documents(LENGTHS, seed=seed))
         plan = method().plan(documents, make_query(seed=seed + 50))
-        ends = method().glance(documents)
+        ends = method().question_context(documents)
         assert ends is not None
         kept += int((plan.kept & ~ends).sum())
-        again += int((plan.written & ~ends).sum())
+        again += int((plan.recomputed & ~ends).sum())
         assert plan.shares is not None
         shares += plan.shares
     assert kept > 0
@@ -267,9 +267,9 @@ def test_at_random_every_middle_block_is_as_likely() -> None:
 
 def test_the_glance_is_the_ends_of_every_document() -> None:
     documents = make_documents((22, 5, 12, 13))
-    glance = method().glance(documents)
-    assert glance is not None
-    first, second, third, fourth = glance.split([22, 5, 12, 13])
+    question_context = method().question_context(documents)
+    assert question_context is not None
+    first, second, third, fourth = question_context.split([22, 5, 12, 13])
     # 6 blocks, the last of 2 tokens: tokens 0 .. 3 and 16 .. 21.
     assert first.tolist() == [True] * 4 + [False] * 12 + [True] * 6
     assert second.all()
@@ -282,21 +282,21 @@ def test_documents_without_a_middle_are_kept_and_computed_again_whole(
     lengths: tuple[int, ...],
 ) -> None:
     documents = make_documents(lengths)
-    assert method().glance(documents) is None
+    assert method().question_context(documents) is None
     plan = method().plan(documents, None)
     assert plan.kept.all()
-    assert plan.written.all()
+    assert plan.recomputed.all()
     assert plan.shares == (0.0,) * len(lengths)
 
 
 def test_without_selection_only_the_ends_are_kept_and_nothing_is_read_first() -> None:
     documents = make_documents(LENGTHS)
-    assert method(select=False).glance(documents) is None
+    assert method(select=False).question_context(documents) is None
     plan = method(select=False).plan(documents, None)
-    glance = method().glance(documents)
-    assert glance is not None
-    assert torch.equal(plan.kept, glance.repeat(3, 1))
-    assert torch.equal(plan.written, plan.kept)
+    question_context = method().question_context(documents)
+    assert question_context is not None
+    assert torch.equal(plan.kept, question_context.repeat(3, 1))
+    assert torch.equal(plan.recomputed, plan.kept)
     assert plan.shares is None
 
 
@@ -305,7 +305,7 @@ def test_without_recomputation_the_same_is_kept_and_nothing_is_written() -> None
     with_it, without = (method(recompute=on).plan(documents, query) for on in (True, False))
     assert torch.equal(without.kept, with_it.kept)
     assert without.shares == with_it.shares
-    assert not without.written.any()
+    assert not without.recomputed.any()
 
 
 def test_one_document_means_no_bias() -> None:
@@ -329,7 +329,7 @@ def test_documents_permuted_give_the_plan_permuted(order: tuple[int, ...]) -> No
     documents, query = with_outliers(make_documents(LENGTHS, seed=17)), make_query(seed=67)
     plan = method().plan(documents, query)
     again = method().plan([documents[i] for i in order], query)
-    for name in ("kept", "written"):
+    for name in ("kept", "recomputed"):
         parts = getattr(plan, name).split(list(LENGTHS), 1)
         assert torch.equal(getattr(again, name), torch.cat([parts[i] for i in order], 1))
     assert plan.shares is not None
@@ -352,7 +352,7 @@ def test_an_outlier_that_is_not_kept_is_not_computed_again() -> None:
         documents[0] = with_fact(documents[0], layer, block_keys=keys)
     plan = method(bias=False).plan(documents, make_query())
     assert plan.shares == (0.0,)
-    assert torch.equal(plan.written, plan.kept)
+    assert torch.equal(plan.recomputed, plan.kept)
     assert int(plan.kept[0].sum()) == 4 + 4 + 3
 
 
@@ -365,9 +365,9 @@ def test_two_hundred_documents() -> None:
 
 def test_overwrite_takes_the_new_ones_and_fusion_both() -> None:
     new, old = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    assert method().blend(new, old) is new
+    assert method().fuse(new, old) is new
     assert not method().fuses
-    assert torch.equal(method(update="fusion").blend(new, old), fused(new, old))
+    assert torch.equal(method(update="fusion").fuse(new, old), fused(new, old))
     assert method(update="fusion").fuses
 
 
@@ -477,6 +477,9 @@ def test_an_unknown_update_is_an_unknown_name() -> None:
 
 def test_a_document_in_blocks_of_another_size_is_named() -> None:
     documents = make_documents((40, 40))
-    for act in (method(block_size=8).glance, lambda d: method(block_size=8).plan(d, None)):
+    for act in (
+        method(block_size=8).question_context,
+        lambda d: method(block_size=8).plan(d, None),
+    ):
         with pytest.raises(ConfigError, match=r"'0' is stored in blocks of 4 .* block_size is 8"):
             act(documents)

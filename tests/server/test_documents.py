@@ -16,6 +16,9 @@ import pytest
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.server.documents import convert
 from keyhole.server.errors import ApiError
+from tests.cache.test_document_embeddings import make_encoder
+from tests.cache.test_document_search import TEXTS as TEXTS_OF_WORDS
+from tests.server.conftest import serving
 
 TEXTS = {"one": "the first document " * 8, "shelf/two": "another, about pears " * 9}
 
@@ -178,7 +181,7 @@ def test_an_answer_says_which_passages_it_used(
     reused = llm.ask("are there pears?", [*stored], reuse=reuse, params=params, chat=True).reused
     assert reused is not None
     assert [one["name"] for one in told] == [*stored]
-    for name, marks in (("kept", reused.kept), ("recomputed", reused.written)):
+    for name, marks in (("kept", reused.kept), ("recomputed", reused.recomputed)):
         found = [n for one in told for n in per_character(one[name], TEXTS[one["name"]])]
         assert found == marks.sum(0).tolist()
 
@@ -370,3 +373,28 @@ def test_an_archive_that_grows_too_much_is_not_unpacked(monkeypatch: pytest.Monk
     with pytest.raises(ApiError, match="unpacks to") as caught:
         convert.text_of("bomb.docx", docx("x" * 1_000_000))
     assert caught.value.status == 413
+
+
+def test_documents_are_found_by_their_meaning(llm: LLM, tmp_path: Path) -> None:
+    """With an encoder: a query that is a document's text finds it."""
+    folder = make_encoder(tmp_path / "encoder")
+    texts = {"lamps": TEXTS_OF_WORDS["lamp"], "fruit": TEXTS_OF_WORDS["fruit"]}
+    with serving(llm, embeddings=str(folder)) as address:
+        place = f"{address}/v1/documents"
+        for name, text in texts.items():
+            assert httpx2.put(f"{place}/{name}", content=text.encode()).status_code == 201
+        for name, text in texts.items():
+            found = httpx2.get(place, params={"query": text, "top_k": 2}).json()["data"]
+            assert (found[0]["id"], found[0]["snippet"]) == (name, text)
+            assert found[0]["score"] == pytest.approx(1.0, abs=1e-5)
+            body = {
+                "messages": [{"role": "user", "content": text}],
+                "documents": {"search": {"query": None, "top_k": 1}},
+                "max_tokens": 2,
+            }
+            made = httpx2.post(f"{address}/v1/chat/completions", json=body).json()
+            assert [one["name"] for one in made["usage"]["keyhole"]["documents"]] == [name]
+        for name in texts:
+            assert httpx2.delete(f"{place}/{name}").status_code == 200
+        left = httpx2.get(place, params={"query": "lamp"}).json()["data"]
+        assert not texts.keys() & {one["id"] for one in left}

@@ -135,7 +135,7 @@ def reused_object(reused: Reused | None) -> dict[str, Any] | None:
     """What was reused for JSON, its maps of tokens as runs."""
     if reused is None:
         return None
-    return {**vars(reused), "kept": _runs(reused.kept), "written": _runs(reused.written)}
+    return {**vars(reused), "kept": _runs(reused.kept), "recomputed": _runs(reused.recomputed)}
 
 
 def _runs(tokens: Tensor) -> list[list[list[int]]]:
@@ -303,8 +303,8 @@ class Ask:
     Documents follow each other in the order given, between --prefix and the question, which is an
     argument or comes on stdin ("-", or nothing and a pipe). --reuse says what is kept of what is
     stored and what is computed again, --policy what each step of the answer reads of that. With
-    --json, `kept` and `written` list, per layer, the runs [start, stop) of tokens, all documents in
-    a row.
+    --json, `kept` and `recomputed` list, per layer, the runs [start, stop) of tokens, all documents
+    in a row.
     """
 
     add_arguments = staticmethod(_add_ask_arguments)

@@ -39,12 +39,12 @@ def encode(
     *,
     block_size: int,
     chunk: int,
-    lookahead: HeadRunner | None = None,
+    head_runner: HeadRunner | None = None,
 ) -> DocumentRecord:
     """The record of a document, its tensors on the CPU; all of it at once.
 
-    tokens: int64 [n]; chunk: tokens that run at once. lookahead: whose head's keys are stored too,
-    where they cannot be made from tokens alone. CapacityError if n tokens do not fit into the
+    tokens: int64 [n]; chunk: tokens that run at once. head_runner: its head's keys are stored too,
+    where they cannot be computed from tokens alone. CapacityError if n tokens do not fit into the
     cache.
     """
     pages = allocate(cache, len(tokens))
@@ -56,7 +56,7 @@ def encode(
             pages,
             block_size=block_size,
             size=lambda left: min(left, chunk),
-            lookahead=lookahead,
+            head_runner=head_runner,
         )
         while True:
             next(work)
@@ -87,15 +87,15 @@ def encode_in_pieces(
     *,
     block_size: int,
     size: Callable[[int], int],
-    lookahead: HeadRunner | None = None,
+    head_runner: HeadRunner | None = None,
 ) -> Encoding:
     """`encode` as a generator, so that other work can run between its pieces.
 
     pages: where it is computed, of the caller, who frees them. size: how many of the tokens that
     are left run at once.
     """
-    named = None if lookahead is None else lookahead.stored_as
-    head = None if lookahead is None or named is None else HeadEncoding(lookahead)
+    named = None if head_runner is None else head_runner.stored_as
+    head = None if head_runner is None or named is None else HeadEncoding(head_runner)
     watch = _Watch(cache, len(tokens), block_size, model.device)
     table = torch.tensor(pages, device=model.device)
     # No progress bar for a short document.

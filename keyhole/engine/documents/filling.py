@@ -60,7 +60,7 @@ class Reused:
     other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
     recompute_ratio: those computed again in some layer / all. tokens_not_computed: the others.
     bytes_read: from the store, block statistics included. kept: bool [L, T], what each layer keeps
-    of all tokens of documents. written: bool [L, T], what each layer computed again of these.
+    of all tokens of documents. recomputed: bool [L, T], what each layer computed again of these.
     """
 
     documents: Sequence[str]
@@ -71,7 +71,7 @@ class Reused:
     tokens_not_computed: int
     bytes_read: int
     kept: Tensor
-    written: Tensor
+    recomputed: Tensor
 
 
 @dataclass(frozen=True, eq=False)

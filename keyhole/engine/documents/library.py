@@ -144,8 +144,8 @@ class Documents:
         with_head: with the keys of this engine's retrieval head, if it has one that needs features.
         A document that was stored without them is encoded again, once, and stored with them.
         """
-        lookahead = self._engine.lookahead if with_head else None
-        head = None if lookahead is None else lookahead.stored_as
+        head_runner = self._engine.head_runner if with_head else None
+        head = None if head_runner is None else head_runner.stored_as
         document = self.store.open(name)
         while head is not None and head not in document.heads:
             with document:
@@ -195,7 +195,7 @@ class Documents:
             pages,
             block_size=block_size,
             size=engine.scheduler.encoding_size,
-            lookahead=engine.lookahead,
+            head_runner=engine.head_runner,
         )
         done = 0
         try:

@@ -49,11 +49,11 @@ class Loader:
     """
 
     def __init__(
-        self, context: Context, cache: PageCache, turns: RopeShift, device: torch.device
+        self, context: Context, cache: PageCache, rope_shift: RopeShift, device: torch.device
     ) -> None:
         self._context = context
         self._cache = cache
-        self._turns = turns
+        self._rope_shift = rope_shift
         self._device = device
         self._positions = context.positions
         lengths = [document.length for document in context.documents]
@@ -123,9 +123,9 @@ class Loader:
         value = None
         if parts[0][1] is not None:
             value = torch.cat([values for _, values in parts if values is not None])
-        if self._context.reuse.turns:
+        if self._context.reuse.shifts_rope:
             by = torch.from_numpy(self._by[tokens]).to(self._device)
-            key = self._turns.turn(layer, key, by[:, None])
+            key = self._rope_shift.turn(layer, key, by[:, None])
         slots = torch.from_numpy(pages.slots(self._positions[tokens])).to(self._device)
         values = None if value is None else self._cache.values[layer]
         kernels.append(self._cache.keys[layer], values, key, value, slots)
@@ -169,8 +169,8 @@ class Loader:
 
             def turned(parts: list[Tensor]) -> tuple[Tensor, ...]:
                 joined = torch.cat([part.float() for part in parts])
-                if self._context.reuse.turns:
-                    joined = self._turns.turn(layer, joined, by)
+                if self._context.reuse.shifts_rope:
+                    joined = self._rope_shift.turn(layer, joined, by)
                 return tuple(joined.split(counts))
 
             keys = turned([facts.block_keys for facts in stored])
@@ -198,9 +198,9 @@ class Loader:
             self._extremes[index] = self._context.documents[index].extreme_keys()
         # Turned ones are not kept: they are used once, and those of all layers would be many.
         stored = self._extremes[index][layer].float()
-        if not self._context.reuse.turns:
+        if not self._context.reuse.shifts_rope:
             return stored
-        return self._turns.turn(layer, stored, self._context.offsets[index])
+        return self._rope_shift.turn(layer, stored, self._context.offsets[index])
 
 
 class _Lazy(Sequence[_T]):
@@ -222,19 +222,19 @@ class _Lazy(Sequence[_T]):
 class HeadEncoding:
     """Collects the head's keys of a document, chunk by chunk, while it is encoded."""
 
-    def __init__(self, lookahead: HeadRunner) -> None:
-        self._lookahead = lookahead
+    def __init__(self, head_runner: HeadRunner) -> None:
+        self._head_runner = head_runner
         self._keys: list[Tensor] = []
         self._last: Tensor | None = None
 
     @torch.no_grad()
     def add(self, token_ids: Tensor, batch: Batch) -> None:
         """Adds the next chunk's tokens, int64 [T], after their forward pass."""
-        fused = self._lookahead.fuse(batch)
+        fused = self._head_runner.fuse(batch)
         assert fused is not None, "only a head with features has something to store"
         last = torch.zeros_like(fused[0]) if self._last is None else self._last
         before = torch.cat([last[None], fused[:-1]])
-        self._keys.append(self._lookahead.head.project(token_ids, before)[1].cpu())
+        self._keys.append(self._head_runner.head.project(token_ids, before)[1].cpu())
         self._last = fused[-1]
 
     def record(self) -> HeadRecord:
@@ -248,13 +248,13 @@ class PlacedHead:
 
     def __init__(
         self,
-        lookahead: HeadRunner,
+        head_runner: HeadRunner,
         cache: PageCache,
         context: Context,
         token_ids: np.ndarray,
         device: torch.device,
     ) -> None:
-        self._lookahead = lookahead
+        self._head_runner = head_runner
         self._cache = cache
         self._context = context
         self._token_ids = token_ids
@@ -265,7 +265,7 @@ class PlacedHead:
 
     def take(self, positions: np.ndarray, batch: Batch) -> None:
         """Takes features of tokens, int64 positions, that were computed in this prompt."""
-        fused = self._lookahead.fuse(batch)
+        fused = self._head_runner.fuse(batch)
         if fused is not None:
             self._known.append(positions)
             self._fused.append(fused)
@@ -275,7 +275,7 @@ class PlacedHead:
 
         A piece at each step of the iteration.
         """
-        name = self._lookahead.stored_as
+        name = self._head_runner.stored_as
         if name is None:
             yield from self._make(positions, None, pages)
             return
@@ -320,12 +320,12 @@ class PlacedHead:
             part = slice(start, start + _PIECE)
             ids = torch.from_numpy(self._token_ids[positions[part]]).to(self._device)
             before = None if fused is None else fused[part]
-            keys = self._lookahead.head.project(ids, before)[1]
+            keys = self._head_runner.head.project(ids, before)[1]
             self._put(keys, positions[part], pages)
             yield
 
     def _put(self, keys: Tensor, positions: np.ndarray, pages: PageList) -> None:
-        head: RetrievalHead = self._lookahead.head
+        head: RetrievalHead = self._head_runner.head
         keys = head.turned(keys, torch.from_numpy(positions).to(self._device))
         slots = torch.from_numpy(pages.slots(positions)).to(self._device)
-        self._lookahead.put(keys, slots)
+        self._head_runner.put(keys, slots)

@@ -1,10 +1,11 @@
 """Fills a prompt's pages with stored documents, as its reuse method decides.
 
-The method makes up to three decisions: which tokens the question reads first (`glance`), which to
-keep and recompute (`plan`), and a revision of it (`revise`) after a probe layer that is computed
-for all tokens. Everything else of SamKV (arXiv 2508.11661, section 3) is done here: stored keys are
-read block by block, RoPE is re-applied, and they are written into pages; the prefix, the separators
-and the recomputed tokens are computed at their true positions; the retrieval head's keys come last.
+The method makes up to three decisions: which tokens the question reads first
+(`question_context`), which to keep and recompute (`plan`), and a revision of it (`revise`) after a
+probe layer that is computed for all tokens. Everything else of SamKV (arXiv 2508.11661, section 3)
+is done here: stored keys are read block by block, RoPE is re-applied, and they are written into
+pages; the prefix, the separators and the recomputed tokens are computed at their true positions;
+the retrieval head's keys come last.
 The engine computes the question itself over the result like any other prompt.
 
 The work is divided into units, which `DocumentFiller` runs in the remaining time of steps.
@@ -52,7 +53,7 @@ _T = TypeVar("_T")
 _Work = Generator[str, None, _T]
 
 
-class Preparation:
+class DocumentPrefill:
     """Prepares prompts of stored documents for one engine.
 
     chunk: the most tokens of a forward pass; `pace` may allow fewer. prefix: the prefix cache,
@@ -66,7 +67,7 @@ class Preparation:
         policy: Policy,
         chunk: int,
         pace: Pace,
-        lookahead: HeadRunner | None = None,
+        head_runner: HeadRunner | None = None,
         prefix: PrefixIndex | None = None,
     ) -> None:
         self._model = model
@@ -74,9 +75,9 @@ class Preparation:
         self._policy = policy
         self._chunk = chunk
         self._pace = pace
-        self._lookahead = lookahead
+        self._head_runner = head_runner
         self._known = prefix
-        self._turns = RopeShift.of(model)
+        self._rope_shift = RopeShift.of(model)
 
     def check(self, context: Context) -> None:
         """Checks that the method supports the documents and the policy.
@@ -166,20 +167,20 @@ class Preparation:
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
-        return Loader(context, self._cache, self._turns, self._model.device)
+        return Loader(context, self._cache, self._rope_shift, self._model.device)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
         """Writes the retrieval head's keys of a prompt; None without a head."""
-        if self._lookahead is None:
+        if self._head_runner is None:
             return None
-        return PlacedHead(self._lookahead, self._cache, context, tokens, self._model.device)
+        return PlacedHead(self._head_runner, self._cache, context, tokens, self._model.device)
 
 
 class _Prompt:
     """The units that fill the pages of one prompt."""
 
     def __init__(
-        self, owner: Preparation, context: Context, pages: PageList, tokens: np.ndarray
+        self, owner: DocumentPrefill, context: Context, pages: PageList, tokens: np.ndarray
     ) -> None:
         self._owner = owner
         self._context = context
@@ -200,9 +201,9 @@ class _Prompt:
         yield from self._need(self._always)
         yield from self._prefix()
         query = None
-        glance = self._reuse.glance(placed)
-        if glance is not None:
-            query = yield from self._first_reading(glance)
+        question_context = self._reuse.question_context(placed)
+        if question_context is not None:
+            query = yield from self._first_reading(question_context)
         if self._reuse.reads_facts:
             yield from _each("facts", self._loader.facts())
         yield "plan"
@@ -216,12 +217,12 @@ class _Prompt:
 
     def _write(self, plan: RecomputePlan) -> _Work[None]:
         """Loads and computes what the plan names; releases all other pages."""
-        again = plan.written.any(0)
+        again = plan.recomputed.any(0)
         needed = plan.kept | again
         places = self._documents[needed.any(0).numpy()]
         self._pages.keep(np.concatenate([self._always, places]))
         yield from self._need(places)
-        stored = needed if self._reuse.fuses else needed & ~plan.written
+        stored = needed if self._reuse.fuses else needed & ~plan.recomputed
         yield from _each("load", self._loader.load(stored, self._pages))
         yield from self._compute(plan, again)
         places = self._documents[plan.kept.any(0).numpy()]
@@ -250,7 +251,7 @@ class _Prompt:
 
     def _report(self, plan: RecomputePlan) -> Reused:
         """What was kept, computed and read."""
-        again = plan.written.any(0)
+        again = plan.recomputed.any(0)
         return Reused(
             documents=[document.info.name for document in self._context.documents],
             lengths=[document.length for document in self._context.documents],
@@ -260,13 +261,13 @@ class _Prompt:
             tokens_not_computed=int((~again).sum()),
             bytes_read=self._loader.bytes_read,
             kept=plan.kept,
-            written=plan.written,
+            recomputed=plan.recomputed,
         )
 
     def _checked(self, plan: RecomputePlan) -> RecomputePlan:
-        kept, written = plan.kept.cpu(), plan.written.cpu()
-        assert not (written & ~kept).any(), "a token that is computed again must be kept"
-        return RecomputePlan(kept, written, plan.shares)
+        kept, again = plan.kept.cpu(), plan.recomputed.cpu()
+        assert not (again & ~kept).any(), "a token that is computed again must be kept"
+        return RecomputePlan(kept, again, plan.shares)
 
     def _prefix(self) -> _Work[None]:
         """Computes the prefix like the start of any prompt."""
@@ -283,9 +284,9 @@ class _Prompt:
             if self._head is not None:
                 self._head.take(part, batch)
 
-    def _first_reading(self, glance: Tensor) -> _Work[list[Tensor]]:
-        """The question's queries per layer over what `glance` names."""
-        first = glance.cpu()
+    def _first_reading(self, question_context: Tensor) -> _Work[list[Tensor]]:
+        """The question's queries per layer over what `question_context` names."""
+        first = question_context.cpu()
         question = np.arange(self._context.end, len(self._tokens))
         yield from self._need(np.concatenate([self._documents[first.numpy()], question]))
         layers = self._loader.num_layers
@@ -305,7 +306,7 @@ class _Prompt:
 
     def _deviation(self, plan: RecomputePlan, layer: int) -> _Work[Tensor]:
         """Computes the first layers for all tokens that the plan writes there."""
-        again = plan.written[: layer + 1].all(0)
+        again = plan.recomputed[: layer + 1].all(0)
         places = self._documents[again.numpy()]
         yield from self._need(places)
         stored = torch.zeros_like(plan.kept)
@@ -330,9 +331,9 @@ class _Prompt:
             return
         written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
         column = torch.from_numpy(np.searchsorted(rows, places))
-        written[:, column] = plan.written[:, again]
+        written[:, column] = plan.recomputed[:, again]
         seen = self._seen(plan.kept | again, self._apart)
-        update = self._reuse.blend if self._reuse.fuses else None
+        update = self._reuse.fuse if self._reuse.fuses else None
         yield from self._pass(rows, seen, written=written, update=update, head=self._head)
 
     def _seen(self, kept: Tensor, more: np.ndarray) -> list[np.ndarray]:
@@ -410,18 +411,18 @@ _DONE = object()
 class DocumentFiller:
     """Fills documents in the remaining time of an engine's steps.
 
-    preparation: the `Preparation` of a policy.
+    document_prefill: the `DocumentPrefill` of a policy.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         pace: Pace,
-        preparation: Callable[[RequestPolicy], Preparation],
+        document_prefill: Callable[[RequestPolicy], DocumentPrefill],
     ) -> None:
         self._scheduler = scheduler
         self._pace = pace
-        self._preparation = preparation
+        self._document_prefill = document_prefill
 
     def go_on(self, plan: SchedulerOutput, spent: float) -> None:
         """Runs units of `plan.filling`; spent: seconds of the step so far.
@@ -451,7 +452,7 @@ class DocumentFiller:
 
     def _fill(self, sequence: Sequence) -> None:
         if sequence.filling is None:
-            sequence.filling = self._preparation(sequence.under).begin(sequence)
+            sequence.filling = self._document_prefill(sequence.under).begin(sequence)
         try:
             sequence.filling.run(self._pace)
         except OutOfPages:

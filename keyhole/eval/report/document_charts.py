@@ -108,7 +108,7 @@ class Cells:
 
     name: str
     kept: np.ndarray
-    written: np.ndarray
+    recomputed: np.ndarray
 
 
 def cells(reused: Reused, lengths: Sequence[int], block_size: int) -> list[Cells]:
@@ -118,7 +118,7 @@ def cells(reused: Reused, lengths: Sequence[int], block_size: int) -> list[Cells
         Cells(
             name,
             _shares(reused.kept[:, start:stop], block_size),
-            _shares(reused.written[:, start:stop], block_size),
+            _shares(reused.recomputed[:, start:stop], block_size),
         )
         for name, start, stop in zip(reused.documents, edges[:-1], edges[1:], strict=True)
     ]
@@ -176,8 +176,8 @@ def kept_chart(
 
 def _legend(reused: Reused) -> Iterator[tuple[str, str]]:
     """Colours and labels of the kinds of cells in the picture."""
-    stored = reused.kept & ~reused.written
-    again = reused.written
+    stored = reused.kept & ~reused.recomputed
+    again = reused.recomputed
     if bool(stored.any()):
         yield _KEPT, "kept as stored"
     if bool(again.any()):
@@ -245,16 +245,16 @@ def _draw(axis: Any, document: Cells, piece: _Piece, *, thin: bool) -> None:
             runs[_KEPT if kept > 0 else _DROPPED].append((piece.place + number, width))
         for color, run in runs.items():
             axis.broken_barh(run, (top, high), facecolors=color, linewidth=0)
-        for start, fill in _fills(document.written[layer], piece):
+        for start, fill in _fills(document.recomputed[layer], piece):
             part = high * fill
             axis.broken_barh(
                 [(start, width)], (top + high - part, part), facecolors=_WRITTEN, linewidth=0
             )
 
 
-def _fills(written: np.ndarray, piece: _Piece) -> Iterator[tuple[float, float]]:
+def _fills(recomputed: np.ndarray, piece: _Piece) -> Iterator[tuple[float, float]]:
     """Where a cell is computed again, and how much of it is filled."""
-    for number, share in enumerate(written[piece.first : piece.last].tolist()):
+    for number, share in enumerate(recomputed[piece.first : piece.last].tolist()):
         if share > 0:
             yield piece.place + number, max(share, _LEAST_FILL)
 

@@ -33,7 +33,7 @@ def passages_of(documents: Documents, reused: Reused, tokenizer: Any) -> list[di
                 "name": name,
                 "tokens": length,
                 "kept": _passages(reused.kept[:, part], text, spans),
-                "recomputed": _passages(reused.written[:, part], text, spans),
+                "recomputed": _passages(reused.recomputed[:, part], text, spans),
             }
         )
         start += length

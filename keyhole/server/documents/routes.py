@@ -25,10 +25,23 @@ from keyhole.server.state import State, state_of
 router = APIRouter(prefix="/v1/documents")
 
 _Any = TypeVar("_Any")
+_JSON, _TEXT = {"schema": DocumentBody.model_json_schema()}, {"schema": {"type": "string"}}
+#: Its body is read as it is, so FastAPI cannot describe it.
+_PUT = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": _JSON, "text/plain": _TEXT},
+    }
+}
+#: Statuses of what is stored.
+_STORED: dict[str, Any] = {
+    "status_code": 201,
+    "responses": {202: {"description": "taken, and encoded later: `wait` was false"}},
+}
 _NOT_ENCODED = "another model encoded it, this one has not; store it again"
 
 
-@router.put("/{name:path}")
+@router.put("/{name:path}", openapi_extra=_PUT, **_STORED)
 async def put(name: str, request: Request, wait: bool = True) -> Response:
     """Stores a text: the body itself, or JSON with "text"."""
     raw = await request.body()
@@ -45,7 +58,7 @@ async def put(name: str, request: Request, wait: bool = True) -> Response:
     return await _store(request, name, body, wait=wait)
 
 
-@router.post("")
+@router.post("", **_STORED)
 async def post(
     request: Request,
     file: Annotated[UploadFile, File()],

@@ -63,14 +63,14 @@ def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
 
 def memory_for(model: Model, policy: Policy, folder: Path, pages: int, below: int) -> int:
     """The least memory that holds so many pages with so many layers below."""
-    plan = engine_of(model, policy, memory="1GiB", offload=folder).placement
+    plan = engine_of(model, policy, memory="1GiB", offload=folder).offloader
     assert plan is not None
     return plan.plan.model.cache_bytes(pages, below)
 
 
 def buffer_bytes(engine: Engine) -> int:
-    assert engine.placement is not None
-    buffers = engine.placement.prefetcher._buffers.values()
+    assert engine.offloader is not None
+    buffers = engine.offloader.prefetcher._buffers.values()
     return sum(b.keys.untyped_storage().nbytes() + b.entries.nbytes for b in buffers)
 
 
@@ -93,18 +93,18 @@ def test_results_do_not_change_when_layers_move(
     movable = policy.resolve(plain.geometry).offloadable(plain.geometry)
     memory = memory_for(model, policy, tmp_path, pages, min(4, len(movable) - 1))
     engine = engine_of(model, policy, memory=memory, offload=tmp_path)
-    assert engine.placement is not None
+    assert engine.offloader is not None
     found = [engine.add(text, params, keep_logits=True) for text in texts]
     seen, ended, last = set(), set(), {}
     for _ in steps(engine):
-        seen.add(engine.placement.offloaded)
+        seen.add(engine.offloader.offloaded)
         # A request's number is that of its last step; when the first ends, layers may come up.
-        last |= dict.fromkeys({0, 1} - ended, engine.placement.offloaded)
+        last |= dict.fromkeys({0, 1} - ended, engine.offloader.offloaded)
         ended |= {i for i, r in enumerate(found) if r.is_finished}
         measured = engine.cache.resident_bytes + buffer_bytes(engine)
         assert measured <= memory
-        planned = engine.placement.plan.model.cache_bytes(
-            engine.cache.capacity, engine.placement.offloaded
+        planned = engine.offloader.plan.model.cache_bytes(
+            engine.cache.capacity, engine.offloader.offloaded
         )
         # The plan is to be within 5 % of what is there; it also counts 8 bytes per page of table,
         # which are not in these tensors.

@@ -193,7 +193,7 @@ def test_what_stands_in_the_rows_of_nobody_reaches_no_one(
         engine, _ = recorded_engine(
             monkeypatch, lambda: make_engine(model, small(name), max_batch=5)
         )
-        steps_of(engine)._nobody["token_ids"] = token
+        steps_of(engine)._padding_row["token_ids"] = token
         if token:
             aside = engine.cache.set_aside()
             for tensor in engine.cache._tensors():

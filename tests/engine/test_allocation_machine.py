@@ -25,7 +25,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
-from tests.engine.test_placement import buffer_bytes
+from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt
 from tests.policies.recording import PAGE, run
 
@@ -60,8 +60,8 @@ class Machine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.memory = cache_bytes(pages, below)
         self.engine = engine_of(memory=self.memory, offload=self.folder.name, prefix_cache=prefix)
-        assert self.engine.placement is not None
-        self.placement = self.engine.placement
+        assert self.engine.offloader is not None
+        self.offloader = self.engine.offloader
         self.requests: list[Sequence] = []
         self.before = 0
         runner = self.engine._runner
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
     def check(self, preempted: bool) -> None:
         """Between planning a step and running it."""
         engine, running = self.engine, self.engine.scheduler.running
-        found = self.placement.offloaded
+        found = self.offloader.offloaded
         assert engine.cache.resident_bytes + buffer_bytes(engine) <= self.memory
         assert cache_bytes(engine.cache.capacity, found) <= self.memory
         used = len({page for request in running for page in request.pages if page != NO_PAGE})
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
                 run(plain)
                 found, wanted = torch.stack(request.logits), torch.stack(alone.logits)
                 assert (found - wanted[: len(found)]).abs().max() <= 1e-4
-        self.placement.prefetcher.close()
+        self.offloader.prefetcher.close()
         self.folder.cleanup()
 
 

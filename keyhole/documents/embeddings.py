@@ -1,0 +1,254 @@
+"""Which stored documents mean what a query means: a `Retriever` by sentence embeddings.
+
+A transformers encoder in a folder, such as one of sentence-transformers, makes a vector of each
+passage of a text: the mean of its last hidden states. sqlite-vec compares vectors by their cosine.
+Needs the extra `keyhole[embeddings]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from keyhole.config import is_count, require
+from keyhole.documents.index import DocumentInfo
+from keyhole.documents.search import Found
+from keyhole.errors import ConfigError
+
+if TYPE_CHECKING:
+    import apsw
+
+__all__ = ["EmbeddingSearch", "SentenceEncoder"]
+
+_WAIT_MS = 60_000
+#: Passages that are encoded at once.
+_BATCH = 16
+#: Tokens that a passage shares with the one before it, so that no sentence is cut in both.
+_OVERLAP = 32
+_SNIPPET = 200
+#: Positions that relatives of BERT leave unused before a text, and room for special tokens around
+#: it and for a word that is cut, whose parts may be more tokens.
+_UNUSED, _ROOM = 2, 4
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS passages (name TEXT, digest TEXT, text TEXT, vector BLOB);
+CREATE INDEX IF NOT EXISTS names ON passages (name, digest);
+PRAGMA secure_delete = ON;
+"""
+# The passage of a group is that of the minimum: SQLite's rule for columns beside min().
+_SEARCH = """
+SELECT name, 1 - min(vec_distance_cosine(vector, ?)) AS score, text FROM passages
+GROUP BY name ORDER BY score DESC, name LIMIT ?
+"""
+
+
+class SentenceEncoder:
+    """A model of transformers in a folder, with mean pooling; nothing is downloaded.
+
+    ConfigError for a folder that has none, that pools in another way, or whose weights are pickled.
+    digest: of what is in the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        for name in ("apsw", "sqlite_vec"):
+            if importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    "search by embeddings needs more packages: pip install 'keyhole[embeddings]'"
+                )
+        place = Path(folder)
+        if not place.is_dir():
+            raise ConfigError(f"embeddings {str(folder)!r} must be a folder with an encoder")
+        modules = _json(place / "modules.json") or []
+        _check_modules(place, modules)
+        place = place / next((one.get("path", "") for one in modules), "")
+        named: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            config = AutoConfig.from_pretrained(place, **named)
+            require(not config.is_encoder_decoder, "embeddings", str(folder), "an encoder alone")
+            self._tokenizer = AutoTokenizer.from_pretrained(place, **named)
+            self._model = AutoModel.from_pretrained(
+                place, config=config, use_safetensors=True, dtype=torch.float32, **named
+            ).eval()
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(f"embeddings {str(folder)!r} cannot be loaded: {first}") from error
+        if not self._tokenizer.is_fast:
+            raise ConfigError(f"embeddings {str(folder)!r} needs a fast tokenizer")
+        prompts = (_json(place / "config_sentence_transformers.json") or {}).get("prompts") or {}
+        self._query = str(prompts.get("query") or "")
+        self._passage = str(prompts.get("document") or prompts.get("passage") or "")
+        most = getattr(config, "max_position_embeddings", None) or 512
+        most = (_json(place / "sentence_bert_config.json") or {}).get("max_seq_length") or most
+        prefix = max(len(self._tokenizer.tokenize(text)) for text in (self._query, self._passage))
+        self._limit = min(most, self._tokenizer.model_max_length) - _UNUSED
+        self._most = self._limit - _ROOM - prefix
+        least = _OVERLAP + _UNUSED + _ROOM + prefix
+        require(self._most > _OVERLAP, "max_position_embeddings", most, f"above {least}")
+        self.digest = _digest(place)
+
+    def passages(self, text: str) -> list[str]:
+        """The text in parts that the model takes as a whole; they overlap."""
+        found = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        spans = found["offset_mapping"]
+        step = self._most - _OVERLAP
+        starts = range(0, max(len(spans) - _OVERLAP, 1), step)
+        parts = [spans[start : start + self._most] for start in starts]
+        return [text[part[0][0] : part[-1][1]] for part in parts if part] or [text]
+
+    def query(self, text: str) -> np.ndarray:
+        """The vector of a query, float32 [D]; what the model does not take of it is left out."""
+        vector: np.ndarray = self._encode([self._query + self.passages(text)[0]])[0]
+        return vector
+
+    def vectors(self, passages: Sequence[str]) -> np.ndarray:
+        """Of each passage its vector, float32 [n, D]."""
+        texts = [self._passage + passage for passage in passages]
+        parts = [texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH)]
+        return np.concatenate([self._encode(part) for part in parts])
+
+    @torch.inference_mode()
+    def _encode(self, texts: list[str]) -> np.ndarray:
+        given = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt"
+        )
+        states = self._model(**given).last_hidden_state
+        weights = given["attention_mask"].unsqueeze(-1).to(states.dtype)
+        mean: np.ndarray = ((states * weights).sum(1) / weights.sum(1)).numpy()
+        return mean
+
+
+class EmbeddingSearch:
+    """Documents with a passage near the query's meaning; score: the cosine, from -1 to 1.
+
+    path: the table's file, which can be made again from the texts at any time.
+    """
+
+    def __init__(self, path: Path, encoder: SentenceEncoder) -> None:
+        self._path, self._encoder = path, encoder
+        self._guard = threading.Lock()
+
+    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
+        """See `Retriever`."""
+        # Another encoder makes all passages anew.
+        wanted = {info.name: f"{info.digest} {self._encoder.digest}" for info in documents}
+        with self._table() as table:
+            rows = set(table.execute("SELECT DISTINCT name, digest FROM passages"))
+            gone = rows - wanted.items()
+            table.executemany("DELETE FROM passages WHERE name = ? AND digest = ?", gone)
+            for name, digest in sorted(wanted.items() - rows):
+                found = text(name)
+                if found is not None:
+                    passages = self._encoder.passages(found)
+                    vectors = self._encoder.vectors(passages)
+                    made = [
+                        (name, digest, passage, vector.tobytes())
+                        for passage, vector in zip(passages, vectors, strict=True)
+                    ]
+                    table.executemany("INSERT INTO passages VALUES (?, ?, ?, ?)", made)
+
+    def search(self, query: str, top_k: int) -> list[Found]:
+        """See `Retriever`."""
+        require(is_count(top_k), "top_k", top_k, "at least 1")
+        if not query.strip():
+            return []
+        vector = self._encoder.query(query).tobytes()
+        with self._table() as table:
+            rows: list[Any] = table.execute(_SEARCH, (vector, top_k)).fetchall()
+        return [
+            Found(name=name, score=score, snippet=text[:_SNIPPET] + "…" * (len(text) > _SNIPPET))
+            for name, score, text in rows
+        ]
+
+    @contextmanager
+    def _table(self) -> Iterator[apsw.Connection]:
+        """The table in a transaction. ConfigError if it cannot be used."""
+        import apsw
+
+        try:
+            with self._guard:
+                connection = self._open()
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                    yield connection
+                    connection.execute("COMMIT")  # without it, closing rolls back
+                finally:
+                    connection.close()
+        except apsw.Error as error:
+            raise ConfigError(f"the table for searches {self._path} fails: {error}") from error
+
+    def _open(self) -> apsw.Connection:
+        import apsw
+
+        try:
+            return self._connect()
+        except (apsw.NotADBError, apsw.CorruptError):
+            for suffix in ("", "-journal"):
+                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            return self._connect()
+
+    def _connect(self) -> apsw.Connection:
+        import apsw
+        import sqlite_vec
+
+        connection = apsw.Connection(str(self._path))
+        try:
+            connection.set_busy_timeout(_WAIT_MS)
+            connection.enable_load_extension(True)
+            connection.load_extension(sqlite_vec.loadable_path())
+            connection.enable_load_extension(False)
+            connection.execute(_SCHEMA)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _json(path: Path) -> Any:
+    """What a file says; None without it."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+
+
+def _check_modules(folder: Path, modules: list[dict[str, Any]]) -> None:
+    """ConfigError for steps of sentence-transformers that are not taken here."""
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise ConfigError(
+                f"embeddings {str(folder)!r} has a step {kind!r} that is unknown here"
+            )
+        if kind == "Pooling":
+            settings = _json(folder / module.get("path", "") / "config.json") or {}
+            others = [
+                name
+                for name, value in settings.items()
+                if name.startswith("pooling_mode") and value not in (False, "mean")
+            ]
+            if set(others) - {"pooling_mode_mean_tokens"}:
+                raise ConfigError(
+                    f"embeddings {str(folder)!r} pools by {', '.join(others)}; only the mean is "
+                    "known"
+                )
+
+
+def _digest(folder: Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        with path.open("rb") as file:
+            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:32]
