@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -74,16 +75,24 @@ def _handler(convert: Any) -> Any:
 
 async def models(request: Request) -> Response:
     """The model that is served."""
+    return JSONResponse({"object": "list", "data": [_model(state_of(request))]})
+
+
+async def model(name: str, request: Request) -> Response:
+    """The model that is served, by its name."""
     state = state_of(request)
-    created = Answer("model", state.name).created
-    model = {
+    state.check_model(name)
+    return JSONResponse(_model(state))
+
+
+def _model(state: State) -> dict[str, Any]:
+    return {
         "id": state.name,
         "object": "model",
-        "created": created,
+        "created": Answer("model", state.name).created,
         "owned_by": "keyhole",
         "max_model_len": state.most_tokens,
     }
-    return JSONResponse({"object": "list", "data": [model]})
 
 
 async def health(request: Request) -> Response:
@@ -139,8 +148,9 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     return JSONResponse({"prompt": text})
 
 
-_PLAIN = {
+_PLAIN: dict[str, Callable[..., Any]] = {
     "/v1/models": models,
+    "/v1/models/{name:path}": model,
     "/health": health,
     "/ready": ready,
     "/version": version,
