@@ -324,7 +324,7 @@ class LLM:
         """
         with self.engine.lock:
             under = self.engine.under(policy)
-            tokens = self._tokens(prompt)
+            tokens = self.tokens(prompt)
             return self.engine.add(tokens, _single(params), after=after, under=under, caller=caller)
 
     def submit_chat(
@@ -390,7 +390,7 @@ class LLM:
         each = params_for(params, len(prompts))
         with self.engine.lock:
             under = self.engine.under(policy)
-            tokens = [self._tokens(prompt) for prompt in prompts]
+            tokens = [self.tokens(prompt) for prompt in prompts]
             for one, settings in zip(tokens, each, strict=True):
                 self.engine.check(one, settings, under=under)
             groups = []
@@ -442,7 +442,8 @@ class LLM:
             for sequence in sequences:
                 self.engine.abort(sequence)
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt; RequestError for what is none, or is empty."""
         ids = given_ids("a prompt", prompt)
         if ids is not None:
             return ids

@@ -293,8 +293,7 @@ def adopt(
 def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Model:
     """A network with our attention, ready to run, with the facts in its files."""
     if isinstance(tokenizer, str | Path):
-        words = named(tokenizer)
-        tokenizer = _tokenizer(ModelFiles(words, Path(words), None, False))
+        tokenizer = load_tokenizer(named(tokenizer))
     config = network.config
     _check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
@@ -336,6 +335,11 @@ def read_config(found: ModelFiles) -> Any:
         raise ModelError(
             f"the config of {found.shown!r} cannot be read: {_line(error)}{why}"
         ) from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder or hub id; None for a folder without one. ModelError if damaged."""
+    return _tokenizer(ModelFiles(name, Path(name), None, False))
 
 
 def _tokenizer(found: ModelFiles) -> Any:

@@ -152,7 +152,8 @@ def load_model(arguments: argparse.Namespace) -> Model:
             terminal.status(measured)
 
     measure.device(arguments.device)  # before the weights
-    return load_files(found, arguments.device, arguments.dtype, accept=accept)
+    tokenizer = getattr(arguments, "tokenizer", None)
+    return load_files(found, arguments.device, arguments.dtype, tokenizer, accept)
 
 
 def is_bundled(model: str | None) -> bool:
