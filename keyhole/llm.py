@@ -50,9 +50,9 @@ class LLM:
     threads run in one batch. `AsyncLLM` is the same for asyncio.
 
     Args:
-        model: A folder, a name on the Hugging Face hub, "tiny" (the bundled demonstration model), a
-            model loaded by transformers, which is not changed, or a model from
-            `keyhole.models.loading.load`. Loaded models share their weights.
+        model: A folder, a name on the Hugging Face hub, a GGUF file, "tiny" (the bundled
+            demonstration model), a model loaded by transformers, which is not changed, or a model
+            from `keyhole.models.loading.load`. Loaded models share their weights.
         policy: An object such as `Delta(token_budget=1024)`, text such as
             "delta:token_budget=1024", the path of a settings file written by
             `keyhole eval --suite paper`, or None for dense attention.

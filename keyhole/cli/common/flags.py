@@ -43,7 +43,7 @@ _REPEATED = {"tuple[str, ...]": "TEXT", "Mapping[int, float]": "ID=X"}
 
 def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
     """--model; --device and --dtype where the model is loaded."""
-    text = "folder, hub id, or tiny, the bundled demonstration model; default: tiny"
+    text = "folder, hub id, GGUF file, or tiny, the bundled demonstration model; default: tiny"
     parser.add_argument("--model", metavar="MODEL", help=text)
     if not loads:
         return
