@@ -190,23 +190,22 @@ def test_a_plan_counts_the_pages_of_requests_of_any_length(
         assert sum(model.terms(pages, i).values()) <= memory
 
 
-@given(models(), st.integers(1, 10**7), st.data())
-def test_layers_come_back_once_there_is_room_to_grow(
-    model: MemoryModel, memory: int, data: st.DataObject
-) -> None:
+def test_layers_come_back_once_there_is_room_to_grow() -> None:
     """Room for what requests may still need, but no more than an eighth of what fits."""
-    assume(model.bytes(0, 0) <= memory)
-    plan = MemoryPlan(model=model, memory=memory)
-    offloaded = data.draw(st.integers(0, len(plan.capacities) - 1))
-    pages = data.draw(st.integers(0, max(plan.capacities)))
-    growth = data.draw(st.integers(0, max(plan.capacities)))
-    least = data.draw(st.integers(0, offloaded))
-    left = plan.left_below(pages, growth, offloaded, least)
-    assert least <= left <= offloaded
-    # The layers that came back left room at every count on the way, and one more would not.
-    roomy = [pages + min(growth, most // 8) <= most for most in plan.capacities[:offloaded]]
-    assert all(roomy[left:])
-    assert left == least or not roomy[left - 1]
+    layers = 4 * (LayerMemory(token_bytes=100, slot_bytes=100, movable=True),)
+    model = MemoryModel.measured(
+        layers=layers, requests=1, token_budget=10, page_size=1, weight_bytes=0
+    )
+    plan = MemoryPlan(model=model, memory=400 * 800)
+    most, more = plan.capacities[:2]
+    assert 700 < most < more
+    assert plan.left_below(most - most // 8, 10**6, 1) == 0
+    assert plan.left_below(most - most // 8 + 1, 10**6, 1) == 1
+    assert plan.left_below(most - 3, 3, 1) == 0
+    assert plan.left_below(most - 3, 4, 1) == 1
+    assert plan.left_below(0, 0, 4) == 0
+    assert plan.left_below(0, 0, 4, 2) == 2
+    assert plan.left_below(most + 1, 0, 3) == 1
 
 
 def test_the_last_layers_go_below_first_and_windows_never() -> None:
