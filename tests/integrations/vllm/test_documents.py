@@ -18,6 +18,7 @@ from vllm.exceptions import VLLMValidationError
 
 from keyhole.config import SamplingParams
 from keyhole.llm import LLM
+from tests.cache.test_documents_remote import ShareFileSystem
 from tests.integrations.vllm.engines import (
     PAGE_SIZE,
     make_checkpoint,
@@ -78,7 +79,8 @@ def engine(checkpoint: str, own: LLM, place: Path) -> vllm.LLM:
         kv_transfer_config={
             "kv_connector": "KeyholeConnector",
             "kv_role": "kv_consumer",
-            "kv_connector_extra_config": {"documents": str(place)},
+            # Through fsspec, by byte ranges, as from another machine.
+            "kv_connector_extra_config": {"documents": f"{ShareFileSystem.protocol}://{place}"},
         },
     )
 
@@ -156,6 +158,31 @@ def test_such_requests_run_beside_others(engine: vllm.LLM, own: LLM) -> None:
     outputs = engine.generate(given, each, use_tqdm=False)
     got = [list(output.outputs[0].token_ids) for output in outputs]
     assert got == [list(answer.token_ids) for answer in expected]
+
+
+@pytest.mark.usefixtures("books")
+@pytest.mark.parametrize("reuse", ["epic:num_initial=8", CHOICES["share"]])
+def test_preempted_requests_load_their_documents_again(
+    reuse: str, engine: vllm.LLM, own: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    preempted: list[str] = []
+    plain = scheduler._preempt_request
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        plain(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    # 10 pages each at the start, 15 at the end, of 63.
+    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    expected = own.ask(ids(QUESTION), documents=["two"], reuse=reuse, params=params)
+    each = asked(["two"], reuse=reuse)
+    each.max_tokens = 150
+    prompts = [ids(list(expected.prompt_token_ids))] * 6
+    outputs = engine.generate(prompts, each, use_tqdm=False)
+    assert preempted
+    assert [list(x.outputs[0].token_ids) for x in outputs] == [list(expected.token_ids)] * 6
 
 
 @pytest.mark.usefixtures("books")
