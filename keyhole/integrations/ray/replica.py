@@ -62,6 +62,7 @@ class Replica:
     """Answers what the front sends; conversations: the deployment that keeps them."""
 
     def __init__(self, settings: RaySettings, conversations: DeploymentHandle[Any]) -> None:
+        self._exporting: asyncio.Future[None] | None = None
         try:
             llm = make_llm(settings)
         except KeyholeError as error:
@@ -74,7 +75,8 @@ class Replica:
         self._exporting = asyncio.ensure_future(export(self._state.metrics.registry))
 
     def __del__(self) -> None:
-        self._exporting.cancel()
+        if self._exporting is not None:  # it is None if the engine could not start
+            self._exporting.cancel()
 
     async def answer(
         self, key: str, scope: dict[str, Any], body: bytes
