@@ -1,11 +1,13 @@
-"""What HTTP costs: `keyhole serve` beside `LLM.generate`, on the bundled model.
+"""What HTTP costs: `keyhole serve` beside `LLM.generate`, on the bundled model or a shape.
 
     python -m benchmarks.serving.overhead --output benchmarks/results/serve.jsonl
+    python -m benchmarks.serving.overhead --shape llama-3.2-1b --prompt 8 --answer 32 --rounds 3
 
 Engine and server take turns: a batch by `LLM.generate`, then as many streams over HTTP, with the
 same lengths; then single first tokens by both; and last 512 streams at once. Client and server
 share the machine's cores. A round is a pair of measurements, and what counts is the median of their
-ratios.
+ratios. Where other programs use the cores, that says little; the time of the processor that each
+process uses for a token says more.
 """
 
 from __future__ import annotations
@@ -20,22 +22,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from benchmarks.serving.soak import children
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
 from keyhole.bench.serve import measure_load
-from keyhole.bench.settings import ServeSettings
+from keyhole.bench.settings import SHAPES, ServeSettings
 from keyhole.eval.line_file import LineFile
 
 _BATCHES = (8, 32)
 _HELD = 512
+#: Of each KV cache: both engines are in memory.
+_MEMORY = "1GiB"
 #: Share of the engine's tokens per second, and milliseconds that a first token may come later.
 _SHARE, _LATER_MS = 0.95, 5.0
 
@@ -45,6 +53,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--first-tokens", type=int, default=40)
+    shapes = ", ".join(SHAPES)
+    parser.add_argument("--shape", help=f"a model with random weights instead: {shapes}")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--note", default="")
@@ -56,12 +66,18 @@ def main() -> None:
         arguments.note,
         ("python", "-m", "benchmarks.serving.overhead"),
     )
-    llm = LLM(keyhole.tiny(), max_batch=max(_BATCHES), prefix_cache=False)
-    with serving() as address:
-        line |= {"model": llm.engine.model.name, "settings": vars(arguments)}
-        line["results"] = [_batch(llm, address, n, arguments) for n in _BATCHES]
+    with ExitStack() as stack:
+        model = keyhole.tiny()
+        if arguments.shape is not None:
+            model = stack.enter_context(TemporaryDirectory(prefix="keyhole-"))
+            save_random(arguments.shape, Path(model))
+        llm = LLM(model, max_batch=max(_BATCHES), prefix_cache=False, memory=_MEMORY)
+        address, server = stack.enter_context(serving(model))
+        line |= {"model": arguments.shape or "tiny", "settings": vars(arguments)}
+        line["results"] = [_batch(llm, address, server, n, arguments) for n in _BATCHES]
         line["results"].append(_first_token(llm, address, arguments))
-        line["results"].append(_held(address, arguments))
+        if arguments.shape is None:  # hours for a large model, which changes nothing in the server
+            line["results"].append(_held(address, arguments))
     line["bars"] = _bars(line["results"])
     for bar in line["bars"]:
         print("met" if bar["met"] else "MISSED", bar["bar"], f"{bar['value']:.3f}", bar["wanted"])
@@ -69,11 +85,20 @@ def main() -> None:
         LineFile(arguments.output).add(line)
 
 
+def save_random(shape: str, folder: Path) -> None:
+    """A checkpoint of a shape: random weights in bfloat16, and the bundled model's tokenizer."""
+    fields = {"model_type": "llama"} | SHAPES[shape]
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16)
+    network.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(keyhole.tiny()).save_pretrained(folder)
+
+
 @contextmanager
-def serving() -> Iterator[str]:
-    """The address of `keyhole serve` as a process of its own."""
+def serving(model: str) -> Iterator[tuple[str, int]]:
+    """The address and the process id of `keyhole serve`."""
     flags = ["--port", "0", "--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD)]
-    command = [sys.executable, "-m", "keyhole", "serve", *flags, "--no-prefix-cache"]
+    flags += ["--no-prefix-cache", "--memory", _MEMORY, "--no-page"]
+    command = [sys.executable, "-m", "keyhole", "serve", model, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as server:
         assert server.stderr is not None
         for line in server.stderr:
@@ -85,7 +110,7 @@ def serving() -> Iterator[str]:
         # Its log is read, so that it never waits for a reader.
         reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
         try:
-            yield found[1]
+            yield found[1], server.pid
         finally:
             server.terminate()
             server.wait()
@@ -115,17 +140,29 @@ def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) 
     return result
 
 
-def _batch(llm: LLM, address: str, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def _batch(
+    llm: LLM, address: str, server: int, count: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Tokens per second of `count` at once, by the engine and over HTTP."""
     engine, http = [], []
+    used: dict[str, list[float]] = {"generate": [], "client": [], "server": [], "server_http": []}
+    tokens = count * arguments.answer
     for seed in range(arguments.rounds + 1):  # the first one warms up
         prompts = _prompts(llm, count, arguments.prompt, seed)
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), time.process_time()
         llm.generate(prompts, _params(arguments.answer))
-        engine.append(count * arguments.answer / (time.perf_counter() - begin))
+        engine.append(tokens / (time.perf_counter() - begin))
+        used["generate"].append((time.process_time() - before) / tokens)
+        mine, theirs = time.process_time(), _cpu_seconds(server)
         http.append(_load(address, count, arguments, seed=seed)["tokens_per_s"])
+        used["client"].append((time.process_time() - mine) / tokens)
+        for name, now, then in zip(
+            ("server", "server_http"), _cpu_seconds(server), theirs, strict=False
+        ):
+            used[name].append((now - then) / tokens)
         print(f"{count}: engine {engine[-1]:.0f} tokens/s, http {http[-1]:.0f}", file=sys.stderr)
     ratios = [b / a for a, b in zip(engine[1:], http[1:], strict=True)]
+    cpu = {f"{name}_us": 1e6 * statistics.median(found[1:]) for name, found in used.items()}
     return {
         "kind": "batch",
         "batch": count,
@@ -133,7 +170,17 @@ def _batch(llm: LLM, address: str, count: int, arguments: argparse.Namespace) ->
         "http_tokens_per_s": statistics.median(http[1:]),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "cpu_per_token": cpu,
     }
+
+
+def _cpu_seconds(server: int) -> list[float]:
+    """What the server's process, and the one that answers HTTP, have used so far."""
+    found = []
+    for process in (server, *children(server)):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return found
 
 
 def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[str, Any]:

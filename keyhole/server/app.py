@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -40,7 +42,15 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     failed: dict[int | str, dict[str, Any]] = {
         "default": {"model": errors.ErrorBody, "description": "what is wrong"}
     }
-    app = FastAPI(title="Keyhole", version=keyhole.__version__, responses=failed)
+    # Lets a browser send a key; the gate is what checks it.
+    keys = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
+    app = FastAPIOffline(
+        redoc_url=None,
+        title="Keyhole",
+        version=keyhole.__version__,
+        responses=failed,
+        dependencies=keys,
+    )
     state = app.state.keyhole = State(llm, config)
     app.include_router(completions.router)
     app.include_router(responses.router)

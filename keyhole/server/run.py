@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -88,6 +89,7 @@ def _serve_in_two(
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda *_: engine.drain())
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    gc.unfreeze()  # or libraries say at exit that their objects leak
     if code:
         raise KeyholeError(f"the process that answers HTTP ended with status {code}")
 
@@ -158,6 +160,8 @@ class Server(uvicorn.Server):
         """As uvicorn's; open connections get 503 for what they ask from now on."""
         self._state.admission.is_draining = True
         await super().shutdown(sockets)
+        if self._state.traces is not None:
+            await asyncio.to_thread(self._state.traces.flush)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -116,19 +116,7 @@ def test_without_the_hub_the_line_says_so() -> None:
         locate("some/deep/path")
 
 
-def test_other_formats_are_refused_by_what_they_are(path: Path, tmp_path: Path) -> None:
-    file = tmp_path / "model.Q4_K_M.gguf"
-    file.write_bytes(b"GGUF")
-    for model in (file, "other.gguf", tmp_path / "folder"):
-        if model == tmp_path / "folder":
-            model.mkdir()
-            (model / "model.gguf").write_bytes(b"GGUF")
-        with pytest.raises(ModelError, match=r"GGUF file.*cannot be read yet.*gguf_file="):
-            LLM(model)
-    (path / "model.safetensors").unlink()
-    (path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"weights are a GGUF file, model\.gguf"):
-        LLM(path)
+def test_a_file_that_is_no_model_is_refused(path: Path) -> None:
     with pytest.raises(ModelError, match="is a file; give the folder"):
         LLM(path / "config.json")
 
@@ -139,12 +127,33 @@ def test_adapters_are_never_ignored(
     monkeypatch.setattr("keyhole.models.loading.is_peft_available", lambda: False)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match=r"it is a LoRA adapter .*merge_and_unload\(\)"):
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(path)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"is a LoRA adapter, and peft.*keyhole\[lora\]"):
         LLM(adapter)
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match=r"adapter .*beside its weights.*merge_and_unload\(\)"):
+    with pytest.raises(ModelError, match=r"adapter .*beside its weights.*keyhole\[lora\]"):
         LLM(path)
+    with pytest.raises(ModelError, match="which is an adapter, too"):
+        locate(adapter)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "names no model that the adapter is for: JSONDecodeError"),
+        ("{}", "names no model that the adapter is for: KeyError"),
+        ('{"base_model_name_or_path": null}', "is for the model None, which is not found"),
+        (
+            '{"base_model_name_or_path": "some/body"}',
+            "which is not found: unknown model 'some/body'",
+        ),
+    ],
+)
+def test_the_model_of_an_adapter_must_be_there(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ModelError, match=said):
+        locate(tmp_path)
 
 
 @pytest.mark.parametrize(
