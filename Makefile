@@ -10,6 +10,7 @@ RAY_READY := .venv-ray/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
 PAGE_READY := .venv-page/.ready
+MEASURE_READY := .venv-measure/.ready
 CLIENTS_READY := .venv-clients/.ready
 AXE := 4.14.1
 DEPLOY_READY := .venv-deploy/.ready
@@ -23,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process of the tests compiles what it imports: 8 s for pytest, a second for a command.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve check test test-all test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
+.PHONY: help demo serve check test test-all coverage mutation test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -48,6 +49,17 @@ test: lint ## lint and the tests, but for the slow ones: five minutes on two cor
 
 test-all: $(READY) ## the slow tests: with `make test` before it, everything
 	@KEYHOLE_THOROUGH=1 $(PYTEST) -m slow
+
+# What the tests prove, in numbers; CONTRIBUTING.md has those of today. `make coverage` notes which test reaches which
+# line, and `make mutation` reads that.
+MEASURE := PYTHONPATH=.venv-measure .venv/bin/python -m
+
+coverage: $(MEASURE_READY) ## lines and branches that all tests reach; TESTS="..." for some of them
+	@KEYHOLE_THOROUGH=1 $(MEASURE) pytest $(or $(TESTS),-n 2 --dist=worksteal) --cov=keyhole --cov-branch --cov-context=test --cov-report=
+	@$(MEASURE) coverage report --skip-covered --sort=-miss --precision=1
+
+mutation: $(MEASURE_READY) ## small errors that the tests notice, of a sample; after `make coverage`; ARGS="keyhole/cache --sample 50"
+	@$(MEASURE) tests.mutation $(ARGS)
 
 # The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
 test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .venv-lm-eval
@@ -249,6 +261,11 @@ $(CLIENTS_READY): constraints.txt tests/server/clients/requirements.txt | $(READ
 	@rm -rf .venv-clients
 	@.venv/bin/python -m pip install -qq --target .venv-clients --constraint constraints.txt \
 	  --requirement tests/server/clients/requirements.txt
+	@touch $@
+
+$(MEASURE_READY): tests/measure.txt constraints.txt | $(READY)
+	@echo "setting up .venv-measure"
+	@.venv/bin/python -m pip install -qq --upgrade --target .venv-measure --constraint constraints.txt --requirement tests/measure.txt
 	@touch $@
 
 $(WORKFLOWS_READY): requirements/workflows.txt requirements/workflows/package-lock.json

@@ -5,10 +5,10 @@
     async for piece in llm.stream("prompt"):
         print(piece.text, end="")
 
-Nothing blocks the event loop: tokenising, opening documents and steps happen in the thread, which
-ends when there is nothing to do. A task that is cancelled, or leaves its `async for`, frees its
-request within a step. A task that reads slowly slows no other: what came meanwhile is its next
-piece.
+Nothing blocks the event loop: opening documents and steps happen in the thread, which ends when
+there is nothing to do, and prompts are tokenised in threads of their own. A task that is cancelled,
+or leaves its `async for`, frees its request within a step. A task that reads slowly slows no other:
+what came meanwhile is its next piece.
 """
 
 from __future__ import annotations
@@ -351,6 +351,10 @@ class AsyncLLM:
         whole: bool = False,
     ) -> AsyncGenerator[Piece, None]:
         (params,) = params_for(params, 1)
+        prompt = given.get("prompt")
+        if isinstance(prompt, str):  # no step waits for the tokens of a long text
+            tokens = await asyncio.to_thread(self.llm.tokens, prompt)
+            given = {**given, "prompt": {"prompt_token_ids": tokens}}
         number, inbox = next(self._numbers), _Inbox(self.llm.tokenizer, params)
         self._inboxes[number] = inbox
         arguments = {**given, "params": params}

@@ -50,9 +50,9 @@ class LLM:
     threads run in one batch. `AsyncLLM` is the same for asyncio.
 
     Args:
-        model: A folder, a name on the Hugging Face hub, "tiny" (the bundled demonstration model), a
-            model loaded by transformers, which is not changed, or a model from
-            `keyhole.models.loading.load`. Loaded models share their weights.
+        model: A folder, a name on the Hugging Face hub, a GGUF file, "tiny" (the bundled
+            demonstration model), a model loaded by transformers, which is not changed, or a model
+            from `keyhole.models.loading.load`. Loaded models share their weights.
         policy: An object such as `Delta(token_budget=1024)`, text such as
             "delta:token_budget=1024", the path of a settings file written by
             `keyhole eval --suite paper`, or None for dense attention.
@@ -324,7 +324,7 @@ class LLM:
         """
         with self.engine.lock:
             under = self.engine.under(policy)
-            tokens = self._tokens(prompt)
+            tokens = self.tokens(prompt)
             return self.engine.add(tokens, _single(params), after=after, under=under, caller=caller)
 
     def submit_chat(
@@ -390,7 +390,7 @@ class LLM:
         each = params_for(params, len(prompts))
         with self.engine.lock:
             under = self.engine.under(policy)
-            tokens = [self._tokens(prompt) for prompt in prompts]
+            tokens = [self.tokens(prompt) for prompt in prompts]
             for one, settings in zip(tokens, each, strict=True):
                 self.engine.check(one, settings, under=under)
             groups = []
@@ -442,7 +442,8 @@ class LLM:
             for sequence in sequences:
                 self.engine.abort(sequence)
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt; RequestError for what is none, or is empty."""
         ids = given_ids("a prompt", prompt)
         if ids is not None:
             return ids

@@ -1,6 +1,7 @@
-"""What HTTP costs: `keyhole serve` beside `LLM.generate`, on the bundled model.
+"""What HTTP costs: `keyhole serve` beside `LLM.generate`, on the bundled model or a shape.
 
     python -m benchmarks.serving.overhead --output benchmarks/results/serve.jsonl
+    python -m benchmarks.serving.overhead --shape llama-3.2-1b --prompt 8 --answer 32 --rounds 3
 
 Engine and server take turns: a batch by `LLM.generate`, then as many streams over HTTP, with the
 same lengths; then single first tokens by both; and last 512 streams at once. Client and server
@@ -20,22 +21,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
 from keyhole.bench.serve import measure_load
-from keyhole.bench.settings import ServeSettings
+from keyhole.bench.settings import SHAPES, ServeSettings
 from keyhole.eval.line_file import LineFile
 
 _BATCHES = (8, 32)
 _HELD = 512
+#: Of each KV cache: both engines are in memory.
+_MEMORY = "1GiB"
 #: Share of the engine's tokens per second, and milliseconds that a first token may come later.
 _SHARE, _LATER_MS = 0.95, 5.0
 
@@ -45,6 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--first-tokens", type=int, default=40)
+    shapes = ", ".join(SHAPES)
+    parser.add_argument("--shape", help=f"a model with random weights instead: {shapes}")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--note", default="")
@@ -56,9 +64,14 @@ def main() -> None:
         arguments.note,
         ("python", "-m", "benchmarks.serving.overhead"),
     )
-    llm = LLM(keyhole.tiny(), max_batch=max(_BATCHES), prefix_cache=False)
-    with serving() as address:
-        line |= {"model": llm.engine.model.name, "settings": vars(arguments)}
+    with ExitStack() as stack:
+        model = keyhole.tiny()
+        if arguments.shape is not None:
+            model = stack.enter_context(TemporaryDirectory(prefix="keyhole-"))
+            save_random(arguments.shape, Path(model))
+        llm = LLM(model, max_batch=max(_BATCHES), prefix_cache=False, memory=_MEMORY)
+        address = stack.enter_context(serving(model))
+        line |= {"model": arguments.shape or "tiny", "settings": vars(arguments)}
         line["results"] = [_batch(llm, address, n, arguments) for n in _BATCHES]
         line["results"].append(_first_token(llm, address, arguments))
         line["results"].append(_held(address, arguments))
@@ -69,11 +82,20 @@ def main() -> None:
         LineFile(arguments.output).add(line)
 
 
+def save_random(shape: str, folder: Path) -> None:
+    """A checkpoint of a shape: random weights in bfloat16, and the bundled model's tokenizer."""
+    fields = {"model_type": "llama"} | SHAPES[shape]
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16)
+    network.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(keyhole.tiny()).save_pretrained(folder)
+
+
 @contextmanager
-def serving() -> Iterator[str]:
+def serving(model: str) -> Iterator[str]:
     """The address of `keyhole serve` as a process of its own."""
     flags = ["--port", "0", "--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD)]
-    command = [sys.executable, "-m", "keyhole", "serve", *flags, "--no-prefix-cache"]
+    flags += ["--no-prefix-cache", "--memory", _MEMORY, "--no-page"]
+    command = [sys.executable, "-m", "keyhole", "serve", model, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as server:
         assert server.stderr is not None
         for line in server.stderr:

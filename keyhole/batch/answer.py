@@ -18,7 +18,7 @@ from keyhole.server.settings import ServerConfig
 #: More than any file has: it is the user's own, and waits as long as it takes.
 _NO_LIMIT = 2**62
 
-SETTINGS = ("served_model_name", "tool_parser", "max_completions", "timeout")
+SETTINGS = ("served_model_name", "tool_parser", "max_completions", "timeout", "embeddings")
 """Of the server's settings, those that a batch has too."""
 
 

@@ -15,7 +15,7 @@ from keyhole.config import EngineConfig
 from keyhole.policies import make_policy
 from keyhole.server.settings import ServerConfig
 
-_SERVER = ("served_model_name", "tool_parser", "max_completions", "timeout")
+_SERVER = ("served_model_name", "tool_parser", "max_completions", "timeout", "embeddings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole serve`."""
     parser.add_argument("place", nargs="?", metavar="MODEL", help="the same as --model")
     flags.add_model(parser)
+    text = "folder or hub id of a tokenizer; default: the model's own"
+    parser.add_argument("--tokenizer", metavar="PLACE", help=text)
     flags.add_settings(parser, ServerConfig, "server")
     text = f"file with one key per line, besides --api-key; {_KEYS}, too, may have keys, by commas"
     parser.add_argument("--api-key-file", metavar="FILE", help=text)
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def ready(address: str) -> None:
         print(f"{llm.engine.model.name} at {address}/v1", file=sys.stderr)
-        print(f"policy: {terminal.sentence(llm.policy)}", file=sys.stderr)
+        print(f"policy: {terminal.every_setting(llm.policy)}", file=sys.stderr)
         print(_memory(llm), file=sys.stderr, flush=True)
 
     serve(llm, config, ready)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -37,11 +37,18 @@ from keyhole.documents.record import (
     read_header,
 )
 from keyhole.documents.source import SourceFile
-from keyhole.documents.storage import Lease, StorageReader
+from keyhole.documents.storage import StorageReader
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Held(Protocol):
+    """What keeps a record from being deleted."""
+
+    def close(self) -> None:
+        """Lets go of it."""
 
 
 class StoredDocument:
@@ -59,7 +66,7 @@ class StoredDocument:
         header: RecordHeader,
         small: Mapping[str, Tensor],
         reader: StorageReader,
-        lease: Lease,
+        lease: Held,
         *,
         checks: bool = False,
     ) -> None:
@@ -222,7 +229,7 @@ def _part(span: Span, start: int, stop: int) -> Span:
     return Span(span.dtype, (stop - start, *span.shape[1:]), begin, end, "")
 
 
-def _release(reader: StorageReader, lease: Lease) -> None:
+def _release(reader: StorageReader, lease: Held) -> None:
     reader.close()
     lease.close()
 

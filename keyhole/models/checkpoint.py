@@ -135,6 +135,8 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _INDEX = "model.safetensors.index.json"
 #: Number formats in the header of a safetensors file.
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+#: A GGUF file's number for the format of most of its tensors, where it is not blocks of few bits.
+_OF_GGUF = {0: "float32", 1: "float16"}
 _LONGEST_HEADER = 100_000_000  # as safetensors itself has it
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
@@ -190,9 +192,11 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
     if dtype != "auto" and dtype not in ITEMSIZES:
         raise UnknownNameError("dtype", dtype, ["auto", *ITEMSIZES])
     place = locate(name)
-    name, path = place.name, place.config
+    name, path = place.shown, place.config
+    if place.gguf is not None and build is None:
+        raise ModelError(f"the shape of the GGUF file {name!r} is read with transformers only")
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(path.read_text()) if place.gguf is None else {}
         if not isinstance(stored, dict):
             raise ModelError(f"the config of {name!r} must be a JSON object")
         if build is None or stored.get("model_type") in DEFAULTS:
@@ -203,7 +207,9 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
         counted = _count(headers, config)
-        number = dtype if dtype != "auto" else _dtype(stored, headers)
+        number = dtype
+        if dtype == "auto":
+            number = _dtype(stored, headers) if place.gguf is None else gguf_dtype(path)
         layers = families.layouts(config)
         if built is None:
             built = [
@@ -211,7 +217,7 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
                 num_layer_parameters(config, len(layers) - 1),
             ]
         return Checkpoint(
-            name=Path(name).name if Path(name).is_dir() else name,
+            name=_short(place),
             dtype=number,
             layers=layers,
             num_query_heads=int(config.num_attention_heads),
@@ -221,7 +227,7 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
             step_numbers=step_numbers(config),
             vocab_size=int(config.vocab_size),
             max_length=families.max_length(config)[0],
-            folder=Path(name),
+            folder=Path(place.name),
         )
     except AttributeError as error:
         raise ModelError(f"the config of {name!r} has no field {error.name!r}") from error
@@ -272,6 +278,20 @@ def _dtype(stored: dict[str, Any], headers: list[dict[str, Any]]) -> str:
     if found not in ITEMSIZES:
         raise ModelError(f"the config says dtype {found!r}; give one of {', '.join(ITEMSIZES)}")
     return str(found)
+
+
+def _short(place: ModelFiles) -> str:
+    if place.gguf is not None:
+        return place.config.stem
+    return Path(place.name).name if Path(place.name).is_dir() else place.name
+
+
+def gguf_dtype(path: Path) -> str:
+    """The dtype that holds what a GGUF file stores: bfloat16 for blocks of few bits."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).get_field("general.file_type")
+    return _OF_GGUF.get(-1 if field is None else int(field.contents()), "bfloat16")
 
 
 #: Peak live activations of a layer, per token: the residual stream and its norm, and in an MLP the

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,7 +34,7 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import families, own_attention
+from keyhole.models import checkpoint, families, own_attention
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.fast_layers import speed_up
@@ -43,7 +45,6 @@ from keyhole.models.locate import (
     is_tiny,
     locate,
     named,
-    other_format,
 )
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
@@ -183,37 +184,39 @@ def load_files(
 ) -> Model:
     """`load` of a model that `locate` has found."""
     place, number = _device(device), _dtype(dtype)
-    name, cached = found.name, found.unreachable is not None
+    name, told = found.name, found.shown
     if found.has_adapter and not is_peft_available():
         raise ignored_adapter(name)
     config = read_config(found)
-    families.check(config, name)
+    families.check(config, told)
     if accept is not None:
-        accept(config, name)
+        accept(config, told)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
-            dtype=number,
+            **_numbers(found, number),
             attn_implementation=NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with their names
-            local_files_only=cached,
-            trust_remote_code=False,  # by default transformers asks on a terminal
+            **found.options,
         )
         network, report = loaded
     except Exception as error:  # transformers, safetensors, the file system
-        why = found.unreachable or other_format(Path(name)) or ""
+        why = found.unreachable or ("" if found.gguf is None else _DAMAGED)
         raise ModelError(
-            f"the weights of {name!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
+            f"the weights of {told!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
         ) from error
     missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
-            f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of another "
+            f"the checkpoint {told!r} is damaged: {len(missing)} weights are missing or of another "
             f"shape, the first is {missing[0]}"
         )
-    if getattr(config, "quantization_config", None) is not None:
+    if found.gguf is not None:
+        # Its blocks are dequantised: what runs is a plain model.
+        network.config.__dict__.pop("quantization_config", None)
+    elif getattr(config, "quantization_config", None) is not None:
         _check_quantised(network, name)
         _announce_quantised()
     try:
@@ -223,13 +226,35 @@ def load_files(
             raise
         need = sum(p.numel() * p.element_size() for p in network.parameters()) / 2**30
         raise CapacityError(
-            f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
+            f"the weights of {told!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
     if is_tiny(name):
         _say_it_is_a_demonstration()
-    words = _tokenizer(name, cached) if tokenizer is None else tokenizer
-    return _model(name, network, place, words)
+    words = _tokenizer(found) if tokenizer is None else tokenizer
+    model = _model(name, network, place, words)
+    return model if found.gguf is None else replace(model, name=found.config.stem)
+
+
+#: What helps where a GGUF file cannot be read.
+_DAMAGED = "the file may be damaged or cut short: get it again, or give the original checkpoint"
+
+
+def _numbers(found: ModelFiles, dtype: Any) -> dict[str, Any]:
+    """What the weights are loaded as: blocks of a GGUF file as plain numbers."""
+    if found.gguf is None:
+        return {"dtype": dtype}
+    if dtype == "auto":
+        dtype = _DTYPES[checkpoint.gguf_dtype(found.config)]
+    return {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
+
+
+def _require_gguf() -> None:
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ModelError(
+                f"a GGUF file needs the package {package!r}: pip install 'keyhole[gguf]'"
+            )
 
 
 def adopt(
@@ -268,7 +293,7 @@ def adopt(
 def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Model:
     """A network with our attention, ready to run, with the facts in its files."""
     if isinstance(tokenizer, str | Path):
-        tokenizer = _tokenizer(named(tokenizer), False)
+        tokenizer = load_tokenizer(named(tokenizer))
     config = network.config
     _check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
@@ -301,23 +326,32 @@ def _say_it_is_a_demonstration() -> None:
 
 def read_config(found: ModelFiles) -> Any:
     """Transformers' config of a model; ModelError if it cannot be read."""
+    if found.gguf is not None:
+        _require_gguf()
     try:
-        return AutoConfig.from_pretrained(
-            found.name,
-            local_files_only=found.unreachable is not None,
-            trust_remote_code=False,
-        )
+        return AutoConfig.from_pretrained(found.name, **found.options)
     except Exception as error:  # any library involved may raise its own error
-        raise ModelError(f"the config of {found.name!r} cannot be read: {_line(error)}") from error
+        why = "" if found.gguf is None else f"; {_DAMAGED}"
+        raise ModelError(
+            f"the config of {found.shown!r} cannot be read: {_line(error)}{why}"
+        ) from error
 
 
-def _tokenizer(name: str, cached: bool) -> Any:
-    if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder or hub id; None for a folder without one. ModelError if damaged."""
+    return _tokenizer(ModelFiles(name, Path(name), None, False))
+
+
+def _tokenizer(found: ModelFiles) -> Any:
+    name = Path(found.name)
+    if found.gguf is None and name.is_dir() and not any(name.glob("*token*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(found.name, **found.options)
     except Exception as error:
-        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_line(error)}") from error
+        raise ModelError(
+            f"the tokenizer of {found.shown!r} cannot be loaded: {_line(error)}"
+        ) from error
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:

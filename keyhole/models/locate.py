@@ -1,10 +1,11 @@
 """Locates a model: the bundled one, a folder, or the hub with its local cache. No torch here.
 
-Unsupported formats (GGUF, LoRA adapters) are refused here with their cause.
+A GGUF file is a model of its own; LoRA adapters without weights are refused here with their cause.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,49 +62,72 @@ _MERGE = (
     "merge it with peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
     ".save_pretrained(FOLDER)"
 )
-_CONVERT = (
-    "give the original checkpoint, or convert it with transformers: AutoModelForCausalLM"
-    ".from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW), and its tokenizer alike"
-)
+# As llama.cpp names the parts of a model.
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's files. name: a folder or a hub id. config: its config.json.
+    """A model's files. name: a folder or a hub id. config: its config.json, or its GGUF file.
 
     unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
-    has_adapter: there is a LoRA adapter beside the weights.
+    has_adapter: there is a LoRA adapter beside the weights. gguf: the GGUF file in the folder that
+    holds config, weights and tokenizer; None: they are in files of their own.
     """
 
     name: str
     config: Path
     unreachable: str | None
     has_adapter: bool
+    gguf: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """What messages call it: the folder, the hub id, or the GGUF file."""
+        return self.name if self.gguf is None else str(self.config)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of every `from_pretrained` of transformers; it would ask about remote code."""
+        found = {"local_files_only": self.unreachable is not None, "trust_remote_code": False}
+        return found if self.gguf is None else found | {"gguf_file": self.gguf}
 
 
 def locate(model: str | Path) -> ModelFiles:
     """The place of a model given by "tiny", a folder or a hub id.
 
     ConfigError for an invalid name; ModelError, with the cause, for a model that is not found and
-    for unsupported formats: GGUF files, LoRA adapters.
+    for LoRA adapters.
     """
     name = named(model)
     folder = Path(name)
-    if folder.is_file() or (not folder.exists() and name.lower().endswith(".gguf")):
-        raise ModelError(_no_folder(name))
+    if name.lower().endswith(".gguf") and not folder.is_dir():
+        return _in_gguf(folder)
+    if folder.is_file():
+        raise ModelError(f"{name!r} is a file; give the folder of a model, where its {_CONFIG} is")
     if not folder.is_dir():
         return _on_hub(name)
+    weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs and not weights:
+        if len(ggufs) > 1:
+            files = ", ".join(path.name for path in ggufs)
+            raise ModelError(f"folder {name!r} holds several GGUF files: name one of {files}")
+        return _in_gguf(ggufs[0])
     if not (folder / _CONFIG).is_file():
         raise ModelError(f"folder {name!r} holds no model: {_in_place_of_config(folder)}")
     return ModelFiles(name, folder / _CONFIG, None, (folder / ADAPTER).is_file())
 
 
-def other_format(folder: Path) -> str | None:
-    """An unsupported format in a folder, and what to do about it; None: there is none."""
-    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
-    if ggufs and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        return f"its weights are a GGUF file, {ggufs[0]}, which cannot be read yet; {_CONVERT}"
-    return None
+def _in_gguf(path: Path) -> ModelFiles:
+    if not path.is_file():
+        raise ModelError(f"there is no file {str(path)!r}{_nearest(path, '*.gguf')}")
+    if _PART.search(path.name):
+        raise ModelError(
+            f"{str(path)!r} is one part of a model; join the parts first: llama-gguf-split --merge "
+            "FIRST_PART NEW_FILE"
+        )
+    return ModelFiles(str(path.parent), path, None, False, path.name)
 
 
 def ignored_adapter(name: str) -> ModelError:
@@ -114,17 +138,10 @@ def ignored_adapter(name: str) -> ModelError:
     )
 
 
-def _no_folder(name: str) -> str:
-    if name.lower().endswith(".gguf"):
-        there = "" if Path(name).is_file() else " (and it is not there)"
-        return f"{name!r} is a GGUF file, which cannot be read yet{there}; {_CONVERT}"
-    return f"{name!r} is a file; give the folder of a model, where its {_CONFIG} is"
-
-
 def _in_place_of_config(folder: Path) -> str:
     if (folder / ADAPTER).is_file():
         return f"it is a LoRA adapter ({ADAPTER}), which cannot be applied yet; {_MERGE}"
-    return other_format(folder) or f"it has no {_CONFIG}"
+    return f"it has no {_CONFIG}"
 
 
 def _on_hub(name: str) -> ModelFiles:
@@ -213,9 +230,11 @@ def _why(error: Exception) -> str:
     return f"the hub cannot be reached ({type(error).__name__}: {line})"
 
 
-def _nearest(folder: Path) -> str:
+def _nearest(folder: Path, files: str = f"*/{_CONFIG}") -> str:
+    """In brackets, the name beside it that is most like it: a folder's, or a file's."""
     if not folder.parent.is_dir():
         return ""
-    known = [path.name for path in folder.parent.iterdir() if (path / _CONFIG).is_file()]
+    found = folder.parent.glob(files)
+    known = [path.relative_to(folder.parent).parts[0] for path in found]
     message = str(UnknownNameError("folder", folder.name, known))
     return " (" + message.partition("; ")[2].partition(" (")[0] + ")" if "; " in message else ""

@@ -1,14 +1,17 @@
 """Models made from a config alone.
 
-A small random one of the same class, with the same kinds of layers, or one without memory.
+A small random one of the same class, with the same kinds of layers, or one without memory, whose
+weights stay in their files.
 """
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -187,3 +190,29 @@ def build(place: ModelFiles) -> tuple[Any, int, int]:
     last = layers[0][-1] if layers else network
     total, of_last = (sum(p.numel() for p in m.parameters()) for m in (network, last))
     return config, total, of_last
+
+
+def mapped(place: ModelFiles, dtype: torch.dtype) -> PreTrainedModel | None:
+    """A model in a folder whose weights are read from its files when they are used.
+
+    For what needs a few numbers of them. None where the files do not hold exactly its weights in
+    this dtype: they are converted while loading, or not in safetensors.
+    """
+    config = read_config(place)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    stored: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(place.name).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as weights:
+            stored |= {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+    own = dict(network.named_parameters())
+    for name, parameter in own.items():
+        found = stored.get(name)
+        if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
+            return None
+    network.load_state_dict({name: stored[name] for name in own}, strict=False, assign=True)
+    network.tie_weights()
+    rotary = getattr(network.base_model, "rotary_emb", None)
+    if rotary is not None:  # its table is computed, not stored
+        network.base_model.rotary_emb = type(rotary)(network.config)
+    return network.eval()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -39,7 +42,15 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     failed: dict[int | str, dict[str, Any]] = {
         "default": {"model": errors.ErrorBody, "description": "what is wrong"}
     }
-    app = FastAPI(title="Keyhole", version=keyhole.__version__, responses=failed)
+    # Lets a browser send a key; the gate is what checks it.
+    keys = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
+    app = FastAPIOffline(
+        redoc_url=None,
+        title="Keyhole",
+        version=keyhole.__version__,
+        responses=failed,
+        dependencies=keys,
+    )
     state = app.state.keyhole = State(llm, config)
     app.include_router(completions.router)
     app.include_router(responses.router)
@@ -74,16 +85,24 @@ def _handler(convert: Any) -> Any:
 
 async def models(request: Request) -> Response:
     """The model that is served."""
+    return JSONResponse({"object": "list", "data": [_model(state_of(request))]})
+
+
+async def model(name: str, request: Request) -> Response:
+    """The model that is served, by its name."""
     state = state_of(request)
-    created = Answer("model", state.name).created
-    model = {
+    state.check_model(name)
+    return JSONResponse(_model(state))
+
+
+def _model(state: State) -> dict[str, Any]:
+    return {
         "id": state.name,
         "object": "model",
-        "created": created,
+        "created": Answer("model", state.name).created,
         "owned_by": "keyhole",
         "max_model_len": state.most_tokens,
     }
-    return JSONResponse({"object": "list", "data": [model]})
 
 
 async def health(request: Request) -> Response:
@@ -139,8 +158,9 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     return JSONResponse({"prompt": text})
 
 
-_PLAIN = {
+_PLAIN: dict[str, Callable[..., Any]] = {
     "/v1/models": models,
+    "/v1/models/{name:path}": model,
     "/health": health,
     "/ready": ready,
     "/version": version,

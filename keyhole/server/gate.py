@@ -19,9 +19,10 @@ from keyhole.server.state import State
 
 logger = logging.getLogger("keyhole.server")
 
-#: Paths that need no key: health checks, and the page, which asks for one.
-OPEN_PATHS = {"/health", "/ready", "/"}
-_PAGE = "/page/"
+#: Paths that need no key: health checks, the page and the API's documentation, which ask for one.
+OPEN_PATHS = {"/health", "/ready", "/", "/docs", "/openapi.json"}
+#: Files of the page and of the documentation.
+_FILES = ("/page/", "/static-offline-docs/")
 _REQUEST_ID = "x-request-id"
 _MAX_ID = 128
 
@@ -78,7 +79,7 @@ class Gate:
                 kind="permission_error",
             )
         path = scope["path"]
-        is_open = path in OPEN_PATHS or path.startswith(_PAGE)
+        is_open = path in OPEN_PATHS or path.startswith(_FILES)
         if self._keys and not is_open and not self._knows(headers):
             return ApiError(
                 401,

@@ -88,6 +88,7 @@ def _serve_in_two(
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda *_: engine.drain())
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    gc.unfreeze()  # or libraries say at exit that their objects leak
     if code:
         raise KeyholeError(f"the process that answers HTTP ended with status {code}")
 

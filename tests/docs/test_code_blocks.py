@@ -64,7 +64,7 @@ NOT_RUN = {
         "vLLM has an environment of its own: make test-vllm",
         *2 * ["it needs the server above"],
     ],
-    "docs/vllm.md": 2 * ["vLLM has an environment of its own: make test-vllm"],
+    "docs/vllm.md": 4 * ["vLLM has an environment of its own: make test-vllm"],
     "docs/tutorials/first-run.md": ["takes a minute; tests/cli/test_demo.py runs it"],
 }
 #: Pages whose commands take more than three seconds together.

@@ -116,19 +116,7 @@ def test_without_the_hub_the_line_says_so() -> None:
         locate("some/deep/path")
 
 
-def test_other_formats_are_refused_by_what_they_are(path: Path, tmp_path: Path) -> None:
-    file = tmp_path / "model.Q4_K_M.gguf"
-    file.write_bytes(b"GGUF")
-    for model in (file, "other.gguf", tmp_path / "folder"):
-        if model == tmp_path / "folder":
-            model.mkdir()
-            (model / "model.gguf").write_bytes(b"GGUF")
-        with pytest.raises(ModelError, match=r"GGUF file.*cannot be read yet.*gguf_file="):
-            LLM(model)
-    (path / "model.safetensors").unlink()
-    (path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"weights are a GGUF file, model\.gguf"):
-        LLM(path)
+def test_a_file_that_is_no_model_is_refused(path: Path) -> None:
     with pytest.raises(ModelError, match="is a file; give the folder"):
         LLM(path / "config.json")
 

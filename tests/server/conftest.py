@@ -26,10 +26,14 @@ _OTHER = os.environ.get("KEYHOLE_TEST_SERVING")
 @contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[str]:
     """The address of a server that lives as long as the block."""
-    if _OTHER is not None:
-        with pkgutil.resolve_name(_OTHER)(llm, **settings) as address:
-            yield address
-        return
+    other = in_this_process if _OTHER is None else pkgutil.resolve_name(_OTHER)
+    with other(llm, **settings) as address:
+        yield address
+
+
+@contextmanager
+def in_this_process(llm: LLM, **settings: Any) -> Iterator[str]:
+    """`serving`, by a thread."""
     config = ServerConfig(port=0, **settings)
     app = create_app(AsyncLLM(llm), config)
     listens = threading.Event()
@@ -66,7 +70,7 @@ def address(llm: LLM) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # each reads all of the system's certificates
 def client(address: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
         yield client

@@ -25,6 +25,9 @@ def test_the_model_is_listed(client: openai.OpenAI, llm: LLM) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == ("small", "keyhole")
     assert model.model_extra["max_model_len"] == llm.engine.max_length
+    assert client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        client.models.retrieve("other")
 
 
 def test_a_chat_is_what_the_engine_says(client: openai.OpenAI, llm: LLM) -> None:

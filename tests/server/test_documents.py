@@ -38,6 +38,11 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
     assert [one["id"] for one in httpx2.get(place).json()["data"]] == sorted(stored)
     one = httpx2.get(f"{place}/shelf/two").json()
     assert one["tokens"] == len(TEXTS["shelf/two"])
+    assert one["size_bytes"] > 0
+    question = {"messages": [{"role": "user", "content": "?"}], "documents": ["shelf/two"]}
+    answer = httpx2.post(f"{address}/v1/chat/completions", json=question | {"max_tokens": 1})
+    assert answer.status_code == 200
+    assert httpx2.get(f"{place}/shelf/two").json()["hits"] == one["hits"] + 1
     body = {"text": "short", "pinned": True}
     assert httpx2.put(f"{place}/gone", json=body).json()["pinned"]
     assert httpx2.delete(f"{place}/gone").json() == {

@@ -29,6 +29,7 @@ OPERATIONS = [
     ("DELETE", "/v1/documents/{name}"),
     ("POST", "/v1/documents"),
     ("GET", "/v1/documents"),
+    ("GET", "/v1/models/{name}"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     *(("GET", path) for path in ("/v1/keyhole", "/v1/models", "/health", "/ready", "/version")),

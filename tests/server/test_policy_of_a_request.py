@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
 from keyhole import LLM, Delta, SamplingParams, StreamingLLM
 from tests.checkpoints import make_model
 from tests.server.conftest import serving
+from tests.server.test_completions import until
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 TEXT = "a text that is longer than any of the budgets " * 4
@@ -49,14 +51,28 @@ def body(asked: Any) -> dict[str, Any]:
     return {"ignore_eos": True} | ({} if asked is None else {"keyhole": asked})
 
 
-def test_requests_of_one_batch_read_what_each_asks_for(client: openai.OpenAI, llm: LLM) -> None:
+def test_requests_of_one_batch_read_what_each_asks_for(
+    client: openai.OpenAI, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, together = llm.engine.step, [0]
+
+    def counted() -> Any:
+        together.append(len(llm.engine.scheduler.running))
+        return step()
+
     def complete(asked: Any) -> Any:
         return client.completions.create(
             model="small", prompt=TEXT, max_tokens=8, temperature=0.0, extra_body=body(asked)
         )
 
+    monkeypatch.setattr(llm.engine, "step", counted)
+    metrics = f"{client.base_url}".replace("/v1/", "/metrics")
     with ThreadPoolExecutor(len(ASKED)) as pool:
-        found = list(pool.map(complete, (asked for asked, _ in ASKED)))
+        with llm.engine.lock:  # no step before all are there
+            pending = [pool.submit(complete, asked) for asked, _ in ASKED]
+            until(lambda: f"completions_running {len(ASKED)}.0" in httpx2.get(metrics).text)
+        found = [one.result() for one in pending]
+    assert max(together) == len(ASKED)
     read = []
     for made, (_, policy) in zip(found, ASKED, strict=True):
         wanted = LLM(llm.engine.model, policy, page_size=8, memory="4MiB").generate(TEXT, PARAMS)

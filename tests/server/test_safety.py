@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,22 @@ def test_a_key_may_have_any_letters(llm: LLM) -> None:
         for key, status in (("clé", 200), ("cle", 401)):
             headers = {b"Authorization": f"Bearer {key}".encode()}
             assert httpx2.get(f"{address}/v1/models", headers=headers).status_code == status
+
+
+def test_the_documentation_of_the_api_loads_nothing_from_elsewhere(llm: LLM) -> None:
+    """And a browser, which sends no key by itself, can open it."""
+    with serving(llm, api_key=("k",)) as address:
+        page = httpx2.get(f"{address}/docs").text
+        assert not re.findall(r"""["']https?://[^"']*""", page)
+        loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+        assert any(path.endswith("swagger-ui-bundle.js") for path in loaded)
+        for path in loaded:
+            assert httpx2.get(address + path).status_code == 200
+        said = httpx2.get(f"{address}/openapi.json").json()
+        assert said["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+        assert said["paths"]["/v1/completions"]["post"]["security"] == [{"HTTPBearer": []}]
+        for path in ("/v1/models", "/static-offline-docs/../v1/models", "/docs/x"):
+            assert httpx2.get(address + path).status_code == 401
 
 
 def test_no_other_site_is_let_in(address: str) -> None:

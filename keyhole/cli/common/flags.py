@@ -43,7 +43,7 @@ _REPEATED = {"tuple[str, ...]": "TEXT", "Mapping[int, float]": "ID=X"}
 
 def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
     """--model; --device and --dtype where the model is loaded."""
-    text = "folder, hub id, or tiny, the bundled demonstration model; default: tiny"
+    text = "folder, hub id, GGUF file, or tiny, the bundled demonstration model; default: tiny"
     parser.add_argument("--model", metavar="MODEL", help=text)
     if not loads:
         return
@@ -152,7 +152,8 @@ def load_model(arguments: argparse.Namespace) -> Model:
             terminal.status(measured)
 
     measure.device(arguments.device)  # before the weights
-    return load_files(found, arguments.device, arguments.dtype, accept=accept)
+    tokenizer = getattr(arguments, "tokenizer", None)
+    return load_files(found, arguments.device, arguments.dtype, tokenizer, accept)
 
 
 def is_bundled(model: str | None) -> bool:

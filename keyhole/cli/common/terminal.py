@@ -107,11 +107,18 @@ def describe(method: Policy | Reuse) -> dict[str, Any]:
 
 
 def sentence(method: Policy | Reuse) -> str:
-    """Name and settings of a policy or reuse method, for people."""
-    settings = dataclasses.asdict(method)
-    shown = [
-        f"{name} {setting(value)}" for name, value in settings.items() if value not in (None, ())
-    ]
+    """Name and settings of a policy or reuse method, for people; without those that are off."""
+    settings = dataclasses.asdict(method).items()
+    return _named(method, {name: value for name, value in settings if value not in (None, ())})
+
+
+def every_setting(method: Policy | Reuse) -> str:
+    """`sentence` with what is off, too."""
+    return _named(method, dataclasses.asdict(method))
+
+
+def _named(method: Policy | Reuse, settings: Mapping[str, Any]) -> str:
+    shown = [f"{name} {setting(value) or 'none'}" for name, value in settings.items()]
     return f"{method.name} ({', '.join(shown)})" if shown else method.name
 
 

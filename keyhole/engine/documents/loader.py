@@ -12,9 +12,7 @@ keys of its features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -26,13 +24,13 @@ from keyhole.cache.pages import PageCache
 from keyhole.documents.record import HeadRecord
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.filling import Context
+from keyhole.engine.documents.placed_facts import PlacedFacts
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models.batch import Batch
 from keyhole.models.positions import RopeShift
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.reuse.base import LayerFacts, PlacedDocument
+from keyhole.reuse.base import PlacedDocument
 
-_T = TypeVar("_T")
 #: Keys and values of some tokens of a layer.
 _Rows = tuple[Tensor, Tensor | None]
 
@@ -60,9 +58,9 @@ class Loader:
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         # The RoPE shift of each token: from its position in the document to the one in the prompt.
         self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
-        self._known: dict[int, list[LayerFacts]] = {}
-        self._extremes: dict[int, list[Tensor]] = {}
         self.num_layers = len(cache.keys)
+        shift = rope_shift if context.reuse.shifts_rope else None
+        self._facts = PlacedFacts(context.documents, context.offsets, self.num_layers, shift)
         self.present = torch.zeros(self.num_layers, int(self._starts[-1]), dtype=torch.bool)
 
     @property
@@ -73,19 +71,7 @@ class Loader:
 
     def placed(self) -> list[PlacedDocument]:
         """The documents as a reuse method sees them, on the CPU; facts are read on first use."""
-        return [
-            PlacedDocument(
-                name=document.info.name,
-                length=document.length,
-                offset=offset,
-                block_size=document.block_size,
-                layers=_Lazy(partial(self._facts_of, i), self.num_layers),
-                extremes=_Lazy(partial(self._extremes_of, i), self.num_layers),
-            )
-            for i, (document, offset) in enumerate(
-                zip(self._context.documents, self._context.offsets, strict=True)
-            )
-        ]
+        return self._facts.documents()
 
     def load(self, wanted: Tensor, pages: PageList) -> Iterator[None]:
         """Loads tokens, bool [L, T], into their pages, except those that are present.
@@ -100,7 +86,7 @@ class Loader:
     def facts(self) -> Iterator[None]:
         """Reads the facts of all layers, one layer per iteration."""
         for layer in range(self.num_layers):
-            self._facts(layer)
+            self._facts.read(layer)
             yield
 
     def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> Iterator[None]:
@@ -158,65 +144,6 @@ class Loader:
                     places = torch.from_numpy(part - part[0]).to(self._device)
                     key, value = key[places], None if value is None else value[places]
                 yield key, value
-
-    def _facts(self, layer: int) -> list[LayerFacts]:
-        """The facts of one layer, per document; all keys are shifted at once."""
-        if layer not in self._known:
-            stored = [document.statistics(layer) for document in self._context.documents]
-            counts = [len(facts.alpha) for facts in stored]
-            offsets = np.asarray(self._context.offsets, np.int64)
-            by = torch.from_numpy(np.repeat(offsets, counts))[:, None]
-
-            def turned(parts: list[Tensor]) -> tuple[Tensor, ...]:
-                joined = torch.cat([part.float() for part in parts])
-                if self._context.reuse.shifts_rope:
-                    joined = self._rope_shift.turn(layer, joined, by)
-                return tuple(joined.split(counts))
-
-            keys = turned([facts.block_keys for facts in stored])
-            queries = turned([facts.block_queries for facts in stored])
-            representatives = turned([facts.representative_keys for facts in stored])
-            self._known[layer] = [
-                LayerFacts(
-                    block_keys=keys[i],
-                    block_queries=queries[i],
-                    representatives=facts.representatives,
-                    representative_keys=representatives[i],
-                    alpha=facts.alpha,
-                    received=facts.received,
-                )
-                for i, facts in enumerate(stored)
-            ]
-        return self._known[layer]
-
-    def _facts_of(self, index: int, layer: int) -> LayerFacts:
-        return self._facts(layer)[index]
-
-    def _extremes_of(self, index: int, layer: int) -> Tensor:
-        """Extreme keys of a document in a layer, turned; what is stored is read at once."""
-        if index not in self._extremes:
-            self._extremes[index] = self._context.documents[index].extreme_keys()
-        # Turned ones are not kept: they are used once, and those of all layers would be many.
-        stored = self._extremes[index][layer].float()
-        if not self._context.reuse.shifts_rope:
-            return stored
-        return self._rope_shift.turn(layer, stored, self._context.offsets[index])
-
-
-class _Lazy(Sequence[_T]):
-    """The data of a document by layer, read on access."""
-
-    def __init__(self, read: Callable[[int], _T], num_layers: int) -> None:
-        self._read = read
-        self._num_layers = num_layers
-
-    def __len__(self) -> int:
-        return self._num_layers
-
-    def __getitem__(self, layer: int) -> _T:  # type: ignore[override]
-        if not -self._num_layers <= layer < self._num_layers:
-            raise IndexError(layer)
-        return self._read(layer % self._num_layers)
 
 
 class HeadEncoding:

@@ -17,4 +17,5 @@ vLLM calls `start.register` in each of its processes, by the entry point in the 
     cpu, cuda  the backends that they extend
     counters   what was read: shared with the process that reports it
     metrics    the counters in vLLM's metrics and in its log
+    documents  stored documents in prompts, by a KV connector
 """

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -22,6 +23,9 @@ from vllm.v1.metrics import loggers
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ConfigError
+from keyhole.integrations.vllm.documents.facts import CONNECTOR, is_asked_for
+from keyhole.integrations.vllm.documents.facts import prepare as prepare_documents
+from keyhole.integrations.vllm.documents.requests import check_requests
 from keyhole.integrations.vllm.metrics import KeyholeStatLogger, share_counters
 from keyhole.integrations.vllm.page_policy import page_policy
 from keyhole.integrations.vllm.settings import read_settings
@@ -49,6 +53,7 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_PACKAGE}.cpu.KeyholeCPUBackend")
     elif os.environ.get(_BACKEND) in _CUDA:  # a worker of an engine that asked for a policy
         _register_cuda(os.environ[_BACKEND])
+    KVConnectorFactory.register_connector(CONNECTOR, f"{_PACKAGE}.documents.connector", CONNECTOR)
     plain = EngineArgs.create_engine_config
 
     @functools.wraps(plain)
@@ -62,20 +67,29 @@ def register() -> None:
 
 
 def prepare(config: VllmConfig) -> None:
-    """Refuses what cannot work with a ConfigError; chooses the backend. No policy: no effect."""
+    """Refuses what cannot work with a ConfigError; chooses the backend.
+
+    No effect for an engine that asks for neither a policy nor stored documents.
+    """
     asked = read_settings(config.additional_config, os.environ)
-    if asked is None:
-        return
-    policy = asked.make_policy()
+    stored = is_asked_for(config)
+    if stored:
+        prepare_documents(config)
+        check_requests()
+    if asked is not None:
+        _check_policy(config, asked.make_policy())
+        share_counters()
+        _add_stat_logger()
+    if (asked is not None or stored) and current_platform.device_type != "cpu":
+        _use_cuda(config)
+
+
+def _check_policy(config: VllmConfig, policy: Policy) -> None:
     for wrong, reason in refusals(config, policy):
         if wrong:
             raise ConfigError(f"policy {policy.name!r} cannot run in vLLM: {reason}")
     if config.cache_config.block_size is not None:
         page_policy(policy, _expected(config))
-    if current_platform.device_type != "cpu":
-        _use_cuda(config)
-    share_counters()
-    _add_stat_logger()
 
 
 def refusals(config: VllmConfig, policy: Policy) -> Iterator[tuple[bool, str]]:
@@ -102,8 +116,11 @@ def refusals(config: VllmConfig, policy: Policy) -> Iterator[tuple[bool, str]]:
         "pages that a KV connector brings have no data of this policy",
     )
     backend = config.attention_config.backend
-    known = (None, *(AttentionBackendEnum[name] for name in (*_CUDA, "CPU_ATTN")))
-    yield backend not in known, f"the attention backend {getattr(backend, 'name', backend)}"
+    yield not _extends(backend), f"the attention backend {getattr(backend, 'name', backend)}"
+
+
+def _extends(backend: AttentionBackendEnum | None) -> bool:
+    return backend in (None, *(AttentionBackendEnum[name] for name in (*_CUDA, "CPU_ATTN")))
 
 
 def _register_cuda(name: str) -> None:
@@ -113,6 +130,11 @@ def _register_cuda(name: str) -> None:
 def _use_cuda(config: VllmConfig) -> None:
     """Sets our backend, and piecewise CUDA graphs."""
     wanted = config.attention_config.backend
+    if not _extends(wanted):
+        raise ConfigError(
+            f"stored documents cannot be used with the attention backend {wanted.name}; give one "
+            f"of {tuple(_CUDA)}"
+        )
     name = "FLASH_ATTN" if wanted is None else wanted.name
     os.environ[_BACKEND] = name  # inherited by the workers
     _register_cuda(name)

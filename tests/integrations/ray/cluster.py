@@ -24,7 +24,7 @@ from keyhole.policies.base import Policy
 
 PORT = 18355
 #: As little as two replicas of small models need on a machine that others use too.
-REPLICA = {"num_cpus": 0.5, "memory": "8MiB", "max_batch": 4}
+REPLICA = {"num_cpus": 0.2, "memory": "8MiB", "max_batch": 4}
 _numbers = itertools.count()
 
 
@@ -66,7 +66,7 @@ def serving(llm: LLM, **settings: Any) -> Iterator[str]:
         "policy": _as_given(llm.engine._given),
         "documents": llm._store[0],
         "num_replicas": 2,
-        "num_cpus": 0.5,
+        "num_cpus": 0.2,
     }
     serve.run(app({**given, **settings}), name="api", route_prefix="/")
     try:

@@ -26,7 +26,7 @@ from tests.integrations.ray import cluster
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cluster.start()
     path = make_model("llama", tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
-    actors = {"num_replicas": 2, "num_cpus": 0.5}
+    actors = {"num_replicas": 2, "num_cpus": 0.2}
     return {"model": path, "memory": "8MiB", "max_batch": 8, **actors}
 
 

@@ -21,7 +21,7 @@ import ray
 from keyhole import LLM
 from tests.checkpoints import make_model
 from tests.integrations.ray import cluster
-from tests.server import conftest
+from tests.server.conftest import in_this_process
 
 #: Far more than any of these takes on a busy machine; a request without an answer fails its test.
 TIMEOUT = 120.0
@@ -164,7 +164,6 @@ def scaled(model: str) -> Iterator[Scaled]:
         "max_replicas": 2,
         "target_ongoing_requests": 2,
         "autoscaling_config": scaling,
-        "num_cpus": 0.25,
     }
     others = set(cluster.replica_pids())
     with cluster.application(model=model, **settings) as address:
@@ -245,7 +244,7 @@ def _share(usages: list[Any]) -> float:
 
 def test_two_replicas_hit_as_often_as_one_server(model: str, tmp_path: Path) -> None:
     llm = LLM(model, memory="8MiB", max_batch=4, documents=tmp_path / "one")
-    with conftest.serving(llm) as one:
+    with in_this_process(llm) as one:
         alone = hits(one)
     documents = str(tmp_path / "two")
     with cluster.application(model=model, num_replicas=2, documents=documents) as two:

@@ -178,3 +178,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
         assert not any("secret" in text for text in kept)
         assert all(url.startswith(address) for url in asked)
     tab.wrong.clear()  # its own 401, and the other address
+
+
+def test_the_documentation_of_the_api_is_shown_without_a_network(tab: Tab) -> None:
+    tab.page.goto(f"{tab.address}/docs")
+    tab.page.wait_for_selector("#operations-default-complete_v1_completions_post")

@@ -1,0 +1,130 @@
+"""Reads stored documents without an index and without locks.
+
+For the processes of a server that only read: any number of them may share a store with those that
+write. Files are replaced as a whole, so what is read is always one version. Nothing keeps a record
+from being evicted before it is opened; an open one stays readable where the storage allows it, and
+otherwise reading it raises RecordError.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from keyhole.documents.index import DocumentInfo, record_file
+from keyhole.documents.integrity import Fingerprint, RecordError, differences, foreign, model_of
+from keyhole.documents.reader import StoredDocument, header_of
+from keyhole.documents.record import read_header, read_statistics
+from keyhole.documents.remote import open_storage
+from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
+from keyhole.errors import ConfigError, UnknownNameError
+
+
+class _NoLease:
+    """In the place of a lease."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DocumentLookup:
+    """The documents at `place` as one model sees them, read only.
+
+    place: a folder or any URL that fsspec opens. fingerprint: the model's.
+    """
+
+    def __init__(self, place: str | Path, fingerprint: Fingerprint) -> None:
+        self._place = open_storage(place)
+        self._fingerprint = dict(fingerprint)
+        self._model = model_of(fingerprint)
+
+    def check_model(self) -> None:
+        """ConfigError if all records here are of other models; an empty store is none's."""
+        records = self._files("records")
+        theirs = [header for name in records if (header := self._header(name)) is not None]
+        if not theirs or any(f"-{self._model}." in name for name in records):
+            return
+        nearest = min(theirs, key=lambda header: len(differences(header, self._fingerprint)))
+        fields = differences(nearest, self._fingerprint)
+        there, here = (
+            ", ".join(f"{name} {side.get(name)!r}" for name in fields)
+            for side in (nearest, self._fingerprint)
+        )
+        raise ConfigError(
+            f"documents at {self._place.url!r} are of another model: theirs has {there}, this one "
+            f"{here}; encode them with this model by `keyhole documents add`"
+        )
+
+    def digest(self, name: str) -> str:
+        """The digest of a document's source; UnknownNameError with the nearest name."""
+        try:
+            head = self._place.heads([f"documents/{file_of(name)}"], HEAD_BYTES)[0]
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if not head:
+            paths = [f"documents/{name}" for name in self._files("documents")]
+            heads = [head for head in self._place.heads(paths, HEAD_BYTES) if head]
+            raise UnknownNameError("document", name, [SourceFile.parse(x).name for x in heads])
+        return SourceFile.parse(head).digest
+
+    def open(self, name: str, digest: str) -> StoredDocument:
+        """The record of a source, for its name in messages; close it afterwards.
+
+        RecordError for a record that is damaged, another model's, or not there.
+        """
+        record = record_file(digest, self._model)
+        try:
+            reader = self._place.reader(f"records/{record}")
+        except FileNotFoundError:
+            raise self._absent(name, digest) from None
+        except OSError as error:
+            raise self._unreadable(error) from error
+        try:
+            header = header_of(reader, digest, self._fingerprint)
+            small = read_statistics(reader, header)
+        except RecordError as error:
+            reader.close()
+            raise error.of(name) from error
+        info = DocumentInfo(
+            name=name,
+            tokens=header.tokens,
+            block_size=header.block_size,
+            size_bytes=reader.size,
+            created=header.created,
+            last_used=header.created,
+            hits=0,
+            pinned=False,
+            digest=digest,
+            records=(self._model,),
+            encoded=True,
+            metadata={},
+        )
+        return StoredDocument(info, header, small, reader, _NoLease())
+
+    def _absent(self, name: str, digest: str) -> RecordError:
+        """Why there is no record: another model's are, or none."""
+        for record in self._files("records"):
+            if record.startswith(digest) and (theirs := self._header(record)) is not None:
+                error = foreign(theirs, self._fingerprint)
+                if error is not None:
+                    return error.of(name)
+        what = "it has no record, which made room for others or was taken away"
+        return RecordError("missing", what, "a record", name)
+
+    def _header(self, record: str) -> Fingerprint | None:
+        """The fingerprint in a record; None if it is damaged or gone."""
+        try:
+            with closing(self._place.reader(f"records/{record}")) as reader:
+                return read_header(reader).fingerprint
+        except (OSError, RecordError):
+            return None
+
+    def _files(self, folder: str) -> list[str]:
+        try:
+            return sorted(self._place.files(folder))
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> ConfigError:
+        reason = error.strerror or str(error)
+        return ConfigError(f"documents at {self._place.url!r} cannot be read: {reason}")

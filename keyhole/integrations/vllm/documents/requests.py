@@ -1,0 +1,202 @@
+"""What a request asks of stored documents, checked in the frontend before the engine sees it.
+
+A request names documents, and its prompt contains their tokens in that order, with anything before
+and between them and a question after them. Here their positions are found, and which tokens the
+reuse method computes again. A bad request is refused with one line, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.utils import random_uuid
+from vllm.v1.engine.input_processor import InputProcessor
+
+from keyhole.documents.lookup import DocumentLookup
+from keyhole.errors import ConfigError, KeyholeError, RequestError
+from keyhole.integrations.vllm.documents.facts import DocumentFacts, facts_of, is_asked_for
+from keyhole.reuse import make_reuse
+from keyhole.reuse.base import PlacedDocument, Reuse
+
+#: What a request may say in its `kv_transfer_params`.
+_FIELDS = ("documents", "reuse")
+#: Where the checked request stands in the same mapping.
+_PLACED = "keyhole"
+_DEFAULT_REUSE = "reuse"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRequest:
+    """Where the documents of a prompt are, and what is computed of the tokens before its question.
+
+    names, digests, offsets, lengths: of each document. end: position of the question's first
+    token. runs: first and last + 1 of the tokens that are computed in the prompt, ascending.
+    shifted: whether keys are rotated to their positions.
+    """
+
+    names: list[str]
+    digests: list[str]
+    offsets: list[int]
+    lengths: list[int]
+    end: int
+    runs: list[list[int]]
+    shifted: bool
+
+    @classmethod
+    def of(cls, request: Any) -> Self | None:
+        """Of a request of vLLM; None if it has no documents."""
+        placed = (request.kv_transfer_params or {}).get(_PLACED)
+        return None if placed is None else cls(**placed)
+
+
+class DocumentFinder:
+    """The documents that requests of one engine may name."""
+
+    def __init__(self, facts: DocumentFacts) -> None:
+        self._facts = facts
+        self._lookup: DocumentLookup = facts.lookup()
+        self._tokens = functools.lru_cache(maxsize=1024)(self._read_tokens)
+
+    def place(self, asked: Mapping[str, Any], prompt: Sequence[int]) -> DocumentRequest | None:
+        """Finds the documents in the prompt; None for a method that computes it like any other.
+
+        Raises ConfigError or RequestError.
+        """
+        unknown = [name for name in asked if name not in _FIELDS]
+        if unknown:
+            raise RequestError(f"kv_transfer_params {unknown[0]!r} must be one of {_FIELDS}")
+        names = asked.get("documents")
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+            raise RequestError(f"documents {names!r} must be a list of at least one stored name")
+        reuse = make_reuse(asked.get("reuse") or _DEFAULT_REUSE).resolve(self._facts.geometry)
+        check_method(reuse)
+        digests = [self._lookup.digest(name) for name in names]
+        tokens = [self._tokens(*pair) for pair in zip(names, digests, strict=True)]
+        if reuse.exact:
+            return None
+        offsets = find(names, tokens, prompt)
+        end = offsets[-1] + len(tokens[-1])
+        if end >= len(prompt):
+            raise RequestError(
+                f"the prompt ends with document {names[-1]!r}; a question must follow it"
+            )
+        lengths = [len(part) for part in tokens]
+        return DocumentRequest(
+            names=names,
+            digests=digests,
+            offsets=offsets,
+            lengths=lengths,
+            end=end,
+            runs=self._runs(reuse, names, offsets, lengths, end),
+            shifted=reuse.shifts_rope,
+        )
+
+    def _read_tokens(self, name: str, digest: str) -> np.ndarray:
+        with self._lookup.open(name, digest) as document:
+            return document.token_ids.numpy().astype(np.int64)
+
+    def _runs(
+        self, reuse: Reuse, names: list[str], offsets: list[int], lengths: list[int], end: int
+    ) -> list[list[int]]:
+        """What is computed: all tokens outside documents, and those that the method recomputes."""
+        layers: Any = (None,) * self._facts.geometry.num_layers
+        placed = [
+            PlacedDocument(name=name, length=length, offset=offset, block_size=1, layers=layers)
+            for name, offset, length in zip(names, offsets, lengths, strict=True)
+        ]
+        again = reuse.plan(placed, None).recomputed[0]
+        computed = torch.ones(end, dtype=torch.bool)
+        for offset, part in zip(offsets, again.split(lengths), strict=True):
+            computed[offset : offset + len(part)] = part
+        edges = np.flatnonzero(np.diff(computed.numpy(), prepend=False, append=False))
+        return edges.reshape(-1, 2).tolist()
+
+
+def check_method(reuse: Reuse) -> None:
+    """ConfigError for a method that vLLM cannot express."""
+    for wrong, reason in (
+        (
+            reuse.probe_layer is not None,
+            "chooses what to recompute while layers run, and vLLM runs a model as a whole",
+        ),
+        (reuse.fuses, "fuses new keys with stored ones, and vLLM's layers write keys as they are"),
+        (
+            reuse.reads_facts or not reuse.keeps_all,
+            "drops tokens of documents, and vLLM's attention reads whole prompts",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"reuse method {reuse.name!r} cannot run in vLLM: it {reason}; use 'reuse', "
+                "'epic' or 'recompute'"
+            )
+
+
+def find(names: Sequence[str], tokens: Sequence[np.ndarray], prompt: Sequence[int]) -> list[int]:
+    """The position of each document's first token, each after the end of the one before.
+
+    RequestError names the first document whose tokens the rest of the prompt does not have.
+    """
+    whole = np.asarray(prompt, np.int64).tobytes()
+    offsets, begin = [], 0
+    for name, part in zip(names, tokens, strict=True):
+        wanted = part.tobytes()
+        place = whole.find(wanted, begin * 8)
+        while place % 8 and place >= 0:  # between two numbers
+            place = whole.find(wanted, place + 1)
+        if place < 0:
+            raise RequestError(
+                f"the {len(part)} tokens of document {name!r} are not in the prompt"
+                f"{f' from token {begin} on' if begin else ''}; give the prompt as token ids: "
+                "those of the documents, in the order of their names, and a question"
+            )
+        offsets.append(place // 8)
+        begin = place // 8 + len(part)
+    return offsets
+
+
+def check_requests() -> None:
+    """Lets every engine of this process that has a store check its requests. Idempotent."""
+    plain: Callable[..., Any] = InputProcessor.process_inputs
+    if getattr(plain, "keyhole", False):
+        return
+
+    @functools.wraps(plain)
+    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        request = plain(self, *args, **kwargs)
+        if is_asked_for(self.vllm_config):
+            _check(self, request, self.vllm_config)
+        return request
+
+    process_inputs.keyhole = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs
+
+
+def _check(processor: Any, request: Any, config: VllmConfig) -> None:
+    """Replaces what the user asked for by what was found; sets the request apart in the cache."""
+    params = request.sampling_params
+    asked = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+    if not asked:
+        return
+    try:
+        if request.prompt_token_ids is None:
+            raise RequestError("a prompt of embeddings has no tokens of documents; give token ids")
+        if not hasattr(processor, "keyhole_documents"):
+            processor.keyhole_documents = DocumentFinder(facts_of(config))
+        placed = processor.keyhole_documents.place(asked, request.prompt_token_ids)
+    except KeyholeError as error:
+        raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
+    rest = {name: x for name, x in params.extra_args.items() if name != "kv_transfer_params"}
+    if placed is None:
+        params.extra_args = rest
+        return
+    params.extra_args = {**rest, "kv_transfer_params": {_PLACED: asdict(placed)}}
+    # Keys of documents are not those of this prompt computed whole: nobody else may find them.
+    request.cache_salt = f"{request.cache_salt or ''}keyhole:{random_uuid()}"

@@ -1,0 +1,229 @@
+"""GGUF files: config, weights and tokenizer of one file, its blocks dequantised by transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from keyhole import LLM, ModelError, SamplingParams
+from keyhole.eval.verify import verify
+from keyhole.models import checkpoint
+from keyhole.models.loading import load
+from keyhole.models.locate import locate
+from keyhole.models.shrink import build
+from tests.checkpoints import make_model, make_tokenizer
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+#: By the name of a file's format: that of its matrices, its number, and the dtype it is loaded in.
+KINDS: dict[str, tuple[GGMLQuantizationType, LlamaFileType, torch.dtype]] = {
+    "F32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32, torch.float32),
+    "F16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16, torch.float16),
+    "Q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0, torch.bfloat16),
+    "Q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0, torch.bfloat16),
+}
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_TABLES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that the files are made of."""
+    folder = tmp_path_factory.mktemp("original")
+    return Path(make_model("llama", folder, tokenizer=True, num_key_value_heads=2, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def make(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A GGUF file of a format, made once."""
+    made: dict[str, Path] = {}
+    folder = tmp_path_factory.mktemp("gguf")
+
+    def file(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = folder / f"small.{kind}.gguf"
+            write(original, made[kind], kind)
+        return made[kind]
+
+    return file
+
+
+def write(original: Path, path: Path, kind: str) -> None:
+    """Writes a Llama as llama.cpp's converter does: names, rotary pairs side by side, BPE words."""
+    network = AutoModelForCausalLM.from_pretrained(original)
+    config, (number, file_type, _) = network.config, KINDS[kind]
+    writer = GGUFWriter(path, "llama")
+    writer.add_file_type(file_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    vocab = sorted(make_tokenizer().get_vocab().items(), key=lambda entry: entry[1])
+    words = [word for word, _ in vocab] + ["th"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words + [f"<unused{i}>" for i in range(config.vocab_size - len(words))])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in network.state_dict().items():
+        value = tensor.float().numpy()
+        module = name.removesuffix(".weight")
+        if module in _TABLES:
+            to = _TABLES[module]
+        else:
+            _, _, layer, part = module.split(".", 3)
+            to = f"blk.{layer}.{_NAMES[part]}"
+        pairs = heads.get(module.rpartition(".")[2])
+        if pairs is not None:
+            halves = value.reshape(pairs, 2, -1, value.shape[1])
+            value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
+        if value.ndim == 2:
+            writer.add_tensor(f"{to}.weight", gguf.quantize(value, number), raw_dtype=number)
+        else:
+            writer.add_tensor(f"{to}.weight", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_file_of_whole_numbers_is_its_checkpoint(
+    make: Callable[[str], Path], original: Path
+) -> None:
+    prompt = list(range(3, 60))
+    wanted = LLM(original, device="cpu").generate(prompt, GREEDY)
+    found = LLM(make("F32"), device="cpu")
+    assert found.generate(prompt, GREEDY).token_ids == wanted.token_ids
+    assert found.engine.model.name == "small.F32"
+    assert all(check.passed for check in verify(found.engine.model))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_blocks_are_those_that_transformers_reads(make: Callable[[str], Path], kind: str) -> None:
+    path = make(kind)
+    model = load(path, "cpu", "float32")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True)
+    )
+    ours = model.network.state_dict()
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours[name], weight.float()), name
+    assert getattr(model.network.config, "quantization_config", None) is None
+    prompt = list(range(3, 40))
+    [result] = LLM(model).generate(
+        [prompt], SamplingParams(max_tokens=1, logprobs=1, temperature=0)
+    )
+    with torch.no_grad():
+        wanted = theirs.float()(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert result.logprobs is not None
+    best = int(wanted.argmax())
+    assert result.logprobs[0][best] == pytest.approx(float(wanted[best]), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_it_is_loaded_in_the_numbers_that_hold_it(make: Callable[[str], Path], kind: str) -> None:
+    model = load(make(kind), "cpu")
+    assert model.dtype == KINDS[kind][2]
+    shape = checkpoint.read(make(kind), build=build)
+    assert f"torch.{shape.dtype}" == str(model.dtype)
+    assert shape.layers == model.geometry(16).layers
+    assert shape.num_parameters == sum(p.numel() for p in model.network.parameters())
+
+
+def test_its_words_are_read_too(make: Callable[[str], Path]) -> None:
+    llm = LLM(make("F32"), device="cpu")
+    ids = llm.tokenizer("the path", add_special_tokens=False).input_ids
+    assert len(ids) == len("the path") - 2  # "th" twice is one word
+    assert llm.tokenizer.decode(ids) == "the path"
+    assert llm.generate("the path", GREEDY).token_ids
+    assert llm.engine.model.eos_token_ids == {2}
+
+
+def test_a_folder_with_one_file_is_that_file(make: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").symlink_to(make("F32"))
+    assert locate(tmp_path) == locate(tmp_path / "a.gguf")
+    (tmp_path / "b.gguf").symlink_to(make("F32"))
+    with pytest.raises(ModelError, match=r"several GGUF files: name one of a\.gguf, b\.gguf"):
+        locate(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "cut in the header"])
+def test_a_damaged_file_is_named_with_what_helps(
+    make: Callable[[str], Path], tmp_path: Path, damage: str
+) -> None:
+    data = make("Q8_0").read_bytes()
+    path = tmp_path / "bad.gguf"
+    damaged: dict[str, bytes] = {
+        "cut": data[: len(data) // 2],
+        "noise": b"no gguf" * 999,
+        "empty": b"",
+        "cut in the header": data[:300],
+    }
+    path.write_bytes(damaged[damage])
+    with pytest.raises(ModelError, match=re.escape(str(path))) as caught:
+        LLM(path, device="cpu")
+    assert "the file may be damaged or cut short: get it again" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_offers_the_nearest(make: Callable[[str], Path]) -> None:
+    path = make("F32")
+    with pytest.raises(
+        ModelError, match=r"there is no file '.*small\.F31\.gguf'.*small\.F32\.gguf"
+    ):
+        locate(path.with_name("small.F31.gguf"))
+
+
+def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "large-00001-of-00003.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="is one part of a model; join the parts first"):
+        locate(path)
+
+
+@pytest.mark.parametrize("absent", ["gguf", "accelerate"])
+def test_what_is_to_be_installed_is_said(
+    make: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, absent: str
+) -> None:
+    real: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == absent else real(name, *more),
+    )
+    with pytest.raises(ModelError, match=rf"package '{absent}': pip install 'keyhole\[gguf\]'"):
+        load(make("F32"), "cpu")
+
+
+def test_without_transformers_its_shape_is_not_read(make: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match="is read with transformers only"):
+        checkpoint.read(make("F32"))

@@ -1,0 +1,36 @@
+"""A model whose weights stay in its files until they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole.engine.documents.fingerprint import _weights
+from keyhole.models.loading import load
+from keyhole.models.locate import locate
+from keyhole.models.positions import _frequencies
+from keyhole.models.shrink import mapped
+from tests.checkpoints import make_model
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # Gemma's output weights are tied
+def test_mapped_weights_and_frequencies_are_those_of_the_loaded_model(
+    family: str, tmp_path: Path
+) -> None:
+    checkpoint = make_model(family, tmp_path)
+    network, model = mapped(locate(checkpoint), torch.float32), load(checkpoint, "cpu")
+    assert network is not None
+    assert _weights(network) == _weights(model.network)
+    for kind in set(getattr(network.config, "layer_types", None) or ["full_attention"]):
+        own, other = (
+            _frequencies(one.base_model.rotary_emb, kind) for one in (network, model.network)
+        )
+        assert own.device.type == "cpu"
+        assert torch.equal(own, other)
+
+
+def test_weights_in_another_dtype_are_not_mapped(tmp_path: Path) -> None:
+    """Loading rounds them, so that numbers of the files are not the model's."""
+    assert mapped(locate(make_model("llama", tmp_path)), torch.bfloat16) is None

@@ -1,0 +1,91 @@
+"""Bodies that are wrong: an error object says so, the server lives, and nothing is a 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from keyhole import LLM
+from tests.server.conftest import serving
+
+JSON = {"content-type": "application/json"}
+PLACES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+RAW = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"3",
+    b'"text"',
+    b"NaN",
+    b"\xff\xfe",
+    b'{"prompt": "\xc3("}',
+    b'{"prompt": "\xed\xa0\x80"}',  # half a character in UTF-8
+    b'{"prompt": "a" "b"}',
+    b'{"prompt": ' + b"[" * 5000,
+]
+NUMBERS = [-1, 0, -(2**63), 2**63, 2**64, 10**30, -(10**30), 1e308, -1e308, 1e-320, 0.5]
+OTHERS = ["x", "", None, True, [], {}, [[]], [None], {"a": 1}, "\ud800"]
+FIELDS = (
+    "max_tokens n temperature top_p top_k min_p seed logprobs presence_penalty frequency_penalty "
+    "repetition_penalty logit_bias stop stop_token_ids ignore_eos stream stream_options keyhole "
+    "model user prompt echo response_format"
+).split()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_no_json_or_no_text_is_refused(address: str, place: str) -> None:
+    with httpx2.Client(base_url=address, headers=JSON) as client:
+        for raw in RAW:
+            answer = client.post(place, content=raw)
+            assert answer.status_code == 400, (raw[:20], answer.text)
+            assert answer.json()["error"]["type"] == "invalid_request_error", raw[:20]
+
+
+def _is_served_or_told(answer: httpx2.Response) -> bool:
+    if answer.status_code == 200:
+        return True
+    error = answer.json()["error"]
+    return answer.status_code in (400, 404) and isinstance(error["message"], str)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_no_number_and_no_type_is_a_failure_of_the_server(address: str, field: str) -> None:
+    with httpx2.Client(base_url=address, timeout=60, headers=JSON) as client:
+        for value in [*NUMBERS, *OTHERS]:
+            body: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, field: value}
+            answer = client.post("/v1/completions", content=json.dumps(body))
+            assert _is_served_or_told(answer), (field, value, answer.text)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[-1], [2**31], [2**70], [[]], [[1], "a"], ["a", 1], [1.5], [[1, -2]], ["\x00"]]
+)
+def test_prompts_of_wrong_tokens_are_told(address: str, prompt: Any) -> None:
+    body = {"prompt": prompt, "max_tokens": 2}
+    assert _is_served_or_told(httpx2.post(f"{address}/v1/completions", json=body))
+
+
+def test_the_server_lives_after_all_that(address: str) -> None:
+    answer = httpx2.post(f"{address}/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    assert answer.status_code == 200
+
+
+@pytest.mark.slow
+def test_a_body_of_ten_megabytes_is_too_long_and_one_more_is_too_large(llm: LLM) -> None:
+    """Of the default limit; a smaller one is tested beside other limits."""
+    with serving(llm) as address:
+        for place in ("/v1/completions", "/tokenize"):
+            large = b'{"prompt": "' + b"x" * (11 * 2**20) + b'"}'
+            answer = httpx2.post(address + place, content=large, headers=JSON, timeout=60)
+            assert answer.status_code == 413
+        long = b'{"prompt": "' + b"x" * 10_000_000 + b'"}'
+        place = f"{address}/v1/completions"
+        answer = httpx2.post(place, content=long, headers=JSON, timeout=120)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        answer = httpx2.post(place, json={"prompt": "abc", "max_tokens": 2})
+        assert answer.status_code == 200
