@@ -190,6 +190,24 @@ def test_a_plan_counts_the_pages_of_requests_of_any_length(
         assert sum(model.terms(pages, i).values()) <= memory
 
 
+def test_layers_come_back_once_there_is_room_to_grow() -> None:
+    """Room for what requests may still need, but no more than an eighth of what fits."""
+    layers = 4 * (LayerMemory(token_bytes=100, slot_bytes=100, movable=True),)
+    model = MemoryModel.measured(
+        layers=layers, requests=1, token_budget=10, page_size=1, weight_bytes=0
+    )
+    plan = MemoryPlan(model=model, memory=400 * 800)
+    most, more = plan.capacities[:2]
+    assert 700 < most < more
+    assert plan.left_below(most - most // 8, 10**6, 1) == 0
+    assert plan.left_below(most - most // 8 + 1, 10**6, 1) == 1
+    assert plan.left_below(most - 3, 3, 1) == 0
+    assert plan.left_below(most - 3, 4, 1) == 1
+    assert plan.left_below(0, 0, 4) == 0
+    assert plan.left_below(0, 0, 4, 2) == 2
+    assert plan.left_below(most + 1, 0, 3) == 1
+
+
 def test_the_last_layers_go_below_first_and_windows_never() -> None:
     layer = LayerMemory(token_bytes=8, slot_bytes=8)
     window = dataclasses.replace(layer, movable=False)

@@ -6,7 +6,8 @@
 Engine and server take turns: a batch by `LLM.generate`, then as many streams over HTTP, with the
 same lengths; then single first tokens by both; and last 512 streams at once. Client and server
 share the machine's cores. A round is a pair of measurements, and what counts is the median of their
-ratios.
+ratios. Where other programs use the cores, that says little; the time of the processor that each
+process uses for a token says more.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from benchmarks.serving.soak import children
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
 from keyhole.bench.serve import measure_load
@@ -70,11 +72,12 @@ def main() -> None:
             model = stack.enter_context(TemporaryDirectory(prefix="keyhole-"))
             save_random(arguments.shape, Path(model))
         llm = LLM(model, max_batch=max(_BATCHES), prefix_cache=False, memory=_MEMORY)
-        address = stack.enter_context(serving(model))
+        address, server = stack.enter_context(serving(model))
         line |= {"model": arguments.shape or "tiny", "settings": vars(arguments)}
-        line["results"] = [_batch(llm, address, n, arguments) for n in _BATCHES]
+        line["results"] = [_batch(llm, address, server, n, arguments) for n in _BATCHES]
         line["results"].append(_first_token(llm, address, arguments))
-        line["results"].append(_held(address, arguments))
+        if arguments.shape is None:  # hours for a large model, which changes nothing in the server
+            line["results"].append(_held(address, arguments))
     line["bars"] = _bars(line["results"])
     for bar in line["bars"]:
         print("met" if bar["met"] else "MISSED", bar["bar"], f"{bar['value']:.3f}", bar["wanted"])
@@ -91,8 +94,8 @@ def save_random(shape: str, folder: Path) -> None:
 
 
 @contextmanager
-def serving(model: str) -> Iterator[str]:
-    """The address of `keyhole serve` as a process of its own."""
+def serving(model: str) -> Iterator[tuple[str, int]]:
+    """The address and the process id of `keyhole serve`."""
     flags = ["--port", "0", "--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD)]
     flags += ["--no-prefix-cache", "--memory", _MEMORY, "--no-page"]
     command = [sys.executable, "-m", "keyhole", "serve", model, *flags]
@@ -107,7 +110,7 @@ def serving(model: str) -> Iterator[str]:
         # Its log is read, so that it never waits for a reader.
         reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
         try:
-            yield found[1]
+            yield found[1], server.pid
         finally:
             server.terminate()
             server.wait()
@@ -137,17 +140,29 @@ def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) 
     return result
 
 
-def _batch(llm: LLM, address: str, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def _batch(
+    llm: LLM, address: str, server: int, count: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Tokens per second of `count` at once, by the engine and over HTTP."""
     engine, http = [], []
+    used: dict[str, list[float]] = {"generate": [], "client": [], "server": [], "server_http": []}
+    tokens = count * arguments.answer
     for seed in range(arguments.rounds + 1):  # the first one warms up
         prompts = _prompts(llm, count, arguments.prompt, seed)
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), time.process_time()
         llm.generate(prompts, _params(arguments.answer))
-        engine.append(count * arguments.answer / (time.perf_counter() - begin))
+        engine.append(tokens / (time.perf_counter() - begin))
+        used["generate"].append((time.process_time() - before) / tokens)
+        mine, theirs = time.process_time(), _cpu_seconds(server)
         http.append(_load(address, count, arguments, seed=seed)["tokens_per_s"])
+        used["client"].append((time.process_time() - mine) / tokens)
+        for name, now, then in zip(
+            ("server", "server_http"), _cpu_seconds(server), theirs, strict=False
+        ):
+            used[name].append((now - then) / tokens)
         print(f"{count}: engine {engine[-1]:.0f} tokens/s, http {http[-1]:.0f}", file=sys.stderr)
     ratios = [b / a for a, b in zip(engine[1:], http[1:], strict=True)]
+    cpu = {f"{name}_us": 1e6 * statistics.median(found[1:]) for name, found in used.items()}
     return {
         "kind": "batch",
         "batch": count,
@@ -155,7 +170,17 @@ def _batch(llm: LLM, address: str, count: int, arguments: argparse.Namespace) ->
         "http_tokens_per_s": statistics.median(http[1:]),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "cpu_per_token": cpu,
     }
+
+
+def _cpu_seconds(server: int) -> list[float]:
+    """What the server's process, and the one that answers HTTP, have used so far."""
+    found = []
+    for process in (server, *children(server)):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return found
 
 
 def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[str, Any]:

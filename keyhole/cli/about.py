@@ -135,6 +135,7 @@ _EXTRAS = {
     "eval": "scipy",
     "serve": "fastapi",
     "convert": "markitdown",
+    "embeddings": "sqlite_vec",
     "lm-eval": "lm_eval",
     "kvpress": "kvpress",
 }

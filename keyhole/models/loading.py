@@ -185,8 +185,8 @@ def load_files(
     """`load` of a model that `locate` has found."""
     place, number = _device(device), _dtype(dtype)
     name, told = found.name, found.shown
-    if found.has_adapter and not is_peft_available():
-        raise ignored_adapter(name)
+    if (found.has_adapter or found.adapter is not None) and not is_peft_available():
+        raise ignored_adapter(found)
     config = read_config(found)
     families.check(config, told)
     if accept is not None:
@@ -219,21 +219,61 @@ def load_files(
     elif getattr(config, "quantization_config", None) is not None:
         _check_quantised(network, name)
         _announce_quantised()
+    if found.adapter is not None:
+        network = _merged(network, found.adapter, name)
+    network = _moved(network, place, told)
+    if is_tiny(name):
+        _say_it_is_a_demonstration()
+    words = _tokenizer(found) if tokenizer is None else tokenizer
+    model = _model(name, network, place, words)
+    if found.adapter is not None:
+        return replace(model, name=found.adapter.name)
+    return model if found.gguf is None else replace(model, name=found.config.stem)
+
+
+def _moved(network: Any, place: torch.device, name: str) -> Any:
+    """The network on its device, ready for inference; CapacityError if it does not fit there."""
     try:
-        network = network.to(place).eval()
+        return network.to(place).eval()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         need = sum(p.numel() * p.element_size() for p in network.parameters()) / 2**30
         raise CapacityError(
-            f"the weights of {told!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
+            f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
-    if is_tiny(name):
-        _say_it_is_a_demonstration()
-    words = _tokenizer(found) if tokenizer is None else tokenizer
-    model = _model(name, network, place, words)
-    return model if found.gguf is None else replace(model, name=found.config.stem)
+
+
+def _merged(network: Any, adapter: Path, base: str) -> Any:
+    """The network with a LoRA adapter in its weights; ModelError for one that does not fit."""
+    import peft
+
+    try:
+        config = peft.PeftConfig.from_pretrained(str(adapter))
+        if config.peft_type != peft.PeftType.LORA:
+            raise ModelError(
+                f"the adapter {str(adapter)!r} is of the kind {config.peft_type.value}, which "
+                "cannot be merged into weights; LORA can"
+            )
+        adapted = peft.get_peft_model(network, config)
+        weights = peft.load_peft_weights(str(adapter), device="cpu")
+        report: Any = peft.set_peft_model_state_dict(adapted, weights)
+    except ModelError:
+        raise
+    except Exception as error:  # peft, safetensors, the file system
+        raise ModelError(
+            f"the adapter {str(adapter)!r} does not fit the model {base!r}: {_line(error)}; name "
+            "its own base as base_model_name_or_path in its adapter_config.json"
+        ) from error
+    absent = [name for name in report.missing_keys if ".lora_" in name]
+    wrong = sorted(absent) or sorted(report.unexpected_keys)
+    if wrong:
+        raise ModelError(
+            f"the adapter {str(adapter)!r} does not fit the model {base!r}, or is damaged: "
+            f"{'it lacks' if absent else 'the model has no'} {wrong[0]}, and {len(wrong) - 1} more"
+        )
+    return adapted.merge_and_unload()
 
 
 #: What helps where a GGUF file cannot be read.

@@ -1,13 +1,14 @@
 """Locates a model: the bundled one, a folder, or the hub with its local cache. No torch here.
 
-A GGUF file is a model of its own; LoRA adapters without weights are refused here with their cause.
+A GGUF file is a model of its own; a LoRA adapter stands for the model that it was trained for.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,6 @@ _CONFIG = "config.json"
 #: Seconds to wait for the hub before using the local cache alone.
 _PATIENCE = 2.0
 
-_MERGE = (
-    "merge it with peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
-    ".save_pretrained(FOLDER)"
-)
 # As llama.cpp names the parts of a model.
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
@@ -72,7 +69,8 @@ class ModelFiles:
 
     unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
     has_adapter: there is a LoRA adapter beside the weights. gguf: the GGUF file in the folder that
-    holds config, weights and tokenizer; None: they are in files of their own.
+    holds config, weights and tokenizer; None: they are in files of their own. adapter: the folder
+    of a LoRA adapter that is merged into these weights.
     """
 
     name: str
@@ -80,10 +78,13 @@ class ModelFiles:
     unreachable: str | None
     has_adapter: bool
     gguf: str | None = None
+    adapter: Path | None = None
 
     @property
     def shown(self) -> str:
-        """What messages call it: the folder, the hub id, or the GGUF file."""
+        """What messages call it: the folder, the hub id, the GGUF file, or the adapter."""
+        if self.adapter is not None:
+            return str(self.adapter)
         return self.name if self.gguf is None else str(self.config)
 
     @property
@@ -96,8 +97,7 @@ class ModelFiles:
 def locate(model: str | Path) -> ModelFiles:
     """The place of a model given by "tiny", a folder or a hub id.
 
-    ConfigError for an invalid name; ModelError, with the cause, for a model that is not found and
-    for LoRA adapters.
+    ConfigError for an invalid name; ModelError, with the cause, for a model that is not found.
     """
     name = named(model)
     folder = Path(name)
@@ -115,8 +115,31 @@ def locate(model: str | Path) -> ModelFiles:
             raise ModelError(f"folder {name!r} holds several GGUF files: name one of {files}")
         return _in_gguf(ggufs[0])
     if not (folder / _CONFIG).is_file():
-        raise ModelError(f"folder {name!r} holds no model: {_in_place_of_config(folder)}")
+        if not (folder / ADAPTER).is_file():
+            raise ModelError(f"folder {name!r} holds no model: it has no {_CONFIG}")
+        return _base_of(folder)
     return ModelFiles(name, folder / _CONFIG, None, (folder / ADAPTER).is_file())
+
+
+def _base_of(adapter: Path) -> ModelFiles:
+    """The model that an adapter was trained for, and the adapter."""
+    path = adapter / ADAPTER
+    try:
+        base = json.loads(path.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{str(path)!r} names no model that the adapter is for: {type(error).__name__}: {error}"
+        ) from error
+    try:
+        found = locate(base)
+    except (ConfigError, ModelError) as error:
+        raise ModelError(
+            f"the adapter {str(adapter)!r} is for the model {base!r}, which is not found: {error}; "
+            f"name the right one as base_model_name_or_path in its {ADAPTER}"
+        ) from error
+    if found.has_adapter or found.adapter is not None:
+        raise ModelError(f"the adapter {str(adapter)!r} is for {base!r}, which is an adapter, too")
+    return replace(found, adapter=adapter)
 
 
 def _in_gguf(path: Path) -> ModelFiles:
@@ -130,18 +153,17 @@ def _in_gguf(path: Path) -> ModelFiles:
     return ModelFiles(str(path.parent), path, None, False, path.name)
 
 
-def ignored_adapter(name: str) -> ModelError:
-    """The error for weights with a LoRA adapter that would not be applied."""
+def ignored_adapter(found: ModelFiles) -> ModelError:
+    """The error for a LoRA adapter that would not be applied."""
+    if found.adapter is not None:
+        what, aside = f"{found.shown!r} is a LoRA adapter", f"give {found.name!r}"
+    else:
+        what = f"{found.name!r} has a LoRA adapter ({ADAPTER}) beside its weights"
+        aside = f"move {ADAPTER} away"
     return ModelError(
-        f"{name!r} has a LoRA adapter ({ADAPTER}) beside its weights, and peft, which applies it, "
-        f"is not installed: install peft, or {_MERGE}; to run without it, move {ADAPTER} away"
+        f"{what}, and peft, which applies it, is not installed: pip install 'keyhole[lora]'; to "
+        f"run without it, {aside}"
     )
-
-
-def _in_place_of_config(folder: Path) -> str:
-    if (folder / ADAPTER).is_file():
-        return f"it is a LoRA adapter ({ADAPTER}), which cannot be applied yet; {_MERGE}"
-    return f"it has no {_CONFIG}"
 
 
 def _on_hub(name: str) -> ModelFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -159,6 +160,8 @@ class Server(uvicorn.Server):
         """As uvicorn's; open connections get 503 for what they ask from now on."""
         self._state.admission.is_draining = True
         await super().shutdown(sockets)
+        if self._state.traces is not None:
+            await asyncio.to_thread(self._state.traces.flush)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import KeptTokenTable
+from keyhole.cache.kept_tokens import KeptTokenTable, PageList
 from keyhole.kernels import Selection
+from tests.cache.test_pages import PLAIN, make_cache
 
 LAYERS, PAGE = 3, 4
 
@@ -105,3 +107,21 @@ def test_a_page_is_there_if_any_of_it_is(
             has = {t // PAGE for t in _has(kept, layer, length)}
             within = -(-length // PAGE)
             assert row[:within] == [page in has for page in range(within)]
+
+
+def test_new_pages_hold_nothing_of_their_former_owner() -> None:
+    """Else summaries of a page that is only in part of the sequence would see it."""
+    cache = make_cache(PLAIN, PLAIN, most=2)
+    others = cache.allocate(2)
+    assert others is not None
+    tensors = [*cache.keys, *cache.values]
+    for tensor in tensors:
+        tensor[:] = 7
+    cache.release(others[:1])
+    pages = PageList(cache, 12)
+    assert pages.need(np.array([5, 6]))
+    assert len(list(pages.clear())) == 2  # layer by layer
+    assert list(pages.clear()) == []
+    for tensor in tensors:
+        assert not tensor[others[0]].any()
+        assert (tensor[others[1]] == 7).all()

@@ -66,6 +66,7 @@ def test_dense_layers_of_a_method_are_those_that_read_everything(name: str, mode
     assert dense_in(traced(model, policy)) == policy.dense_layers(model.geometry(PAGE))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("control", CONTROL_NAMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_control_reads_what_its_method_may(name: str, control: str, model: Model) -> None:

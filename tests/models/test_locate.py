@@ -127,12 +127,33 @@ def test_adapters_are_never_ignored(
     monkeypatch.setattr("keyhole.models.loading.is_peft_available", lambda: False)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match=r"it is a LoRA adapter .*merge_and_unload\(\)"):
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(path)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"is a LoRA adapter, and peft.*keyhole\[lora\]"):
         LLM(adapter)
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match=r"adapter .*beside its weights.*merge_and_unload\(\)"):
+    with pytest.raises(ModelError, match=r"adapter .*beside its weights.*keyhole\[lora\]"):
         LLM(path)
+    with pytest.raises(ModelError, match="which is an adapter, too"):
+        locate(adapter)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "names no model that the adapter is for: JSONDecodeError"),
+        ("{}", "names no model that the adapter is for: KeyError"),
+        ('{"base_model_name_or_path": null}', "is for the model None, which is not found"),
+        (
+            '{"base_model_name_or_path": "some/body"}',
+            "which is not found: unknown model 'some/body'",
+        ),
+    ],
+)
+def test_the_model_of_an_adapter_must_be_there(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ModelError, match=said):
+        locate(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""LoRA adapters with peft installed: one beside weights is applied, and none is ignored.
+"""LoRA adapters with peft installed: they are applied, alone or beside weights; none is ignored.
 
-Skipped without peft: `pip install peft`. Without it adapters are refused (test_locate.py).
+Skipped without peft (`keyhole[lora]`). Without it adapters are refused (test_locate.py).
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -19,9 +20,7 @@ from keyhole.eval.verify import verify
 from keyhole.models.loading import load
 from tests.checkpoints import make_model
 
-peft = pytest.importorskip(
-    "peft", reason="real adapters need it, and no extra has it: pip install peft"
-)
+peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
 pytestmark = pytest.mark.filterwarnings("default")  # peft has its own
 
 WEIGHTS = "adapter_model.safetensors"
@@ -56,9 +55,50 @@ def test_an_adapter_beside_weights_is_applied(folders: dict[str, Path]) -> None:
     assert all(check.passed for check in verify(folders["beside"], "cpu"))
 
 
-def test_an_adapter_alone_is_refused_with_what_to_do(folders: dict[str, Path]) -> None:
-    with pytest.raises(ModelError, match=r"it is a LoRA adapter .*merge_and_unload\(\)"):
-        load(folders["adapter"])
+def test_an_adapter_alone_is_merged_into_its_model(folders: dict[str, Path]) -> None:
+    found = load(folders["adapter"], "cpu")
+    assert found.name == "adapter"
+    merged = load(folders["merged"], "cpu").network.state_dict()
+    ours = found.network.state_dict()
+    assert ours.keys() == merged.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(ours[name], weight, msg=name)
+    wanted = LLM(folders["merged"], device="cpu").generate(PROMPT, PARAMS)
+    assert LLM(found).generate(PROMPT, PARAMS).token_ids == wanted.token_ids
+    assert all(check.passed for check in verify(found))
+
+
+def test_an_adapter_of_another_base_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name, sizes in (("narrow", {"hidden_size": 24}), ("short", {"num_hidden_layers": 1})):
+        base = make_model("llama", tmp_path / name, **sizes)
+        config = folders["adapter"] / "adapter_config.json"
+        fields = json.loads(config.read_text()) | {"base_model_name_or_path": str(base)}
+        config.write_text(json.dumps(fields))
+        with pytest.raises(ModelError, match="does not fit the model") as caught:
+            load(folders["adapter"], "cpu")
+        assert "\n" not in str(caught.value)
+        assert str(folders["adapter"]) in str(caught.value)
+
+
+def test_an_adapter_alone_that_lacks_weights_is_refused(folders: dict[str, Path]) -> None:
+    file = folders["adapter"] / WEIGHTS
+    tensors = load_file(file)
+    del tensors[min(tensors)]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"or is damaged: it lacks base_model.*lora_A.*and 0 more"):
+        load(folders["adapter"], "cpu")
+    file.write_bytes(b"no adapter")
+    with pytest.raises(ModelError, match="does not fit the model"):
+        load(folders["adapter"], "cpu")
+
+
+def test_an_adapter_that_is_no_lora_is_refused(folders: dict[str, Path]) -> None:
+    adapter = folders["adapter"].with_name("prompt")
+    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    peft.get_peft_model(network, tuned).save_pretrained(adapter)
+    with pytest.raises(ModelError, match="of the kind PROMPT_TUNING, which cannot be merged"):
+        load(adapter, "cpu")
 
 
 def test_an_adapter_without_its_weights_is_refused(folders: dict[str, Path]) -> None:

@@ -123,6 +123,19 @@ def test_as_published_is_a_policy_at_this_budget(name: str, num_layers: int) -> 
     assert isinstance(policy.outside_budget(), str)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("tidal_decode", {"share_group": False}),
+        ("omnikv", {"keep_generated": True}),
+        ("clusterkv", {"cluster_every": 320}),
+    ],
+)
+def test_as_published_has_the_settings_of_the_authors(name: str, settings: dict[str, Any]) -> None:
+    policy = available_policies()[name].as_published(shape(6), 512).resolve(shape(6))
+    assert {field: getattr(policy, field) for field in settings} == settings
+
+
 def test_as_published_is_not_what_was_measured_for_the_model(tmp_path: Path) -> None:
     geometry = dataclasses.replace(shape(28), calibration=tmp_path / "there-is-none.json")
     policy = available_policies()["delta"].as_published(geometry, 512)

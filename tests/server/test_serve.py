@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from benchmarks.serving.soak import children
 from keyhole.cli import main
 from tests.checkpoints import make_model
 
@@ -84,3 +86,28 @@ def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixtu
         assert "cannot listen on 127.0.0.1:" in capsys.readouterr().err
         server.send_signal(signal.SIGINT)
     assert server.returncode == 0
+
+
+def answers(address: str) -> bool:
+    try:
+        return httpx2.get(f"{address}/health").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server is one process")
+@pytest.mark.parametrize("killed", ["engine", "http"])
+def test_neither_process_outlives_the_other(path: str, killed: str) -> None:
+    """One that answers without an engine would keep the port; an engine alone answers nobody."""
+    with process("--model", path, "--memory", "8MiB") as (server, address, lines):
+        (child,) = children(server.pid)
+        assert answers(address)
+        os.kill(server.pid if killed == "engine" else child, signal.SIGKILL)
+        server.wait(30)
+        end = time.monotonic() + 30
+        while answers(address):
+            assert time.monotonic() < end
+    if killed == "http":
+        assert server.returncode == 2
+        assert "the process that answers HTTP ended with status -9" in lines[-1]

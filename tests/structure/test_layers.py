@@ -45,7 +45,7 @@ LAZY_FILES = {
 
 OPTIONAL = {
     *("aiohttp", "apsw", "gguf", "llguidance", "markitdown", "matplotlib", "opentelemetry"),
-    *("scipy", "sqlite_vec"),
+    *("peft", "scipy", "sqlite_vec"),
 }
 """Packages that may be absent, and so may be imported inside the function that needs them."""
 

@@ -163,7 +163,7 @@ def is_bundled(model: str | None) -> bool:
 
 def require_server(command: str) -> None:
     """ConfigError unless the packages of the extra `keyhole[serve]` are there."""
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+    if not all(map(importlib.util.find_spec, ("fastapi", "fastapi_offline", "uvicorn"))):
         raise ConfigError(f"keyhole {command} needs more packages: pip install 'keyhole[serve]'")
 
 

@@ -37,6 +37,9 @@ from keyhole.integrations.vllm.tables import Tables
 
 logger = init_logger("vllm.keyhole")  # under vLLM's own logger, which has a handler
 
+#: Where a step's forward context has the rows of requests that read some pages only.
+KEPT_ROWS = "keyhole_kept_rows"
+
 _REDUCE = {"max": ReduceOp.MAX, "sum": ReduceOp.SUM}
 
 
@@ -70,13 +73,17 @@ class SparseBuilder:
     ) -> Any:
         """As vLLM's; `keyhole` is None in a warm-up, and for an engine without a policy."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
-        metadata.keyhole = None
+        metadata.keyhole, metadata.keyhole_builder = None, self
         if self._asked is not None and not fast_build:
             requests = requests_of(common_attn_metadata)
             if requests is not None:
                 metadata.keyhole = step_rows(requests, self._block_size, self._threshold)
-                metadata.keyhole_builder = self
         return metadata
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the kernels."""
+        return self._block_size
 
     def decode_metadata(self, metadata: Any, rows: StepRows, tables: Tables, heads: int) -> Any:
         """The metadata of the rows alone, over `tables`. heads: query heads of each list."""
@@ -123,6 +130,21 @@ def requests_of(common: CommonAttentionMetadata) -> Requests | None:
     )
 
 
+def of_documents(layer: Any, query: Tensor, metadata: Any) -> Any:
+    """A layer's metadata without the pages that SamKV dropped; the same if it dropped none.
+
+    Notes the queries where a reuse method asked for them.
+    """
+    kept = get_forward_context().additional_kwargs.get(KEPT_ROWS)
+    note = getattr(metadata, "keyhole_note", None)
+    if kept is None and note is None:
+        return metadata
+    number = extract_layer_index(layer.layer_name)
+    if note is not None:
+        note(number, query[: metadata.num_actual_tokens])
+    return metadata if kept is None else kept.metadata(metadata, number)
+
+
 class SparseAttention:
     """A layer's attention: over what the policy selects for the rows, else vLLM's.
 
@@ -145,6 +167,7 @@ class SparseAttention:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """As vLLM's: query [T, Hq, D], kv_cache [P, Hkv, page_size, 2 D]; writes into output."""
+        attn_metadata = of_documents(layer, query, attn_metadata)
         rows = getattr(attn_metadata, "keyhole", None)
         adapter, number = self.adapter, self.layer_number
         scales = (output_scale, output_block_scale)

@@ -15,11 +15,12 @@ from keyhole.engine.sequence import Result
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider
 
     from keyhole.server.monitoring.logs import RequestRecord
 
 _NS = 10**9
+_FLUSH_MS = 5000
 
 
 def make_provider(endpoint: str) -> TracerProvider:
@@ -46,6 +47,7 @@ class Traces:
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        self._provider = provider
         self._tracer = provider.get_tracer("keyhole.server")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -90,6 +92,10 @@ class Traces:
                 )
                 phase.end(_nanoseconds(end))
         span.end(_nanoseconds(times[1]))
+
+    def flush(self) -> None:
+        """Sends what is left; waits for that, but no longer than a few seconds."""
+        self._provider.force_flush(_FLUSH_MS)
 
 
 def phases(result: Result) -> list[tuple[str, float, float]]:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: run `make test-vllm`")
 
 import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.exceptions import VLLMValidationError
 
 from keyhole.config import SamplingParams
@@ -113,6 +114,106 @@ def test_the_tokens_are_those_of_keyholes_engine(
     got = tokens_of(engine, prompt, asked(NAMES, reuse=reuse))
     assert got == list(expected.token_ids)
     assert got != own_tokens_of(own, prompt), "the documents were computed, not loaded"
+
+
+#: Blocks of 64, of which the middle ones are dropped or kept: 6 and 5, and one that is all ends.
+BOOKS = dict(zip(("one", "two"), random_prompts(360, 290, seed=11), strict=True))
+CHOICES = {
+    "share": "sam_kv:recompute=False,share=0.5",
+    "extremes": "sam_kv:recompute=False,share=0.5,score=extremes,bias=False",
+    "ends": "sam_kv:recompute=False,select=False",
+    "paper": "sam_kv:recompute=False",
+}
+
+
+@pytest.fixture(scope="module")
+def books(own: LLM) -> None:
+    for name, tokens in BOOKS.items():
+        own.documents.add(name, ids(tokens))
+
+
+@pytest.mark.usefixtures("books")
+@pytest.mark.parametrize("reuse", CHOICES.values(), ids=CHOICES)
+def test_pages_that_sam_kv_drops_are_not_read(reuse: str, engine: vllm.LLM, own: LLM) -> None:
+    """Layers choose different pages; documents begin anywhere in a page."""
+    names = ["two", "short", "one"]
+    expected = own_answer(own, names, reuse, separator=ids([10, 11, 12]))
+    prompt = list(expected.prompt_token_ids)
+    assert expected.stats.sequence_ratio < 0.9
+    got = tokens_of(engine, prompt, asked(names, reuse=reuse))
+    assert got == list(expected.token_ids)
+    whole = tokens_of(engine, prompt, asked(names))
+    assert got != whole, "nothing was dropped"
+
+
+@pytest.mark.usefixtures("books")
+def test_such_requests_run_beside_others(engine: vllm.LLM, own: LLM) -> None:
+    """Each has pages of its own in each layer; the others read everything."""
+    kinds = [(["one"], CHOICES["share"]), (["two"], "reuse"), (["two"], CHOICES["share"])]
+    expected = [own_answer(own, names, reuse) for names, reuse in kinds] * 2
+    given = [ids(list(answer.prompt_token_ids)) for answer in expected]
+    each = [asked(names, reuse=reuse) for names, reuse in kinds] * 2
+    outputs = engine.generate(given, each, use_tqdm=False)
+    got = [list(output.outputs[0].token_ids) for output in outputs]
+    assert got == [list(answer.token_ids) for answer in expected]
+
+
+@pytest.mark.usefixtures("books")
+def test_aborted_requests_leave_nothing_behind(engine: vllm.LLM, own: LLM) -> None:
+    """Some while their documents are loaded, some before they choose, some while they decode."""
+    core = engine.llm_engine
+    answers = [own_answer(own, [name], CHOICES["share"]) for name in BOOKS] * 10
+    for number, answer in enumerate(answers):
+        params = asked([list(BOOKS)[number % 2]], reuse=CHOICES["share"])
+        core.add_request(str(number), ids(list(answer.prompt_token_ids)), params)
+    got = {}
+    for step in range(2000):
+        if step % 3 == 0 and step < 30:
+            core.abort_request([str(step), str(step + 1)])
+        for output in core.step():
+            if output.finished:
+                got[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if not core.has_unfinished_requests():
+            break
+    assert 0 < len(got) < len(answers)
+    assert all(got[number] == list(answers[number].token_ids) for number in got)
+    tokens_of(engine, QUESTION, vllm.SamplingParams(max_tokens=2))  # tells workers who ended
+    scheduler = core.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 63
+    worker: Any = get_kv_transfer_group()
+    left = (worker._loading, worker._kept, worker._ended, worker._loader._held)
+    assert not any(left)
+    assert not scheduler.connector._begun
+
+
+@pytest.mark.usefixtures("books")
+@pytest.mark.parametrize(
+    ("reuse", "more", "said"),
+    [
+        ("sam_kv", {}, "recomputes tokens between others that it drops.*give 'sam_kv:recompute="),
+        ("sam_kv:recompute=False,update=fusion", {}, "fuses new keys with stored ones"),
+        ("sam_kv:recompute=False,num_local_blocks=0,bias=False", {}, "num_local_blocks must be"),
+        ("sam_kv:recompute=False,block_size=32", {}, "stored in blocks of 64 tokens"),
+        ("sam_kv:recompute=False,block_size=48", {}, "block_size 48 must be a multiple of .* 32"),
+        ("sam_kv:recompute=False", {"n": 2, "temperature": 1.0}, "n 2 must be 1"),
+        ("multi_infllm", {}, "drops tokens of documents by a rule"),
+    ],
+)
+def test_a_choice_that_vllm_cannot_express_is_refused_by_name(
+    reuse: str, more: dict[str, Any], said: str, engine: vllm.LLM, own: LLM
+) -> None:
+    params = asked(["one"], reuse=reuse)
+    for name, value in more.items():
+        setattr(params, name, value)
+    with pytest.raises(VLLMValidationError, match=said):
+        tokens_of(engine, BOOKS["one"] + QUESTION, params)
+
+
+@pytest.mark.usefixtures("books")
+def test_a_question_longer_than_the_middle_blocks_is_refused(engine: vllm.LLM) -> None:
+    question = random_prompts(200, seed=12)[0]
+    with pytest.raises(VLLMValidationError, match="the question has 200 tokens"):
+        tokens_of(engine, BOOKS["two"] + question, asked(["two"], reuse=CHOICES["share"]))
 
 
 def own_tokens_of(own: LLM, prompt: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ Run by `make test-vllm`, in an environment of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -19,8 +20,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make test-vllm`")
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
+from keyhole.config import SamplingParams
+from keyhole.llm import LLM
+from tests.checkpoints import make_model
 from tests.integrations.vllm.engines import (
     ENVIRONMENT,
     MAX_LENGTH,
@@ -50,13 +54,23 @@ def command(checkpoint: str, asked: str, *more: str) -> list[str]:
     ]
 
 
+def connector(place: Path) -> tuple[str, str]:
+    config = {
+        "kv_connector": "KeyholeConnector",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"documents": str(place)},
+    }
+    return "--kv-transfer-config", json.dumps(config)
+
+
 class Server:
-    def __init__(self, checkpoint: str, log: Path) -> None:
+    def __init__(self, checkpoint: str, log: Path, documents: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         asked = ASKED % ("delta", BUDGET, '"delta_layers": [2, 4]')
         more = ("--tensor-parallel-size", "2", "--port", str(self.port), "--host", "127.0.0.1")
+        more += connector(documents)
         self.checkpoint, self.log = checkpoint, log
         self.process = subprocess.Popen(
             command(checkpoint, asked, *more),
@@ -83,10 +97,34 @@ class Server:
         return {name: float(value) for name, value in found}
 
 
+DOCUMENTS = dict(zip(("one", "two"), random_prompts(75, 40, seed=13), strict=True))
+QUESTION = random_prompts(20, seed=14)[0]
+
+
+def encode(checkpoint: str, place: Path) -> LLM:
+    """Keyhole's engine under the server's policy, with the documents in its store."""
+    policy = paged("delta", token_budget=BUDGET, **POLICIES["delta"])
+    own = LLM(
+        checkpoint,
+        policy,
+        dtype="float32",
+        device="cpu",
+        memory="64MB",
+        page_size=PAGE_SIZE,
+        documents=str(place),
+    )
+    for name, tokens in DOCUMENTS.items():
+        own.documents.add(name, {"prompt_token_ids": tokens})
+    return own
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    running = Server(make_checkpoint(folder), folder / "log")
+    place = tmp_path_factory.mktemp("documents")
+    checkpoint = make_checkpoint(folder)
+    encode(checkpoint, place)
+    running = Server(checkpoint, folder / "log", place)
     try:
         running.wait()
         yield running
@@ -133,6 +171,37 @@ def test_the_start_says_which_layers_are_sparse_once(server: Server) -> None:
     assert "the heads of all ranks" in lines[0]
 
 
+def test_stored_documents_over_http_with_tensor_parallelism(server: Server, tmp_path: Path) -> None:
+    """Each rank has the keys of its heads, and computes EPIC's tokens in the same step."""
+    names = ["two", "one"]
+    answer = encode(server.checkpoint, tmp_path).ask(
+        {"prompt_token_ids": QUESTION},
+        documents=names,
+        reuse="epic:num_initial=8",
+        params=SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+    )
+    client = OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+
+    def complete(documents: list[str]) -> list[int]:
+        transfer = {"documents": documents, "reuse": "epic:num_initial=8"}
+        completion = client.completions.create(
+            model="model",
+            prompt=list(answer.prompt_token_ids),
+            max_tokens=24,
+            temperature=0.0,
+            extra_body={
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "kv_transfer_params": transfer,
+            },
+        )
+        return list(completion.choices[0].token_ids)
+
+    assert complete(names) == list(answer.token_ids)
+    with pytest.raises(BadRequestError, match="unknown document 'tow'; did you mean 'two'"):
+        complete(["tow", "one"])
+
+
 @pytest.mark.parametrize(
     ("asked", "more", "said"),
     [
@@ -153,3 +222,21 @@ def test_bad_input_ends_the_server_with_one_line(
     assert ended.returncode not in (0, None)
     last = ended.stderr.strip().splitlines()[-1]
     assert said in last
+
+
+def test_a_store_of_another_model_ends_the_server_with_one_line(
+    server: Server, tmp_path: Path
+) -> None:
+    other = make_model("llama", tmp_path / "other", tokenizer=True)
+    store = LLM(other, dtype="float32", device="cpu", memory="16MB", documents=str(tmp_path / "kv"))
+    store.documents.add("one", {"prompt_token_ids": DOCUMENTS["one"]})
+    more = ("--tensor-parallel-size", "2", *connector(tmp_path / "kv"))
+    ended = subprocess.run(
+        command(server.checkpoint, "{}", *more),
+        env=os.environ | SEVERAL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode not in (0, None)
+    assert "are of another model: theirs has" in ended.stderr.strip().splitlines()[-1]

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from keyhole import LLM, ConfigError
@@ -115,6 +115,20 @@ def test_spans_reach_a_collector() -> None:
     assert (span.name, span.start_time_unix_nano) == ("GET /health", 10**9)
     (service,) = (x for x in sent.resource_spans[0].resource.attributes if x.key == "service.name")
     assert service.value.string_value == "keyhole"
+
+
+def test_a_server_that_ends_sends_what_is_left(
+    llm: LLM, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that answers HTTP ends without the clean-up that did it before."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
+    monkeypatch.setattr("keyhole.server.state.make_provider", lambda _: provider)
+    with serving(llm, otlp_endpoint="http://nowhere") as address:
+        assert httpx2.get(f"{address}/health").status_code == 200
+        assert not exporter.get_finished_spans()
+    assert [span.name for span in exporter.get_finished_spans()] == ["GET /health"]
+    provider.shutdown()
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 
+from keyhole.integrations.vllm.backend import KEPT_ROWS
+from keyhole.integrations.vllm.documents.choice import KeptPages, KeptRows, choose
 from keyhole.integrations.vllm.documents.forward import compute_runs
 from keyhole.integrations.vllm.documents.layout import Layout
 from keyhole.integrations.vllm.documents.loader import DocumentLoader
@@ -43,8 +46,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Compute:
-    """Runs of tokens to compute before the step's forward pass."""
+    """What is computed for a request before the step's forward pass.
 
+    tokens: its prompt. runs: of the tokens before the question.
+    """
+
+    request_id: str
+    request: DocumentRequest
     tokens: list[int]
     runs: list[list[int]]
     blocks: list[int]
@@ -71,6 +79,9 @@ class KeyholeConnector(KVConnectorBase_V1):
         self._thread: ThreadPoolExecutor | None = None
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._failed: set[int] = set()
+        # Requests whose layers read some pages only.
+        self._kept: dict[str, KeptPages] = {}
+        self._ended: set[str] = set()
         if role == KVConnectorRole.WORKER:
             _watch_runner(vllm_config)
 
@@ -99,8 +110,8 @@ class KeyholeConnector(KVConnectorBase_V1):
         # A load that failed leaves fewer tokens computed, and vLLM computes the prompt itself.
         if begin < placed.end <= request.num_computed_tokens:
             runs = [[max(start, begin), stop] for start, stop in placed.runs if stop > begin]
-            tokens = list(request.prompt_token_ids[: placed.end])
-            self._step.computes.append(Compute(tokens, runs, own))
+            tokens = list(request.prompt_token_ids)
+            self._step.computes.append(Compute(request.request_id, placed, tokens, runs, own))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepDocuments:
         """What was gathered since the last step."""
@@ -127,10 +138,30 @@ class KeyholeConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepDocuments)
         for compute in connector_metadata.computes:
-            own, size = compute.blocks, int(self._vllm_config.cache_config.block_size)
-            layout = Layout.whole(len(compute.tokens), len(own), size)
-            every = [layout] * self._vllm_config.model_config.hf_text_config.num_hidden_layers
-            compute_runs(self._runner, compute.tokens, compute.runs, every, own)
+            self._compute(compute)
+        rows = [
+            (row, self._kept[name])
+            for row, name in enumerate(self._runner.input_batch.req_ids if self._kept else ())
+            if name in self._kept
+        ]
+        if rows:
+            assert self._loader is not None
+            found = KeptRows(rows, self._loader.page_size)
+            get_forward_context().additional_kwargs[KEPT_ROWS] = found
+
+    def _compute(self, compute: Compute) -> None:
+        request, blocks, loader = compute.request, compute.blocks, self._loader
+        assert loader is not None, "the model is loaded before the first step"
+        if request.method is not None:
+            name = compute.request_id
+            kept, error = choose(self._runner, loader, name, request, compute.tokens, blocks)
+            self._kept[name] = kept
+            if error is not None:
+                self._fail(name, error, blocks[: request.end // loader.page_size + 1])
+        elif compute.runs:
+            layout = Layout.whole(request.end, len(blocks), loader.page_size)
+            layouts = [layout] * loader.num_layers
+            compute_runs(self._runner, compute.tokens, compute.runs, layouts, blocks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begins the step's loads."""
@@ -140,20 +171,35 @@ class KeyholeConnector(KVConnectorBase_V1):
         step = self._get_connector_metadata()
         assert isinstance(step, StepDocuments)
         for load in step.loads:
-            work = thread.submit(loader.load, load.request, load.blocks, load.begin)
+            work = thread.submit(
+                loader.load, load.request_id, load.request, load.blocks, load.begin
+            )
             self._loading[load.request_id] = load, work
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose load has ended, well or not."""
+        for name in finished_req_ids:
+            self._kept.pop(name, None)
+            if name in self._loading:
+                self._ended.add(name)  # aborted: the load goes on
+            elif self._loader is not None:
+                self._loader.close(name)
         done = {name for name, (_, work) in self._loading.items() if work.done()}
         for name in done:
             load, work = self._loading.pop(name)
             error = work.exception()
             if error is not None:
-                logger.error("Keyhole: the documents of request %s: %s", name, error)
                 size = int(self._vllm_config.cache_config.block_size)
-                self._failed.update(load.blocks[load.begin // size :])
+                self._fail(name, error, load.blocks[load.begin // size :])
+            if name in self._ended and self._loader is not None:
+                self._ended.discard(name)
+                self._loader.close(name)
         return None, done or None
+
+    def _fail(self, name: str, error: BaseException, blocks: Sequence[int]) -> None:
+        """Reports that these blocks have not what they should."""
+        logger.error("Keyhole: the documents of request %s: %s", name, error)
+        self._failed.update(blocks)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose documents could not be read."""

@@ -8,6 +8,7 @@ reuse method computes again. A bad request is refused with one line, and the eng
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -21,9 +22,11 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from keyhole.documents.lookup import DocumentLookup
 from keyhole.errors import ConfigError, KeyholeError, RequestError
-from keyhole.integrations.vllm.documents.facts import DocumentFacts, facts_of, is_asked_for
+from keyhole.integrations.vllm.documents.facts import facts_of, is_asked_for
+from keyhole.integrations.vllm.settings import read_settings
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import PlacedDocument, Reuse
+from keyhole.reuse.sam_kv import SamKV
 
 #: What a request may say in its `kv_transfer_params`.
 _FIELDS = ("documents", "reuse")
@@ -38,7 +41,8 @@ class DocumentRequest:
 
     names, digests, offsets, lengths: of each document. end: position of the question's first
     token. runs: first and last + 1 of the tokens that are computed in the prompt, ascending.
-    shifted: whether keys are rotated to their positions.
+    shifted: whether keys are rotated to their positions. method: the reuse method if it chooses by
+    the question what layers keep; None if they keep all.
     """
 
     names: list[str]
@@ -48,6 +52,7 @@ class DocumentRequest:
     end: int
     runs: list[list[int]]
     shifted: bool
+    method: str | None = None
 
     @classmethod
     def of(cls, request: Any) -> Self | None:
@@ -59,15 +64,21 @@ class DocumentRequest:
 class DocumentFinder:
     """The documents that requests of one engine may name."""
 
-    def __init__(self, facts: DocumentFacts) -> None:
-        self._facts = facts
+    def __init__(self, config: VllmConfig) -> None:
+        self._facts = facts = facts_of(config)
+        self._page_size: int | None = config.cache_config.block_size
+        asked = read_settings(config.additional_config, os.environ)
+        self._names_rows = not config.use_v2_model_runner
+        self._policy = "full" if asked is None else asked.make_policy().name
         self._lookup: DocumentLookup = facts.lookup()
         self._tokens = functools.lru_cache(maxsize=1024)(self._read_tokens)
 
-    def place(self, asked: Mapping[str, Any], prompt: Sequence[int]) -> DocumentRequest | None:
+    def place(
+        self, asked: Mapping[str, Any], prompt: Sequence[int], answers: int
+    ) -> DocumentRequest | None:
         """Finds the documents in the prompt; None for a method that computes it like any other.
 
-        Raises ConfigError or RequestError.
+        answers: to this prompt (vLLM's `n`). Raises ConfigError or RequestError.
         """
         unknown = [name for name in asked if name not in _FIELDS]
         if unknown:
@@ -75,48 +86,92 @@ class DocumentFinder:
         names = asked.get("documents")
         if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
             raise RequestError(f"documents {names!r} must be a list of at least one stored name")
-        reuse = make_reuse(asked.get("reuse") or _DEFAULT_REUSE).resolve(self._facts.geometry)
+        method = asked.get("reuse") or _DEFAULT_REUSE
+        reuse = make_reuse(method).resolve(self._facts.geometry)
         check_method(reuse)
         digests = [self._lookup.digest(name) for name in names]
-        tokens = [self._tokens(*pair) for pair in zip(names, digests, strict=True)]
+        found = [self._tokens(*pair) for pair in zip(names, digests, strict=True)]
         if reuse.exact:
             return None
-        offsets = find(names, tokens, prompt)
-        end = offsets[-1] + len(tokens[-1])
+        offsets = find(names, [tokens for tokens, _ in found], prompt)
+        layers: Any = (None,) * self._facts.geometry.num_layers
+        placed = [
+            PlacedDocument(
+                name=name, length=len(tokens), offset=offset, block_size=size, layers=layers
+            )
+            for name, offset, (tokens, size) in zip(names, offsets, found, strict=True)
+        ]
+        end = offsets[-1] + placed[-1].length
         if end >= len(prompt):
             raise RequestError(
                 f"the prompt ends with document {names[-1]!r}; a question must follow it"
             )
-        lengths = [len(part) for part in tokens]
+        if isinstance(reuse, SamKV):
+            self._check_choice(reuse, placed, end, len(prompt) - end, answers)
         return DocumentRequest(
             names=names,
             digests=digests,
             offsets=offsets,
-            lengths=lengths,
+            lengths=[document.length for document in placed],
             end=end,
-            runs=self._runs(reuse, names, offsets, lengths, end),
+            runs=_runs(reuse, placed, end),
             shifted=reuse.shifts_rope,
+            method=str(method) if isinstance(reuse, SamKV) else None,
         )
 
-    def _read_tokens(self, name: str, digest: str) -> np.ndarray:
+    def _read_tokens(self, name: str, digest: str) -> tuple[np.ndarray, int]:
         with self._lookup.open(name, digest) as document:
-            return document.token_ids.numpy().astype(np.int64)
+            return document.token_ids.numpy().astype(np.int64), document.block_size
 
-    def _runs(
-        self, reuse: Reuse, names: list[str], offsets: list[int], lengths: list[int], end: int
-    ) -> list[list[int]]:
-        """What is computed: all tokens outside documents, and those that the method recomputes."""
-        layers: Any = (None,) * self._facts.geometry.num_layers
-        placed = [
-            PlacedDocument(name=name, length=length, offset=offset, block_size=1, layers=layers)
-            for name, offset, length in zip(names, offsets, lengths, strict=True)
-        ]
+    def _check_choice(
+        self,
+        reuse: SamKV,
+        placed: Sequence[PlacedDocument],
+        end: int,
+        question: int,
+        answers: int,
+    ) -> None:
+        """What SamKV needs of an engine and a prompt so that whole pages are kept or dropped."""
+        size = self._page_size
+        for wrong, reason in (
+            (self._policy != "full", f"a prompt with gaps cannot have policy {self._policy!r}"),
+            (
+                not self._names_rows,
+                "vLLM's model runner V2 does not say which request a row is of; set "
+                "VLLM_USE_V2_MODEL_RUNNER=0",
+            ),
+            (answers > 1, f"n {answers} must be 1: each answer would choose for itself"),
+            (
+                size is None or reuse.block_size % size != 0,
+                f"block_size {reuse.block_size} must be a multiple of vLLM's --block-size, {size}",
+            ),
+            (reuse.num_local_blocks < 1, "num_local_blocks must be at least 1"),
+        ):
+            if wrong:
+                raise ConfigError(f"reuse method {reuse.name!r} cannot run in vLLM: {reason}")
+        glance = reuse.question_context(placed)
+        if glance is None or size is None:
+            return
+        kept = end - int((~glance).sum())
+        room = (end // size - kept // size + 1) * size - end % size
+        if question > room:
+            raise RequestError(
+                f"the question has {question} tokens, and reuse method {reuse.name!r} reads it in "
+                f"the place of the documents' middle blocks, {room} tokens; use 'reuse' or 'epic'"
+            )
+
+
+def _runs(reuse: Reuse, placed: Sequence[PlacedDocument], end: int) -> list[list[int]]:
+    """What is computed: all tokens outside documents, and those that the method recomputes."""
+    lengths = [document.length for document in placed]
+    again = torch.zeros(sum(lengths), dtype=torch.bool)
+    if not isinstance(reuse, SamKV):
         again = reuse.plan(placed, None).recomputed[0]
-        computed = torch.ones(end, dtype=torch.bool)
-        for offset, part in zip(offsets, again.split(lengths), strict=True):
-            computed[offset : offset + len(part)] = part
-        edges = np.flatnonzero(np.diff(computed.numpy(), prepend=False, append=False))
-        return edges.reshape(-1, 2).tolist()
+    computed = torch.ones(end, dtype=torch.bool)
+    for document, part in zip(placed, again.split(lengths), strict=True):
+        computed[document.offset : document.offset + document.length] = part
+    edges = np.flatnonzero(np.diff(computed.numpy(), prepend=False, append=False))
+    return edges.reshape(-1, 2).tolist()
 
 
 def check_method(reuse: Reuse) -> None:
@@ -128,14 +183,19 @@ def check_method(reuse: Reuse) -> None:
         ),
         (reuse.fuses, "fuses new keys with stored ones, and vLLM's layers write keys as they are"),
         (
-            reuse.reads_facts or not reuse.keeps_all,
-            "drops tokens of documents, and vLLM's attention reads whole prompts",
+            isinstance(reuse, SamKV) and reuse.recompute,
+            "recomputes tokens between others that it drops, other ones in each layer; give "
+            "'sam_kv:recompute=False'",
+        ),
+        (
+            not isinstance(reuse, SamKV) and (reuse.reads_facts or not reuse.keeps_all),
+            "drops tokens of documents by a rule that vLLM's whole pages do not fit",
         ),
     ):
         if wrong:
             raise ConfigError(
-                f"reuse method {reuse.name!r} cannot run in vLLM: it {reason}; use 'reuse', "
-                "'epic' or 'recompute'"
+                f"reuse method {reuse.name!r} cannot run in vLLM: it {reason}; others are 'reuse', "
+                "'epic' and 'recompute'"
             )
 
 
@@ -189,8 +249,8 @@ def _check(processor: Any, request: Any, config: VllmConfig) -> None:
         if request.prompt_token_ids is None:
             raise RequestError("a prompt of embeddings has no tokens of documents; give token ids")
         if not hasattr(processor, "keyhole_documents"):
-            processor.keyhole_documents = DocumentFinder(facts_of(config))
-        placed = processor.keyhole_documents.place(asked, request.prompt_token_ids)
+            processor.keyhole_documents = DocumentFinder(config)
+        placed = processor.keyhole_documents.place(asked, request.prompt_token_ids, params.n)
     except KeyholeError as error:
         raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
     rest = {name: x for name, x in params.extra_args.items() if name != "kv_transfer_params"}

@@ -1,0 +1,125 @@
+"""SamKV's choice in vLLM: which pages each layer reads of a prompt's documents.
+
+The question is read first over the documents' ends, in the pages of blocks between them, and its
+queries choose. Then what each layer keeps is loaded side by side into the first pages of the
+request, and attention reads these and the question's own (`layout`): pages that are not kept are
+in no page table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tp_group
+
+from keyhole.documents.integrity import RecordError
+from keyhole.integrations.vllm.documents.forward import compute_runs
+from keyhole.integrations.vllm.documents.layout import Layout
+from keyhole.integrations.vllm.documents.loader import DocumentLoader, kept_positions
+from keyhole.integrations.vllm.documents.requests import DocumentRequest
+from keyhole.reuse.base import Reuse
+
+
+@dataclass(frozen=True)
+class KeptPages:
+    """The pages that each layer reads of a request.
+
+    filled: per layer, the first pages. question: the page of the question's first token, from
+    which on all are read.
+    """
+
+    filled: tuple[int, ...]
+    question: int
+
+
+@dataclass(eq=False)
+class KeptRows:
+    """The rows of a step whose requests have such pages, for its layers."""
+
+    rows: list[tuple[int, KeptPages]]
+    page_size: int
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def metadata(self, whole: Any, layer: int) -> Any:
+        """A layer's metadata over its pages; layers that read the same pages share it."""
+        key = id(whole), *(kept.filled[layer] for _, kept in self.rows)
+        if key not in self._made:
+            self._made[key] = self._part(whole, layer)
+        return self._made[key]
+
+    def _part(self, whole: Any, layer: int) -> Any:
+        part = copy.copy(whole)
+        part.block_table, part.seq_lens = whole.block_table.clone(), whole.seq_lens.clone()
+        per_block = self.page_size // whole.keyhole_builder.page_size
+        for row, kept in self.rows:
+            filled, question = kept.filled[layer] * per_block, kept.question * per_block
+            rest = whole.block_table[row, question:]
+            part.block_table[row, filled : filled + len(rest)] = rest
+            part.seq_lens[row] -= (kept.question - kept.filled[layer]) * self.page_size
+        whole.keyhole_builder.schedule(part, 0, False)
+        return part
+
+
+def choose(
+    runner: Any,
+    loader: DocumentLoader,
+    name: str,
+    request: DocumentRequest,
+    tokens: Sequence[int],
+    blocks: Sequence[int],
+) -> tuple[KeptPages, RecordError | None]:
+    """Lets the method choose, and fills the request's pages with what it keeps.
+
+    name: of the request, whose glance was loaded. tokens: its prompt. All ranks must call this in
+    the same step, and none stops half-way: a record that cannot be read is returned as an error.
+    """
+    size, num_layers = loader.page_size, loader.num_layers
+    num_pages = max(len(blocks), request.end // size + 1)
+    reuse, documents = loader.method(request), loader.documents(name)
+    placed = loader.placed(request, documents)
+    glance = reuse.question_context(placed)
+    query = None
+    if glance is not None:
+        there = kept_positions(request, glance)
+        layout = Layout.of(there, num_pages, size, scratch=True)
+        query = _queries(runner, reuse, request, tokens, [layout] * num_layers, blocks)
+    plan = reuse.plan(placed, query)
+    assert not plan.recomputed.any(), "methods that recompute here are refused"
+    kept = [kept_positions(request, row) for row in plan.kept.cpu()]
+    layouts = [Layout.of(row, num_pages, size) for row in kept]
+    problem = None
+    try:
+        loader.write(request, documents, kept, layouts, blocks)
+    except RecordError as error:
+        problem = error
+    loader.close(name)
+    if request.runs:
+        compute_runs(runner, tokens, request.runs, layouts, blocks)
+    filled = tuple(layout.count // size for layout in layouts)
+    return KeptPages(filled, request.end // size), problem
+
+
+def _queries(
+    runner: Any,
+    reuse: Reuse,
+    request: DocumentRequest,
+    tokens: Sequence[int],
+    layouts: Sequence[Layout],
+    blocks: Sequence[int],
+) -> list[Tensor]:
+    """The question's queries over the glance, of all heads: see `Reuse.plan`."""
+    if request.runs:
+        compute_runs(runner, tokens, request.runs, layouts, blocks)
+    parts: list[list[Tensor]] = [[] for _ in layouts]
+
+    def note(layer: int, query: Tensor) -> None:
+        parts[layer].append(query.float())
+
+    compute_runs(runner, tokens, [[request.end, len(tokens)]], layouts, blocks, note)
+    found = [get_tp_group().all_gather(torch.cat(part), 1).cpu() for part in parts]
+    return found if reuse.extremes else [query.mean(0) for query in found]
