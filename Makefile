@@ -239,7 +239,7 @@ $(RAY_READY): pyproject.toml constraints.txt tests/integrations/ray/ray.txt $(wi
 	@$(PYTHON) -m venv .venv-ray
 	@.venv-ray/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-ray/bin/python -m pip install -qq --constraint constraints.txt \
-	  --requirement tests/integrations/ray/ray.txt --editable '.[ray]'
+	  --requirement tests/integrations/ray/ray.txt --editable '.[embeddings,ray]'
 	@touch $@
 
 $(TYPES_READY): constraints.txt

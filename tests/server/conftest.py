@@ -52,9 +52,9 @@ def in_this_process(llm: LLM, **settings: Any) -> Iterator[str]:
 
 @pytest.fixture
 def own_engine() -> None:
-    """For tests that change, or look into, the engine that serves."""
+    """For tests that look into the one engine that serves, or at the HTTP server around it."""
     if _OTHER is not None:
-        pytest.skip("the engine that serves is in another process")
+        pytest.skip("other processes serve, behind another HTTP server")
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +70,7 @@ def address(llm: LLM) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="session")  # each reads all of the system's certificates
+@pytest.fixture(scope="module")  # each reads all of the system's certificates
 def client(address: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
         yield client

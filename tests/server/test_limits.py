@@ -52,6 +52,7 @@ def test_a_large_body_is_refused(guarded: str, in_chunks: bool) -> None:
     assert "2000 bytes" in answer.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("own_engine")
 def test_a_request_keeps_its_identity(address: str) -> None:
     assert (
         httpx2.get(f"{address}/health", headers={"X-Request-Id": "abc"}).headers["x-request-id"]
@@ -108,6 +109,7 @@ def test_a_request_that_takes_too_long_is_ended(llm: LLM) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("own_engine")
 def test_metrics_count_what_was_answered(llm: LLM) -> None:
     with serving(llm) as address:
         body = {"prompt": "x", "max_tokens": 5, "ignore_eos": True}
@@ -131,6 +133,7 @@ def test_tokens_and_text_turn_into_each_other(address: str) -> None:
         assert httpx2.get(address + path).status_code == 200
 
 
+@pytest.mark.usefixtures("own_engine")
 @pytest.mark.parametrize("given", [b"x" * 129, b"a\tb", "é".encode()])
 def test_an_identity_that_may_not_stand_in_a_header_is_replaced(address: str, given: bytes) -> None:
     answer = httpx2.get(f"{address}/health", headers={b"X-Request-Id": given})

@@ -7,10 +7,11 @@ import json
 from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
+from ray.experimental import internal_kv
 from ray.serve.handle import DeploymentHandle
 
 from keyhole.async_llm import AsyncLLM
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.conversations import SharedHistory
 from keyhole.integrations.ray.exporter import export
 from keyhole.integrations.ray.settings import RaySettings
@@ -22,6 +23,7 @@ from keyhole.server.state import State
 AsgiMessage = MutableMapping[str, Any]
 
 _RESPONSES = "/v1/responses"
+_REASON = b"keyhole:failed_start"
 
 
 def make_llm(settings: RaySettings) -> LLM:
@@ -45,11 +47,27 @@ def make_llm(settings: RaySettings) -> LLM:
     return llm
 
 
+def tell_driver(error: KeyholeError) -> None:
+    """Leaves why a replica cannot start where `reason` finds it; Serve's message lacks it."""
+    internal_kv._internal_kv_put(_REASON, str(error).encode())
+
+
+def reason() -> str | None:
+    """Why a replica of this cluster could not start."""
+    found = internal_kv._internal_kv_get(_REASON)
+    return None if found is None else str(found, "utf-8")
+
+
 class Replica:
     """Answers what the front sends; conversations: the deployment that keeps them."""
 
     def __init__(self, settings: RaySettings, conversations: DeploymentHandle[Any]) -> None:
-        llm = make_llm(settings)
+        self._exporting: asyncio.Future[None] | None = None
+        try:
+            llm = make_llm(settings)
+        except KeyholeError as error:
+            tell_driver(error)
+            raise
         self._app = create_app(AsyncLLM(llm), settings.server_config())
         self._state: State = self._app.state.keyhole
         self._history = self._state.history = SharedHistory()
@@ -57,7 +75,8 @@ class Replica:
         self._exporting = asyncio.ensure_future(export(self._state.metrics.registry))
 
     def __del__(self) -> None:
-        self._exporting.cancel()
+        if self._exporting is not None:  # it is None if the engine could not start
+            self._exporting.cancel()
 
     async def answer(
         self, key: str, scope: dict[str, Any], body: bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from keyhole.errors import KeyholeError
 from keyhole.exactness_gate import require
 from keyhole.integrations.ray.conversations import Conversations
 from keyhole.integrations.ray.front import Front
-from keyhole.integrations.ray.replica import Replica
+from keyhole.integrations.ray.replica import Replica, reason
 from keyhole.integrations.ray.router import AffinityRouter
 from keyhole.integrations.ray.settings import RaySettings, read_settings
 from keyhole.models import families
@@ -92,6 +91,5 @@ def _failed_start() -> Iterator[None]:
         cause = end.__context__
         if not isinstance(cause, Exception):  # Ctrl-C, or a signal
             raise
-        said = re.findall(r"^keyhole\.errors\.\w+: (.*)$", str(cause), re.MULTILINE)
-        click.echo(f"Error: {said[-1] if said else cause}", err=True)
+        click.echo(f"Error: {reason() or cause}", err=True)
         raise SystemExit(1) from None

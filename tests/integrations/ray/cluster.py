@@ -56,7 +56,6 @@ def application(**settings: Any) -> Iterator[str]:
 @contextmanager
 def serving(llm: LLM, **settings: Any) -> Iterator[str]:
     """`tests.server.conftest.serving` on two replicas: the same model, engine and documents."""
-    start()
     config = llm.engine.config
     given = {
         "model": llm.engine.model.network.config._name_or_path,
@@ -68,11 +67,8 @@ def serving(llm: LLM, **settings: Any) -> Iterator[str]:
         "num_replicas": 2,
         "num_cpus": 0.2,
     }
-    serve.run(app({**given, **settings}), name="api", route_prefix="/")
-    try:
-        yield f"http://127.0.0.1:{PORT}"
-    finally:
-        serve.delete("api")
+    with application(**{**given, **settings}) as address:
+        yield address
 
 
 def _as_given(policy: Policy) -> dict[str, Any]:

@@ -54,6 +54,25 @@ def command(checkpoint: str, asked: str, *more: str) -> list[str]:
     ]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def last_line(checkpoint: str, asked: str, *more: str) -> str:
+    """What a server says last that must not start."""
+    ended = subprocess.run(
+        command(checkpoint, asked, *more, "--port", str(free_port())),
+        env=os.environ | SEVERAL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode not in (0, None)
+    return ended.stderr.strip().splitlines()[-1]
+
+
 def connector(place: Path) -> tuple[str, str]:
     config = {
         "kv_connector": "KeyholeConnector",
@@ -65,9 +84,7 @@ def connector(place: Path) -> tuple[str, str]:
 
 class Server:
     def __init__(self, checkpoint: str, log: Path, documents: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         asked = ASKED % ("delta", BUDGET, '"delta_layers": [2, 4]')
         more = ("--tensor-parallel-size", "2", "--port", str(self.port), "--host", "127.0.0.1")
         more += connector(documents)
@@ -206,37 +223,27 @@ def test_stored_documents_over_http_with_tensor_parallelism(server: Server, tmp_
     ("asked", "more", "said"),
     [
         (ASKED % ("dleta", BUDGET, '"delta_layers": [2]'), (), "did you mean 'delta'?"),
+        (ASKED % ("delta", BUDGET, '"delta_layer": [2]'), (), "'delta_layer'"),
         (ASKED % ("delta", PAGE_SIZE - 1, '"delta_layers": [2]'), (), "token_budget 31 must be"),
     ],
 )
 def test_bad_input_ends_the_server_with_one_line(
-    asked: str, more: tuple[str, ...], said: str, server: Server
+    asked: str, more: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
-    ended = subprocess.run(
-        command(server.checkpoint, asked, *more),
-        env=os.environ | SEVERAL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode not in (0, None)
-    last = ended.stderr.strip().splitlines()[-1]
-    assert said in last
+    assert said in last_line(make_checkpoint(tmp_path), asked, *more)
 
 
-def test_a_store_of_another_model_ends_the_server_with_one_line(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_model_that_a_policy_cannot_serve_ends_the_server_with_one_line(tmp_path: Path) -> None:
+    checkpoint = make_model("deepseek_v3", tmp_path, tokenizer=True)
+    asked = '{"keyhole": {"policy": "delta", "token_budget": 64}}'
+    more = ("--tensor-parallel-size", "2", "--max-model-len", "256")
+    assert "latent attention (MLA)" in last_line(checkpoint, asked, *more)
+
+
+def test_a_store_of_another_model_ends_the_server_with_one_line(tmp_path: Path) -> None:
     other = make_model("llama", tmp_path / "other", tokenizer=True)
     store = LLM(other, dtype="float32", device="cpu", memory="16MB", documents=str(tmp_path / "kv"))
     store.documents.add("one", {"prompt_token_ids": DOCUMENTS["one"]})
     more = ("--tensor-parallel-size", "2", *connector(tmp_path / "kv"))
-    ended = subprocess.run(
-        command(server.checkpoint, "{}", *more),
-        env=os.environ | SEVERAL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode not in (0, None)
-    assert "are of another model: theirs has" in ended.stderr.strip().splitlines()[-1]
+    said = last_line(make_checkpoint(tmp_path), "{}", *more)
+    assert "are of another model: theirs has" in said

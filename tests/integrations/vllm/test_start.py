@@ -48,6 +48,7 @@ def test_a_policy_that_can_run_is_accepted(checkpoint: str) -> None:
     ("asked", "settings", "said"),
     [
         (QUEST | {"token_budget": PAGE_SIZE - 1}, {}, "token_budget 31 must be at least one page"),
+        (QUEST | {"budget": 64}, {}, "unknown setting of quest 'budget'|budget"),
         ({"policy": "raas"}, {}, "'raas' cannot run in vLLM: it keeps data of each sequence"),
         ({"policy": "spe_context"}, {}, "selects by a retrieval head, which vLLM does not run"),
         (
@@ -74,6 +75,34 @@ def test_what_cannot_work_is_refused(
 def test_an_unknown_policy_is_refused_with_the_nearest_name(checkpoint: str) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'quest'"):
         configure(checkpoint, {"policy": "qest"})
+
+
+DOCUMENTS = {"kv_connector": "KeyholeConnector", "kv_role": "kv_consumer"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "settings", "said"),
+    [
+        ({"place": "/tmp"}, {}, "kv_connector_extra_config 'place' is not known"),
+        ({"documents": "ftq://host/kv"}, {}, "protocol of a document place 'ftq'"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism: no rank has all layers"),
+        ({}, {"kv_cache_dtype": "fp8"}, "a KV cache of type 'fp8'"),
+        ({}, {"enable_lora": True}, "LoRA: documents are encoded by the model without it"),
+    ],
+)
+def test_an_engine_that_cannot_have_stored_documents_is_refused(
+    extra: dict[str, Any], settings: dict[str, Any], said: str, checkpoint: str, tmp_path: Path
+) -> None:
+    transfer = {**DOCUMENTS, "kv_connector_extra_config": {"documents": str(tmp_path), **extra}}
+    with pytest.raises(ConfigError, match=said) as error:
+        configure(checkpoint, None, kv_transfer_config=transfer, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_stored_documents_need_keys_that_can_be_rotated(tmp_path: Path) -> None:
+    checkpoint = make_model("gpt_bigcode", tmp_path, tokenizer=True)
+    with pytest.raises(ConfigError, match="stored documents cannot be shifted there"):
+        configure(checkpoint, None, kv_transfer_config=DOCUMENTS, max_model_len=256)
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
