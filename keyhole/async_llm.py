@@ -64,6 +64,7 @@ class Steps(Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether no request is under way."""
+        ...
 
     def start(self, number: int, call: Submission) -> None:
         """Takes a request."""

@@ -212,7 +212,7 @@ def _measured(key: str, config: Any, name: str) -> Exactness:
 
 
 def _digest(config: Any) -> str:
-    """Of all that may change the verdict: the small config but for its name, and the versions."""
+    """A digest of what may change the verdict: the small config without its name, and versions."""
     fields = config.to_dict()
     for name in ("_name_or_path", "architectures", "dtype", "quantization_config"):
         fields.pop(name, None)

@@ -1,6 +1,6 @@
 """Grammars that generated text follows, by llguidance: which tokens may come next.
 
-A grammar is a JSON schema (a text that begins with "{") or a Lark grammar as llguidance has it, in
+A grammar is a JSON schema (it begins with "{") or a Lark grammar in llguidance's dialect, in
 which `%json {...}` stands for a schema. Needs llguidance, part of the extra `keyhole[serve]`.
 """
 
@@ -89,7 +89,7 @@ class Grammars:
 
     @functools.cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, int]:
-        """The tokens as bytes, and where those begin that stand first in a text.
+        """The tokens as bytes, and the offset of each where it begins a text.
 
         Without a decoder, texts are words between spaces: a token is " word", but the first one is
         "word". Each then has a second id, `offset` higher, for that place.

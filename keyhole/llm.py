@@ -199,7 +199,7 @@ class LLM:
 
         messages: "role" and "content" each, which is text or a list of parts of text. tools: what
         the model may call, for the template. chat_template_kwargs: what else it knows, such as
-        {"enable_thinking": False}; what it does not know is refused.
+        {"enable_thinking": False}; others are refused.
         reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
         instead of computing them again exactly. A dense policy always keeps it.
         """
@@ -258,7 +258,7 @@ class LLM:
         chat: bool = False,
         policy: PolicySpec | None = None,
     ) -> Result:
-        """An answer from stored documents, which stand between the prefix and the question.
+        """An answer from stored documents, which are placed between the prefix and the question.
 
         documents: names, in order; one may stand twice. reuse: what to keep of them and to compute
         again, an object such as `SamKV(update="fusion")`, a name, a settings file, or None (SamKV).

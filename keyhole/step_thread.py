@@ -63,7 +63,7 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class _Request:
-    """given: tokens that were handed out; is_left: nobody waits any more."""
+    """given: tokens that were handed out; is_left: no caller waits any more."""
 
     number: int
     call: Submission

@@ -177,7 +177,7 @@ class Detokenizer:
 
     The text of a token may depend on its neighbours (spaces, bytes of one character), so the text
     of the last few tokens is decoded again with each new one, and the difference is new. Where no
-    stop text has to be found at once, tokens wait until somebody asks for the text: a step with
+    stop text has to be found at once, tokens wait until the text is read: a step with
     many sequences then decodes nothing.
     """
 

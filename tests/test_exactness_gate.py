@@ -103,7 +103,7 @@ def test_hidden_shapes_are_exact(shape: str) -> None:
         ("bart", "encoder-decoder"),
         ("mamba", "recurrent state"),
         ("jamba", "recurrent state"),
-        ("deepseek_v32", "indexer of its own"),
+        ("deepseek_v32", "by its own indexer"),
         ("gemma3", "consists of several models"),
         ("openai-gpt", "a small model fails with"),
         ("doge", "logits differ from transformers' by"),

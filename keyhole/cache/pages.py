@@ -3,7 +3,7 @@
 A page holds `page_size` tokens in every layer at once, so one page number serves all layers. Per
 layer there is one tensor in which a head's page of keys is followed by its page of values: data
 read together is adjacent, which speeds up selected tokens most (benchmarks/LOG.md). The policy's
-side data has tensors of its own. Tensors grow as pages are used, up to `max_pages`, on a CPU
+side data has separate tensors. Tensors grow as pages are used, up to `max_pages`, on a CPU
 without being copied (`huge_pages`). Keys and values of a layer can be offloaded (to RAM or disk),
 where they are read and grow as before, and become resident again once the tensors have been shrunk
 to the pages in use.

@@ -123,7 +123,7 @@ class Prefetcher:
 
     @property
     def moves(self) -> int:
-        """How often a buffer was laid out anew; graphs captured before then write to old slots."""
+        """How often a buffer's slots changed; graphs captured before write to old slots."""
         return self._cuts + sum(buffer.cuts for buffer in self._buffers.values())
 
     def offload(self, layer: int, tier: Tier) -> None:

@@ -95,7 +95,7 @@ class ResidentBuffer:
 
     keys, values: [num_rows * m, H, page_size, D or Dv]; sequence r has m pages from r * m on.
     entries: int32 [num_rows, H, places], the token or page in each slot, -1 for none.
-    cuts: how often it was laid out anew while in use, for slots of another unit.
+    cuts: how often its slots changed their unit while it was in use.
     num_heads: H, where there are more lists than KV heads (MLA: a selection per query head over
     shared latents); None: the layer's KV heads.
     """

@@ -315,7 +315,7 @@ def checksums_name(name: str) -> str:
 
 def checksums_of(rows: Tensor, block_size: int) -> list[int]:
     """CRC-32 of each block of rows, uint8 [n, ...]; the last block may be shorter."""
-    return [zlib.crc32(block.contiguous().numpy()) for block in rows.split(block_size)]
+    return [zlib.crc32(block.contiguous().numpy().data) for block in rows.split(block_size)]
 
 
 def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:

@@ -4,10 +4,10 @@ The cache is as large as memory allows. With offloading, SpeContext's Algorithm 
 pages are added that would not fit, the next layer is offloaded, the last layers first. The planner
 decides; the cache moves and loads.
 
-Differences from the paper: it follows one sequence that only grows (section 6.2.1). Here sequences
-come and go, and layers return to memory before a step whose requests leave room for them. Cached
-prompts that no request uses are evicted for that: free memory is all they may fill, and they never
-keep a layer offloaded.
+Differences from the paper: it follows one sequence that only grows (section 6.2.1). Here
+sequences begin and end, and layers become resident again before a step whose requests leave room
+for them. Cached prompts that no request uses are evicted for that: they only fill free memory, and
+never keep a layer offloaded.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class LayerOffloader:
     ) -> None:
         """Makes layers resident that fit beside the pages of running sequences. Between steps.
 
-        renumber: tells everybody but `prefix` the new numbers of pages that had to move.
+        renumber: called with the new numbers of pages that moved; `prefix` is renumbered here.
         """
         self._released = self._cache.released
         unused = set() if prefix is None else set(prefix.held()) - demand.pages

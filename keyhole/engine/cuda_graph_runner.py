@@ -24,7 +24,7 @@ from keyhole.policies.base import Policy, Step
 # A step that only decodes does the same work as the one before, on other numbers. So it is recorded
 # for a number of sequences and of pages, each rounded up, and for the policy's `capture_key`; after
 # that its inputs are copied to where the recording reads them (`GraphBuffers`), and it is replayed.
-# Padding rows have a page and a row of the policy's state of their own, which no sequence reads.
+# Padding rows use a page and a row of the policy's state that no sequence reads.
 # What the host keeps of a step (lengths, pages, evictions, counters) is not in the recording: the
 # runner does it in every step, recorded or not.
 #

@@ -213,7 +213,8 @@ class SequenceState:
 class DecodeInputs:
     """One token of each of B sequences, which have up to M pages.
 
-    position, prompts: int64 [B], where the token stands, and tokens before the first decode step.
+    position, prompts: int64 [B], the position of the token, and the number of tokens before the
+    first decode step.
     fresh: bool [B], whether this one is the first.
     sent: what the device gets, by name. As in `Step`: lengths, pages, page_table, prompts and
     state_rows (its `slots`). As in `RetainedPages`, where pages are evicted: left_table,

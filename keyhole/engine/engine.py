@@ -280,7 +280,7 @@ class Engine:
     ) -> None:
         """Raises if a request with these tokens can never be served.
 
-        num_given: how many of the last ones come after the prompt. stored: they are documents, of
+        num_given: how many of the last ones were generated. stored: they are documents, of
         which only a part may be kept. under: as in `add`.
         """
         check_tokens(tokens, params, self.model, self.max_length)
@@ -382,7 +382,7 @@ class Engine:
             self._finish(sequence, "abort")
 
     def check_integrity(self) -> None:
-        """Asserts that every page is held by exactly those who list it (for tests)."""
+        """Asserts that every page has one reference for each list that holds it (for tests)."""
         holders = [[p for p in s.pages if p != NO_PAGE] for s in self.scheduler.running]
         holders += [self.scheduler.lent]
         holders += [s.filling.held for s in self.scheduler.waiting if s.filling is not None]
@@ -403,7 +403,7 @@ class Engine:
         """Samples a token for each sequence and ends those that are done."""
         # A masked vocabulary has -inf; of a broken computation the largest is NaN or infinite.
         good = logits.amax(-1).isfinite()
-        tokens = sample(logits, ready)  # of a broken row any token, which nobody gets
+        tokens = sample(logits, ready)  # of a broken row any token, which is dropped
         most = max((s.params.logprobs or 0 for s in ready), default=0)
         wanted = any(s.params.logprobs is not None for s in ready)
         best = [x.tolist() for x in top_logprobs(logits, tokens, most)] if wanted else None

@@ -12,7 +12,7 @@ from types import TracebackType
 
 
 class FairLock:
-    """First come, first served, and re-entrant."""
+    """First come, first served; re-entrant."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()  # protects the fields below

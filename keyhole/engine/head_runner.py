@@ -78,11 +78,11 @@ class HeadRunner:
         step.head = HeadWeights(weights, self.token_bytes)
 
     def _weights(
-        self, query: Tensor, page_table: Tensor, lengths: Tensor, thinned: KeptTokenRows | None
+        self, query: Tensor, page_table: Tensor, lengths: Tensor, kept_tokens: KeptTokenRows | None
     ) -> Tensor:
         keys = self._cache.common["head_keys"]
         paged = (query.to(keys.dtype), keys, page_table, lengths)
-        there = None if thinned is None else thinned.anywhere()
+        there = None if kept_tokens is None else kept_tokens.anywhere()
         return group_weights(*paged, self._groups, self.head.scale, there)
 
     def fuse(self, batch: Batch) -> Tensor | None:

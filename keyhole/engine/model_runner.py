@@ -116,7 +116,7 @@ class Runner:
         # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
-        self._thinned = KeptTokenTable(len(cache.keys), max_batch, model.device)
+        self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device)
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
@@ -135,7 +135,7 @@ class Runner:
                 work=self._decode,
                 moves=lambda: cache.moves + (0 if prefetcher is None else prefetcher.moves),
             )
-        # Of the last step: which page each sequence gives up, who is due, and who they are.
+        # Of the last step: the page that each sequence evicts, which are due, and the sequences.
         self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
     def traffic(self) -> list[Traffic]:
@@ -152,7 +152,7 @@ class Runner:
         return 0 if self._recorded is None else self._recorded.replayed
 
     def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor, Tensor]:
-        """One step. Returns the sequences whose logits are wanted, these logits, and reads.
+        """One step. Returns the sequences that need logits, these logits, and what was read.
 
         Logits [R, vocabulary]; reads float64 [B, 3], for each decoding sequence the attended
         fraction (mean over layers), bytes of keys and values, and other bytes. Advances
@@ -387,13 +387,13 @@ class Runner:
             if self._kept[sequence.slot] is not sequence.kept:
                 self._kept[sequence.slot] = sequence.kept
                 if sequence.kept is None:
-                    self._thinned.clear(sequence.slot)
+                    self._kept_tokens.clear(sequence.slot)
                 else:
-                    self._thinned.set(sequence.slot, sequence.kept)
+                    self._kept_tokens.set(sequence.slot, sequence.kept)
         if all(sequence.kept is None for sequence in decodes):
             return None
         slots = [sequence.slot for sequence in decodes]
-        return self._thinned.rows(slots, lengths.tolist(), self._model.device)
+        return self._kept_tokens.rows(slots, lengths.tolist(), self._model.device)
 
     def _entered(self, decodes: list[Sequence], inputs: DecodeInputs) -> Step:
         """The step of these sequences, with their documents and offloaded layers."""

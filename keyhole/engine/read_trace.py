@@ -1,7 +1,7 @@
 """Which tokens each layer read, for every generated token of a request that asks for it.
 
 `SamplingParams(trace=True)` gives a sequence a `ReadTrace`. The runner fills it after each step,
-from the selections that attention used. Requests that do not ask never come here.
+from the selections that attention used. Only requests with `trace` are recorded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_of(selection: Selection | None, left: RetainedPages | None, page_size: 
 
 
 def _placed(indices: np.ndarray, entries: np.ndarray, per_page: int) -> np.ndarray:
-    """Where in the text the indices [B, H, n] stand that count only the pages that are left.
+    """Positions in the sequence of indices [B, H, n] that count only the retained pages.
 
     entries: int64 [B, W], those pages. per_page: how many indices a page has.
     """

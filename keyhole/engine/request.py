@@ -125,8 +125,8 @@ def beside(
 ) -> RequestPolicy:
     """A policy beside the engine's own, both resolved. ConfigError if it cannot run there.
 
-    has_head: whether the engine runs a retrieval head. memory: of an engine that offloads, what its
-    buffers are made for. group: a name that no `page_group` has yet.
+    has_head: whether the engine runs a retrieval head. memory: the widths of its
+    buffers, if the engine offloads. group: a name that no `page_group` has yet.
     """
     why = _why_not(policy, own, geometry, has_head=has_head, memory=memory)
     if why is not None:

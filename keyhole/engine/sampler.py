@@ -70,7 +70,7 @@ def _change(logits: Tensor, rows: list[tuple[int, Sequence]]) -> Tensor:
 
 
 def _add(logits: Tensor, changes: Iterable[_Change]) -> Tensor:
-    """Scores with amounts added to tokens, which may stand there twice."""
+    """Scores with amounts added to tokens; a token may be listed twice."""
     rows: list[int] = []
     ids: list[int] = []
     amounts: list[float] = []

@@ -393,7 +393,7 @@ class Scheduler:
         if not need and not spare:  # most sequences in most steps
             return True
         short = need + spare - self._cache.available
-        # What nobody reads is not worth a layer: known prompts go before one moves down for them.
+        # Cached prefixes that no request reads are evicted before a layer is offloaded.
         short -= self._forget_known(max(short, need - self._cache.at_hand))
         if short > 0:
             return False
@@ -403,7 +403,7 @@ class Scheduler:
         return True
 
     def _forget_known(self, count: int) -> int:
-        """Gives up to `count` pages of known prompts back that nobody else uses; how many."""
+        """Evicts up to `count` pages of cached prefixes that no request uses; returns how many."""
         return 0 if self._prefix is None or count <= 0 else self._prefix.evict(count)
 
     def _take_filled(self, sequence: Sequence, filling: Filling) -> None:

@@ -103,11 +103,11 @@ class Sequence:
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
-    grammar: what its tokens must follow. caller: who asks; the queue lets callers take turns, of
-    which this is number `turn`.
+    grammar: what its tokens must follow. caller: whose request it is; the queue serves
+    callers in turn, and this is number `turn`.
     trace: what was read for its tokens, if its params ask for that.
-    arrival, begun, token_times: when it came, when it was first let in, and when each token was
-    sampled, in seconds of `time.perf_counter`.
+    arrival, begun, token_times: when it arrived, was first admitted, and each token was sampled, in
+    seconds of `time.perf_counter`.
     """
 
     prompt: list[int]
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def reads(self) -> list[TokenReads] | None:
-        """What was read for its generated tokens; None if nobody asks."""
+        """What was read for its generated tokens; None if not requested."""
         return None if self.trace is None else self.trace.tokens
 
     @property

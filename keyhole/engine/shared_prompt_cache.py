@@ -56,7 +56,7 @@ class SharedPromptCache:
     ) -> None:
         """Copies a prompt from its pages, unless it is cached already or does not fit.
 
-        head: the fingerprint of the retrieval head whose keys lie in `cache.common`, or None.
+        head: the fingerprint of the retrieval head whose keys are in `cache.common`, or None.
         """
         count = _full_pages(prompt, cache.page_size)
         if not count:

@@ -260,7 +260,7 @@ class Hooks:
             return self._new_cache(num_rows)
         if type(past) is not DynamicCache or past.offloading:
             kind = "offloaded" if type(past) is DynamicCache else type(past).__name__
-            raise unsupported(f"a cache of its own ({kind}); leave cache_implementation out")
+            raise unsupported(f"another cache ({kind}); leave cache_implementation out")
         own = getattr(past, "_is_user_defined", False) or past in self._replaced
         if own or past.get_seq_length():
             raise unsupported(

@@ -71,9 +71,9 @@ def spread(logits: Tensor, wanted: np.ndarray) -> Tensor:
 
 
 class PagedCache:
-    """A transformers cache (`past_key_values`) whose rows of tokens lie in Keyhole's pages.
+    """A transformers cache (`past_key_values`) whose tokens are stored in Keyhole's pages.
 
-    Its pages are free again when nobody holds it. `copy.deepcopy` shares them (or copies them, see
+    Its pages are freed with it. `copy.deepcopy` shares them (or copies them, see
     `Policy.shares_pages`), so that one prompt can be continued several times.
     """
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from keyhole.kernels import cpu, cpu_attention, reference, triton
-from keyhole.kernels.reference import resident_buffer, rope
+from keyhole.kernels.reference import rope
 from keyhole.kernels.selection import LowRank, Selection
 from keyhole.kernels.triton import flash_attention
 
@@ -98,7 +98,7 @@ summary_scores = operation(reference.summary_scores, cpu.summary_scores)
 spread_scores = operation(reference.spread_scores, cpu.spread_scores)
 top_k = operation(reference.top_k, cpu.top_k)
 top_p = operation(reference.top_p, cpu.top_p)
-load_missing = operation(resident_buffer.load_missing, cpu.load_missing)
+load_missing = operation(reference.load_missing, cpu.load_missing)
 linear = operation(reference.linear, cpu.linear)
 shift_rope = operation(rope.shift_rope)
 apply_rope = operation(reference.apply_rope)

@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from keyhole import kernels
 from keyhole.errors import ConfigError
 from keyhole.kernels import PagedQuery
-from keyhole.models import chunked, selective_recompute
+from keyhole.models import selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
 from keyhole.policies.base import PromptQueries, Selection, Step
 
@@ -56,7 +56,7 @@ def attention(
     """
     if keyhole is None:
         raise ConfigError(
-            "this model runs under Keyhole and has no attention of its own: use it through "
+            "this model runs under Keyhole, which computes its attention: use it through "
             "keyhole.LLM, or inside keyhole.sparse by generate() or by calling the model itself"
         )
     batch, layer = keyhole, int(module.layer_idx)  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def _paged(
                 batch, chunk, layer, query[chunk.rows], window, options
             )
         elif cache.geometry.layers[layer].chunked:
-            part = chunked.prefill(batch, chunk, layer, query[chunk.rows], options)
+            part = _prefill_in_chunks(batch, chunk, layer, query[chunk.rows], options)
         else:
             place = (keys, values, chunk.pages, chunk.start)
             part = kernels.prefill(query[chunk.rows], *place, window=window, **options)
@@ -184,12 +184,12 @@ def decode(
 
 
 def _in_window(batch: Batch, layer: int, window: int) -> Selection | None:
-    """What a layer with a sliding window of its own reads; None: the last `window` tokens."""
+    """What a layer with its own sliding window reads; None: the last `window` tokens."""
     step = batch.step
     assert step is not None
     if batch.cache.geometry.layers[layer].chunked:
         assert step.kept_tokens is None, "stored documents have no place in chunks"
-        return chunked.newest(step.lengths, window)
+        return _newest_in_chunk(step.lengths, window)
     return None if step.kept_tokens is None else step.kept_tokens.selection(layer, window)
 
 
@@ -222,6 +222,40 @@ def _there(step: Step, layer: int, selection: Selection | None) -> Selection | N
     if kept is None:
         return selection
     return kept.selection(layer) if selection is None else kept.within(layer, selection)
+
+
+# Chunked attention (Llama 4): with chunks of c positions the token at position p reads
+# floor(p / c) c .. p. Keys are rotated already, so that a chunk is attended to as a sequence whose
+# first page is the chunk's.
+
+
+def _newest_in_chunk(lengths: Tensor, chunk: int) -> Selection:
+    """The tokens that the newest token of each sequence reads; lengths int32 [B]."""
+    start = torch.div(lengths - 1, chunk, rounding_mode="floor") * chunk
+    indices = start[:, None] + torch.arange(chunk, device=lengths.device, dtype=lengths.dtype)
+    indices = indices.masked_fill(indices >= lengths[:, None], -1)
+    counts = (lengths - start).to(torch.int32)
+    return Selection(indices[:, None].to(torch.int32), counts[:, None], unit=1)
+
+
+def _prefill_in_chunks(
+    batch: Batch, chunk: Chunk, layer: int, query: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Attention of prompt tokens, query [T, Hq, D]; a call for each chunk of positions."""
+    cache = batch.cache
+    size = cache.geometry.layers[layer].window
+    assert size is not None
+    parts = []
+    begin, end = chunk.start, chunk.start + len(query)
+    while begin < end:
+        first = begin // size * size
+        stop = min(first + size, end)
+        rows = query[begin - chunk.start : stop - chunk.start]
+        pages = chunk.pages[first // cache.page_size : -(-stop // cache.page_size)]
+        paged = (cache.keys[layer], cache.values[layer], pages, begin - first)
+        parts.append(kernels.prefill(rows, *paged, **options))
+        begin = stop
+    return torch.cat(parts)
 
 
 class PassThrough:

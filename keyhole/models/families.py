@@ -24,7 +24,7 @@ _OTHER_KINDS = {
     "conv": "a convolution keeps a state, not keys and values",
     "hybrid": "a layer of attention and a state-space model keeps a recurrent state as well",
     "recurrent": "a recurrent layer keeps a state, not keys and values",
-    "indexed_attention": "the model selects by an indexer of its own",
+    "indexed_attention": "the model selects tokens by its own indexer",
 }
 
 #: Families whose modules read a whole text at once.

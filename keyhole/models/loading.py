@@ -171,7 +171,7 @@ def load(
     ModelError for a family that must not run, before the weights are loaded.
     ModelError for a model that cannot be found, is damaged or cannot be run.
     """
-    place, number = _device(device), _dtype(dtype)  # before the hub is asked
+    place, number = _device(device), _dtype(dtype)  # before anything is downloaded
     return load_files(locate(name), place, number, tokenizer, accept)
 
 

@@ -212,7 +212,7 @@ def _ask(name: str) -> tuple[Exception | None, bool]:
         else:
             answers.append((None, True))
 
-    # A thread, as looking up the hub's address has no time limit of its own.
+    # In a thread, because resolving the hub's address has no time limit.
     thread = threading.Thread(target=ask, name="keyhole-hub", daemon=True)
     thread.start()
     thread.join(_PATIENCE)

@@ -1,6 +1,6 @@
 """The table of policies: one line per method. CLI, documents and conformance tests read it.
 
-Controls have a table of their own. They are baselines that no paper proposes: selecting at random,
+Controls have a separate table. They are baselines that no paper proposes: selecting at random,
 or perfectly. The control that selects the newest tokens is `streaming_llm` with the dense layers of
 the method.
 

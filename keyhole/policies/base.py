@@ -2,7 +2,7 @@
 
 A policy holds no state of a sequence. Its data per page (`page_data`) belongs to the cache; a
 selection that one layer shares with later layers of the same step (`Step.shared_selection`) ends
-with the step. Prefill is exact under every policy, and layers with a sliding window of their own do
+with the step. Prefill is exact under every policy, and layers with their own sliding window do
 not call it.
 
 The hooks, in the order in which the engine calls them; only `select` must be defined:
@@ -47,7 +47,7 @@ __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 
 @dataclass(frozen=True, eq=False)
 class SequenceRows:
-    """What is known of each decoding sequence besides its pages.
+    """Each decoding sequence's lengths and state.
 
     host_lengths: int64 [B], `Step.lengths` on the host. fresh: bool [B], sequences in their first
     decode step since they began to run. prompts: int32 [B], tokens before that step; host_prompts:

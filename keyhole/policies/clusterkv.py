@@ -15,7 +15,7 @@ When to use it: where the relevant tokens are scattered over the context: cluste
 selected, not pages. Keys are clustered after the prompt, which takes time.
 
 Differences (theirs | ours | effect measured):
-- every query head reads clusters of its own | the query heads of a KV head share one selection, by
+- every query head reads its own clusters | the query heads of a KV head share one selection, by
   the largest score among them; `share_group=False` is theirs | at a budget of 256: shared 4.2 %
   (1.2 to 14.0) with 1,186 KiB read per step, per query head 43.8 % (30.7 to 57.7) with 2,696 KiB
 - generated tokens are read outside the budget until they are clustered; the evaluation code never

@@ -24,7 +24,7 @@ Differences (theirs | ours | effect measured):
 - 8 of 64 pages are the newest | an eighth of the budget, at least the newest page; `recent_pages` |
   none at their budget
 - no sinks | the same by default; `sink_size`, in whole pages within the budget | none by default
-- every layer has full attention | layers with a sliding window of their own are left alone | not
+- every layer has full attention | layers with their own sliding window are left alone | not
   measured: their models have none
 - always the budget | the same by default; `recall` (ours, see `adaptive`) reads fewer pages where
   they hold enough of the scores | none by default

@@ -77,7 +77,7 @@ class InfLLM(Policy):
         None, "tokens in a block, whole pages; None: 64, or an eighth of a smaller budget"
     )
     num_representatives: int | None = setting(
-        None, "tokens that stand for a block, per query head; None: 4, or all of a smaller block"
+        None, "representative tokens of a block, per query head; None: 4, or all of a smaller block"
     )
 
     def resolve(self, geometry: Geometry) -> Self:

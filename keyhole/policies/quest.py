@@ -11,7 +11,7 @@ When to use it: for long prompts where each step may need a different part. Noth
 trained or calibrated.
 
 Differences (theirs | ours | effect measured):
-- every query head reads pages of its own | the query heads of a KV head share one selection, by the
+- every query head reads its own pages | the query heads of a KV head share one selection, by the
   largest bound among them, so that a key is read once for all of them and layers can be offloaded;
   `share_group=False` is theirs | at a budget of 128: shared 6.2 % (2.1 to 16.8) with 958 KiB read
   per step, per query head 93.8 % (83.2 to 97.9) with 1,613 KiB; at 256: 56.2 % (42.3 to 69.3) with

@@ -24,10 +24,10 @@ Differences (theirs | ours | effect measured):
 - a page's attention is estimated from a representative key | it is the largest weight of any of its
   tokens, as the layer computed it, so that no representative key is stored | not measured: theirs
   is not published as code
-- each layer evicts pages of its own | one stamp serves all layers, renewed by any of them, and a
+- each layer evicts its own pages | one stamp serves all layers, renewed by any of them, and a
   page leaves all layers at once, as it is one piece of memory: no layer can be kept dense | not
   measured: as above
-- every layer has full attention | layers with a sliding window of their own are unchanged: pages in
+- every layer has full attention | layers with their own sliding window are unchanged: pages in
   their window are freed once they leave it | not measured: their models have none
 - open: a page that is being written; a sequence that is pre-empted | it is stamped; it is replayed
   step by step and evicts again what it had evicted | none

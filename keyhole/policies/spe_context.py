@@ -1,7 +1,7 @@
 """SpeContext: a small head, pruned from the draft model, selects tokens before the step begins.
 
 SpeContext: Enabling Efficient Long-context Reasoning with Speculative Context Sparsity in LLMs
-(2025), section 4. The head has one layer of keys of its own. Before layer 0 it scores all of them
+(2025), section 4. The head has its own layer of keys. Before layer 0 it scores all of them
 with its query of the newest token; each KV head takes the tokens of highest weight over the query
 heads of its group, and every layer reads the same selection.
 

@@ -15,7 +15,7 @@ When to use it: where a few layers may read the whole cache, and tokens rather t
 selected.
 
 Differences (theirs | ours | effect measured):
-- every query head takes tokens of its own, by its products | the query heads of a KV head share one
+- every query head takes its own tokens, by its products | the query heads of a KV head share one
   selection, by the largest weight among them, so that a key is read once for all of them and layers
   can be offloaded; `share_group=False` is theirs. Heads that share latents (MLA) are one group |
   with layer 1 as selection layer, at a budget of 128: 0 % (0 to 7.4) either way; at 256: shared 2.1

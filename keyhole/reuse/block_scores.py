@@ -205,7 +205,7 @@ def standardised(scores: Tensor) -> Tensor:
 #: Tokens of a block for each key that is stored of it.
 TOKENS_PER_EXTREME = 8
 
-# Numbers at hand while keys are compared with their means, and scores with theirs.
+# The most numbers held while keys are compared with their means, and scores with theirs.
 _PIECE = 1 << 22
 
 

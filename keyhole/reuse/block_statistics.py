@@ -7,7 +7,7 @@ represented by the token that receives most.
 No n x n matrix of weights is ever materialized. Queries arrive in chunks, in order; weights exist
 for a few rows at a time and are summed immediately, per token and bin of distance. Cost per layer:
 queries times keys and their softmax once more; memory: about 2 log2(n) float32 numbers per token,
-and the rows at hand.
+and the current rows.
 
 What the paper leaves open:
 - Distance 0, a token's attention to itself, does not count: attention "from subsequent tokens".

@@ -20,7 +20,7 @@ Differences (theirs | ours | effect measured):
   37.5 % (25.2 to 51.6)
 - blocks run through the whole context | they end with their document | not measured: all documents
   here have whole blocks
-- SamKV's paper gives it a budget of its own | `num_blocks` per document; the tables at equal
+- SamKV's paper gives it its own budget | `num_blocks` per document; the tables at equal
   budgets keep as many tokens as SamKV | [both are shown](samkv.md#at-equal-budgets)
 
 The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);

@@ -8,7 +8,7 @@
     responses/     /v1/responses
     documents/     /v1/documents, and what answers took from documents
     errors.py      every error as OpenAI's error object
-    gate.py        who may ask, how large a body may be, an identity for every request
+    gate.py        API keys, the size of bodies, an id for every request
     limits.py      how many requests may wait
     monitoring/    log, metrics and traces
     run.py         uvicorn around it

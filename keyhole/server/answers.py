@@ -32,27 +32,34 @@ class AnyAnswer(Protocol):
         self, results: Sequence[Result], documents: _Documents | None = None
     ) -> dict[str, Any]:
         """All of it at once, when all pieces have been taken."""
+        ...
 
     def begin(self) -> list[dict[str, Any]]:
-        """What stands before the first piece of a stream."""
+        """What precedes the first piece of a stream."""
+        ...
 
     def piece(self, index: int, piece: Piece, *, first: bool) -> list[dict[str, Any]]:
         """What a stream says of a piece; first: of this completion."""
+        ...
 
     def closing(
         self, results: Sequence[Result], documents: _Documents | None, *, wants_usage: bool
     ) -> list[dict[str, Any]]:
-        """What stands behind the last piece."""
+        """What follows the last piece."""
+        ...
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """What ends a stream in its midst."""
+        ...
 
     def frame(self, said: dict[str, Any]) -> bytes:
         """An object as a server-sent event."""
+        ...
 
     @property
     def end(self) -> bytes:
         """The last event of a stream."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Answer:
         return self.kind == "chat.completion"
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
-        """Its fields but for choices and usage."""
+        """Its fields without choices and usage."""
         kind = f"{self.kind}.chunk" if chunk and self.is_chat else self.kind
         start = "chatcmpl" if self.is_chat else "cmpl"
         return {
@@ -112,7 +119,7 @@ class Answer:
             self.replies[index].add(piece)
 
     def begin(self) -> list[dict[str, Any]]:
-        """What stands before the first piece of a stream."""
+        """What precedes the first piece of a stream."""
         return []
 
     def piece(self, index: int, piece: Piece, *, first: bool) -> list[dict[str, Any]]:
@@ -132,7 +139,7 @@ class Answer:
     def closing(
         self, results: Sequence[Result], documents: _Documents | None, *, wants_usage: bool
     ) -> list[dict[str, Any]]:
-        """What stands behind the last piece: the usage, if it is wanted."""
+        """What follows the last piece: the usage, if it is wanted."""
         if not wants_usage:
             return []
         return [{**self.head(chunk=True), "choices": [], "usage": self._usage(results, documents)}]

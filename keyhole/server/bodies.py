@@ -1,4 +1,4 @@
-"""What requests may say: OpenAI's fields, those that vLLM adds, and `documents` of our own."""
+"""What requests may say: OpenAI's fields, those that vLLM adds, and our `documents`."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ _Documents = Annotated[
 class ChatBody(SamplingBody):
     """/v1/chat/completions.
 
-    documents: names of stored ones, or a search for them; they stand before the last message.
+    documents: names of stored ones, or a search for them; they are placed before the last message.
     reuse: a method's name, or an object of "method" and its settings. passages: whether the usage
     says which passages were kept and computed again.
     """

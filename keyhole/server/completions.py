@@ -30,7 +30,7 @@ logger = logging.getLogger("keyhole.server")
 router = APIRouter()
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-#: The client has gone; nobody reads this.
+#: The client has disconnected and does not read this.
 _GONE = 499
 
 _Stream = AsyncGenerator[Piece, None]
@@ -109,7 +109,7 @@ def caller_of(request: Request, user: str | None) -> str:
 
 
 def _question(messages: Sequence[dict[str, Any]]) -> str:
-    """The user's message that documents stand before."""
+    """The user's message, with documents before it."""
     said = [message.get("role") for message in messages]
     content = messages[0].get("content") if messages else None
     if said != ["user"] or not isinstance(content, str):
@@ -176,7 +176,7 @@ async def respond(
             return await _unless_gone(request, work)
         usage = body.stream_options is not None and body.stream_options.include_usage
         events = _events(state, answer, streams, stack.pop_all(), told, limit, usage=usage)
-        # What cannot be served at all has a status of its own.
+        # Requests that can never be served have their own status.
         first = await anext(events)
     return StreamingResponse(
         _after(state, answer, first, events), media_type="text/event-stream", headers=_HEADERS

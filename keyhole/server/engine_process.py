@@ -1,7 +1,7 @@
 """The engine's side of a server in two processes; `remote.py` is the other side.
 
 Steps hold Python's lock for nearly all their time. Parsing requests, turning tokens into text and
-writing to clients would take it from them, so that happens in a process of its own. Both talk over
+writing to clients would take it from them, so that happens in another process. Both talk over
 a pair of sockets, in messages of plain data: one for each step, whatever the number of requests.
 """
 
@@ -34,7 +34,7 @@ def packed(message: tuple[Any, ...]) -> bytes:
 
 
 class _CancelledError(KeyholeError):
-    """Ends the encoding of a document that nobody wants any more."""
+    """Ends the encoding of a document that no client waits for any more."""
 
 
 class EngineServer:
@@ -70,7 +70,7 @@ class EngineServer:
             with self._sending:
                 self._link.sendall(data)
         except OSError:  # it has ended, and so will this process
-            logger.debug("nobody reads a message")
+            logger.debug("no process reads a message")
 
     def _deliver(self, updates: list[Update]) -> None:
         told: dict[int, KeyholeError] = {}

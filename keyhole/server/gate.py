@@ -1,4 +1,4 @@
-"""Around the application: who may ask, how large a body may be, what is noted of requests."""
+"""Around the application: access, the size of bodies, and what is logged of requests."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def bearer(headers: Headers) -> bytes:
 
 
 def _is_from_here(headers: Headers) -> bool:
-    """Whether a request names this machine, and comes from no page of another site.
+    """Whether a request is addressed to this machine, and not sent by another site's page.
 
     A page of another site may send requests to 127.0.0.1, and may make its own name lead there.
     """
@@ -149,7 +149,7 @@ def _is_from_here(headers: Headers) -> bool:
 
 
 def _identity(headers: Headers) -> str:
-    """What the caller calls the request, if that may stand in a header; else a name of ours."""
+    """The caller's name for the request, if a header may contain it; else a name of ours."""
     given = headers.get(_REQUEST_ID, "")
     usable = 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable()
     return given if usable else uuid.uuid4().hex

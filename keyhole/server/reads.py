@@ -16,7 +16,7 @@ from keyhole.server.answers import counters
 class TokenTexts:
     """The text of each token of a growing sequence; together they are the whole text.
 
-    A character of several tokens stands with the last of them.
+    A character of several tokens belongs to the last of them.
     """
 
     def __init__(self, tokenizer: Any) -> None:

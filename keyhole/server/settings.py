@@ -57,7 +57,7 @@ class ServerConfig:
         if not (self.api_key or self.insecure or is_local(self.host)):
             raise ConfigError(
                 f"host {self.host!r} can be reached from other machines; give an api_key, or "
-                "insecure to let everybody in"
+                "insecure for no access control"
             )
 
 

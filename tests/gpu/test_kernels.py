@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import ScoreRequest, Selection, reference
-from keyhole.kernels.reference import resident_buffer, rope
+from keyhole.kernels.reference import rope
 from tests.gpu.operands import (
     COMPILED,
     DEVICE,
@@ -270,7 +270,7 @@ def test_a_captured_step_follows_its_operands() -> None:
         paged, requests=(ScoreRequest("max", PAGE),), scale=cache.scale
     )
     operands = (*twins, *below, cache.table, lengths, rows)
-    used, _ = resident_buffer.load_missing(*operands, selection=Selection(picked, picked, 1))
+    used, _ = reference.load_missing(*operands, selection=Selection(picked, picked, 1))
     wanted = [
         reference.attend(paged, scale=cache.scale),
         reference.attend(paged, scale=cache.scale, selection=chosen),

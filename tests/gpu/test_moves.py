@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keyhole.kernels import Selection, reference
-from keyhole.kernels.reference import resident_buffer, rope
+from keyhole.kernels.reference import rope
 from tests.gpu.operands import DEVICE, DTYPES, EACH_DTYPE, INTERPRETED, MARKS, PAGE, run, twice
 
 pytestmark = MARKS
@@ -119,7 +119,7 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
             load(*buffers, *paged, *here, selection=selection)
             for load, buffers in (
                 (partial(run, "load_missing"), found),
-                (resident_buffer.load_missing, wanted),
+                (reference.load_missing, wanted),
             )
         ]
         ours_and_twins = ((used.indices, used.counts, moved) for used, moved in results)

@@ -31,11 +31,11 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         ),
     ),
     "static": (
-        "a cache of its own .StaticCache",
+        "another cache .StaticCache",
         lambda net: decode(net, prompts(5), cache_implementation="static"),
     ),
     "static cache": (
-        "a cache of its own .StaticCache",
+        "another cache .StaticCache",
         lambda net: decode(
             net, prompts(5), past_key_values=StaticCache(config=net.config, max_cache_len=64)
         ),

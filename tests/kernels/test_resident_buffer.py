@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import Selection
-from keyhole.kernels.reference import resident_buffer
+from keyhole.kernels import Selection, reference
 from tests.effort import examples
 from tests.kernels.paged import DTYPES
 
@@ -211,7 +210,7 @@ def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
             )
             for operation, w in (
                 (kernels.load_missing, world),
-                (resident_buffer.load_missing, twin),
+                (reference.load_missing, twin),
             )
         ]
         (found, moved), (wanted, twin_moved) = results

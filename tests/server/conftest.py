@@ -70,7 +70,7 @@ def address(llm: LLM) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="session")  # each reads all of the system's certificates
+@pytest.fixture(scope="module")  # each reads all of the system's certificates
 def client(address: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
         yield client

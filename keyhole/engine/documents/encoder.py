@@ -1,7 +1,7 @@
 """Encodes a document alone: keys and values of every layer, and statistics of its blocks.
 
 SamKV (arXiv 2508.11661), section 3.1 and appendix A.1. The document runs through the model in
-chunks, like a prompt, in pages that are given back afterwards; while a layer runs, it is watched
+chunks, like a prompt, in pages that are freed afterwards; while a layer runs, it is watched
 for the attention that tokens receive and for the mean query of each block. Between two chunks other
 requests may have steps.
 """
@@ -91,7 +91,7 @@ def encode_in_pieces(
 ) -> Encoding:
     """`encode` as a generator, so that other work can run between its pieces.
 
-    pages: where it is computed, of the caller, who frees them. size: how many of the tokens that
+    pages: where it is computed; the caller frees them. size: how many of the tokens that
     are left run at once.
     """
     named = None if head_runner is None else head_runner.stored_as

@@ -154,7 +154,7 @@ class Documents:
         return document
 
     def _encode_with_head(self, document: StoredDocument) -> None:
-        """Stores a document anew, with keys of this engine's head beside those of others."""
+        """Stores a document again, with this engine's head keys besides those of other heads."""
         name = document.info.name
         source = self.store.source(name)
         record = self._encode(name, source, document.block_size)

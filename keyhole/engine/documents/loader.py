@@ -43,7 +43,7 @@ _PIECE = 1024
 class Loader:
     """The documents of one prompt.
 
-    present: bool [L, T], whose keys and values lie in the pages already.
+    present: bool [L, T], whose keys and values are in the pages already.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Loader:
         return sum(document.bytes_read for document in set(self._context.documents))
 
     def placed(self) -> list[PlacedDocument]:
-        """The documents as a reuse method sees them, on the CPU; facts are read when asked for."""
+        """The documents as a reuse method sees them, on the CPU; facts are read on first use."""
         return self._facts.documents()
 
     def load(self, wanted: Tensor, pages: PageList) -> Iterator[None]:

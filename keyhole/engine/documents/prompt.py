@@ -44,10 +44,10 @@ def assemble(
 ) -> DocumentPrompt:
     """The prompt: prefix, documents in order with a separator between them, question.
 
-    Every part is tokenised alone, so that stored tokens stand in it unchanged. Documents are open
-    until `stack` is closed; a caller that does not hold the engine's lock lets other threads' steps
-    go on while they are opened. chat: prefix, documents and question are the user's message of the
-    model's chat template.
+    Every part is tokenised alone, so that it contains the stored tokens unchanged. Documents stay
+    open until `stack` is closed; if the caller does not hold the engine's lock, other threads'
+    steps continue while they are opened. chat: prefix, documents and question are the user's
+    message of the model's chat template.
     """
     tokenizer = engine.model.tokenizer
     if isinstance(question, str) and not question.strip():
@@ -92,7 +92,7 @@ def _in_chat(tokenizer: Any, prefix: Prompt, question: Prompt) -> tuple[str, str
 
 
 def _prefix(tokenizer: Any, prefix: Prompt, *, special: bool) -> list[int]:
-    """The prefix with what the tokenizer puts first, and without what it may put last."""
+    """The prefix with the tokenizer's BOS tokens, and without its EOS tokens."""
     ids = given_ids("a prefix", prefix)
     if ids is not None or tokenizer is None:
         return ids or []

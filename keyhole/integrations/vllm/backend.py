@@ -2,7 +2,7 @@
 
 The builder describes each step's decode tokens (`step_rows`); the layer lets the policy select, and
 then calls vLLM's own attention over page tables that list the selected pages alone. Prompt tokens,
-layers with a sliding window, draft models, and engines that asked for no policy take vLLM's path.
+layers with a sliding window, draft models, and engines without a policy take vLLM's path.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REDUCE = {"max": ReduceOp.MAX, "sum": ReduceOp.SUM}
 
 
 def settings_of(config: VllmConfig) -> PluginSettings | None:
-    """The plugin's settings of an engine; None if it asked for no policy."""
+    """The plugin's settings of an engine; None without a policy."""
     return read_settings(config.additional_config, os.environ)
 
 

@@ -95,7 +95,7 @@ class _HeadMajor:
 
 
 class KeyholeFlashBackend(_HeadMajor, FlashAttentionBackend):
-    """Registered as CUSTOM where a policy is asked for."""
+    """Registered as CUSTOM where a policy is configured."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -109,7 +109,7 @@ class KeyholeFlashBackend(_HeadMajor, FlashAttentionBackend):
 
 
 class KeyholeTritonBackend(_HeadMajor, TritonAttentionBackend):
-    """The same over vLLM's Triton kernels, if these are asked for."""
+    """The same over vLLM's Triton kernels, if these are configured."""
 
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:

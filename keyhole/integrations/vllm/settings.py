@@ -41,7 +41,7 @@ class PluginSettings:
 def read_settings(
     additional_config: object, environment: Mapping[str, str]
 ) -> PluginSettings | None:
-    """The plugin's settings, or None if no policy is asked for.
+    """The plugin's settings, or None without a policy.
 
     additional_config: vLLM's; its "keyhole" takes precedence over `KEYHOLE_VLLM`. ConfigError for
     settings that are not an object with a "policy".

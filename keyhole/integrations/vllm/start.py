@@ -49,7 +49,7 @@ def register() -> None:
     if getattr(EngineArgs.create_engine_config, "keyhole", False):
         return
     if current_platform.device_type == "cpu":
-        # vLLM's CPU platform takes this backend whatever is asked for.
+        # vLLM's CPU platform takes this backend whatever is configured.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_PACKAGE}.cpu.KeyholeCPUBackend")
     elif os.environ.get(_BACKEND) in _CUDA:  # a worker of an engine that asked for a policy
         _register_cuda(os.environ[_BACKEND])

@@ -3,7 +3,7 @@
 The pages of a selection ascend and the newest one, which alone may be partly filled, is the last:
 so a shorter table with a shorter length is all that an attention kernel needs. Lists per KV head
 read pages of one head each: page p of head h is page `p * Hkv + h` of a pool seen as one-head
-pages, and each head is a sequence of its own.
+pages, and each head is one sequence.
 """
 
 from __future__ import annotations

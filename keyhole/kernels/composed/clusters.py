@@ -1,16 +1,12 @@
-"""Clusters of keys, and selections of which every query head has its own list.
-
-Clusters of keys, and a query's scores on their centroids (ClusterKV).
+"""Clusters of keys (ClusterKV), and selections with a list per query head.
 
 Plain PyTorch on every device, except for the scores. Sums over the keys of a cluster are matrix
 products, which makes the clusters deterministic on a GPU too, where scattered additions are not.
 
-Selections of which every query head has its own list, though heads of a group share keys.
-
-The kernels take a list per KV head. Here each sequence becomes G rows of a batch, one for each
-query head of a group: row g has the g-th query head of every group, so that a KV head has one query
-head and one list. Keys and values are not copied; only queries, lists and rows of the page table
-are.
+The kernels take a list per KV head; a selection may have one per query head. Here each sequence
+becomes G rows of a batch, one for each query head of a group: row g has the g-th query head of
+every group, so that a KV head has one query head and one list. Keys and values are not copied; only
+queries, lists and rows of the page table are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shifts the keys of a layer to other positions, by the layer's RoPE or not at all."""
+"""Shifts the keys of a layer to other positions by the layer's RoPE, if it has one."""
 
 from __future__ import annotations
 

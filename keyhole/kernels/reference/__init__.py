@@ -21,7 +21,6 @@ from keyhole.kernels.reference.attention import (
 )
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
-    members,
     page_bounds,
     recent_indices,
     spread_scores,
@@ -29,7 +28,7 @@ from keyhole.kernels.reference.page_selection import (
     top_k,
     top_p,
 )
-from keyhole.kernels.reference.pages import append, gather_tokens, gathered
+from keyhole.kernels.reference.pages import append, gather_tokens, gathered, load_missing, members
 
 __all__ = [
     "append",
@@ -43,6 +42,7 @@ __all__ = [
     "gathered",
     "head_scores",
     "linear",
+    "load_missing",
     "members",
     "over_heads",
     "page_bounds",

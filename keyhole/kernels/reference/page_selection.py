@@ -113,14 +113,6 @@ def recent_indices(lengths: Tensor, k: int, *, first: int = 0) -> Selection:
     return Selection(indices.int()[:, None], lengths.clamp(max=k).int()[:, None], 1)
 
 
-def members(listed: Tensor, count: int) -> Tensor:
-    """Which of `count` entries are in lists [..., n], padded with -1. Bool [..., count]."""
-    found = listed.new_zeros(*listed.shape[:-1], count + 1, dtype=torch.bool)
-    found.scatter_(-1, listed.long().where(listed >= 0, count), True)
-    there: Tensor = found[..., :count]
-    return there
-
-
 def summary_scores(query: Tensor, summaries: Tensor, page_table: Tensor, valid: Tensor) -> Tensor:
     """Products q . s for the vectors s of a sequence's pages in order, float32 [B, Hq, M * n].
 

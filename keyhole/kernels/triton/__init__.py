@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 _MODULES = {
-    "append": "append",
+    "append": "moves",
     "attend": "attend",
     "attend_and_score": "scores",
     "head_scores": "scores",
@@ -45,7 +45,7 @@ _MODULES = {
     "top_k": "page_selection",
     "shift_rope": "rope",
     "apply_rope": "rope",
-    "load_missing": "load_missing",
+    "load_missing": "moves",
 }
 #: Operations that accept pages in pinned host memory. All read and write them in place, except
 #: `prefill`, which copies them.

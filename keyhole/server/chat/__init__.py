@@ -1,4 +1,4 @@
-"""Chats: what stands around the text that a model reads and writes.
+"""Chats: what surrounds the text that a model reads and writes.
 
 prompt.py        messages and tools as the tokens of a prompt, and how its reply is read
 reply.py         the text of a reply as it comes: reasoning, answer and calls of tools

@@ -148,7 +148,7 @@ def grammar_of(
 ) -> str:
     """A whole grammar: the answer, after reasoning where the template marks it.
 
-    answer: a rule, or a grammar of its own, which takes no reasoning before it.
+    answer: a rule, or a whole grammar, which takes no reasoning before it.
     """
     if re.search(r"^\s*start\s*:", answer, re.MULTILINE):
         return answer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Markers:
-    """What stands before and after the reasoning."""
+    """The markers before and after the reasoning."""
 
     begin: str
     end: str
@@ -18,7 +18,7 @@ _KNOWN = (Markers("<think>", "</think>"), Markers("[THINK]", "[/THINK]"))
 
 
 def markers_of(template: str) -> Markers | None:
-    """Those that a chat template knows; None: it marks no reasoning."""
+    """The markers of a chat template; None: it marks no reasoning."""
     return next((markers for markers in _KNOWN if markers.end in template), None)
 
 
@@ -34,7 +34,7 @@ def held_back(text: str, markers: Iterable[str]) -> int:
 
 
 class ReasoningSplitter:
-    """Splits a text that comes piece by piece into reasoning and answer.
+    """Splits streamed text into reasoning and answer.
 
     is_inside: whether the text begins within the reasoning, as the prompt has its marker already.
     """

@@ -1,4 +1,4 @@
-"""Finds calls of tools in a text that comes piece by piece."""
+"""Finds tool calls in streamed text."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ class ToolCallParser:
         return []
 
     def _whole(self, text: str, rest: str) -> list[ToolEvent]:
-        """A call whose keys stand in another order, or whose arguments are a text of JSON."""
+        """A call with its keys in another order, or whose arguments are a JSON string."""
         try:
             call = json.loads(text)
         except ValueError:
             call = None
         name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or name not in self._names:
+        if call is None or not isinstance(name, str) or name not in self._names:
             return self._as_text(text + rest)
         given = call.get("arguments", call.get("parameters", {}))
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
@@ -171,7 +171,7 @@ _STATES = {
 
 
 class _JsonScan:
-    """Finds the end of a JSON object in a text that comes piece by piece."""
+    """Finds the end of a JSON object in streamed text."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False

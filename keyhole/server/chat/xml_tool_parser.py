@@ -1,4 +1,4 @@
-"""Finds calls of tools that Qwen3-Coder writes, in a text that comes piece by piece.
+"""Finds the tool calls of Qwen3-Coder in streamed text.
 
 <tool_call>
 <function=weather>

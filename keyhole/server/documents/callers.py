@@ -1,6 +1,6 @@
-"""Whose a document is, so that each caller may store so many.
+"""The owner of each document, so that callers have a limit on how many they store.
 
-A caller is known by its API key; without keys all callers are one. The digest of the key stands in
+A caller is known by its API key; without keys all callers are one. The digest of the key is in
 the metadata of a document, which clients do not see.
 """
 
@@ -25,7 +25,7 @@ _DIGITS = 16
 
 
 def caller_of(request: Request, state: State) -> str:
-    """Who asks; "" where there are no keys."""
+    """The caller's name; "" where there are no keys."""
     if not state.config.api_key:
         return ""
     return hashlib.sha256(bearer(request.headers)).hexdigest()[:_DIGITS]
@@ -51,7 +51,7 @@ async def enqueue(state: State, job: Job, metadata: Mapping[str, Any] | None, ca
     if job.metadata is not None:
         metadata_text(job.metadata)
     most = state.config.max_documents
-    async with state.storing:  # nobody else may take the place that is found here
+    async with state.storing:  # no other request may take the place that is found here
         # Jobs first: one that ends meanwhile is counted as stored.
         waiting = state.encoding.jobs().values()
         stored = {one.name: one for one in await asyncio.to_thread(state.documents.list)}

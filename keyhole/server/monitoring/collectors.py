@@ -13,7 +13,7 @@ from keyhole.async_llm import EngineLoad
 
 
 class BatchedHistogram(Collector):
-    """A histogram that takes many values in one call, for values that come with every token.
+    """A histogram that takes many values in one call, for values of every token.
 
     bounds: upper bounds of its buckets, the least first.
     """

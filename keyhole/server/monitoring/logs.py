@@ -66,7 +66,7 @@ def asked(prompt: Any) -> None:
 def answered(record: RequestRecord, status: int, seconds: float) -> None:
     """Writes the line of a request."""
     fields = record.fields(status, seconds)
-    # Quoted as JSON, so that no path and no id can begin a line of its own.
+    # Quoted as JSON, so that no path or id can begin a new line.
     said = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
     logger.info("%s", said, extra={"request": fields})
 

@@ -49,7 +49,7 @@ HEADERS = {
 def _files() -> dict[str, tuple[bytes, str, str]]:
     """Content, type and ETag of each file, by its path."""
     found = {}
-    folder = resources.files(__package__)
+    folder = resources.files("keyhole.server.page")
     for start, place in (("", folder), ("vendor/", folder / "vendor")):
         for file in place.iterdir():
             kind = _KINDS.get(file.name.rpartition(".")[2])

@@ -49,7 +49,7 @@ class ResponseAnswer:
         return self._shown(status, results)
 
     def begin(self) -> list[dict[str, Any]]:
-        """What stands before the first piece of a stream."""
+        """What precedes the first piece of a stream."""
         shown = self._shown("in_progress")
         kinds = ("response.created", "response.in_progress")
         return [{"type": kind, "response": shown} for kind in kinds]
@@ -65,7 +65,7 @@ class ResponseAnswer:
         *,
         wants_usage: bool,
     ) -> list[dict[str, Any]]:
-        """What stands behind the last piece; the usage is always there."""
+        """What follows the last piece; the usage is always there."""
         status = _status(results[0])
         said = self._writer.close(status)
         self.done(self.id, self.reply)

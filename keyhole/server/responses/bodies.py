@@ -19,8 +19,8 @@ _ROLES = {"developer": "system"}
 class ResponsesBody(SamplingBody):
     """/v1/responses. input: a text, or items: messages, calls of functions and their outputs.
 
-    previous_response_id: of a response of this server, whose conversation goes on. store: whether
-    a later request may go on with this one.
+    previous_response_id: of a response of this server, whose conversation is continued. store:
+    whether a later request may continue this one.
     """
 
     input: str | list[dict[str, Any]]
@@ -51,7 +51,7 @@ class ResponsesBody(SamplingBody):
         return messages
 
     def chat_request(self, messages: Sequence[_Message]) -> ChatRequest:
-        """As a chat. The instructions stand before the messages and are not kept with them."""
+        """As a chat. The instructions precede the messages and are not kept with them."""
         first = [] if self.instructions is None else [_message("system", self.instructions)]
         return ChatRequest(
             messages=[*first, *messages],

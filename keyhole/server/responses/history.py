@@ -1,4 +1,4 @@
-"""Conversations that a later request goes on with, in memory."""
+"""Conversations that later requests continue, in memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class History:
         return found[2]
 
     def add(self, name: str, key: str, messages: list[_Message]) -> None:
-        """Keeps the messages up to a response; those that nobody asked for longest go."""
+        """Keeps the messages up to a response; the least recently used ones are dropped."""
         size = sum(len(str(message)) for message in messages)
         self._kept[name] = key, size, messages
         self._size += size

@@ -1,8 +1,9 @@
-"""Elastic loading: copies selected entries that a sequence's buffer lacks.
+"""Keys and values that are copied: new ones into their pages, selected ones into buffers.
 
-Tensor operations of fixed shapes assign entries to slots; one kernel then copies all misses, each
-from its page into its slot. The pages may be in pinned host memory, which the GPU reads over its
-bus: only misses cross it, and the host never waits for a list of misses.
+`append` has one program per token and KV head. In elastic loading (`load_missing`) tensor
+operations of fixed shapes assign entries to slots; then one kernel copies all misses, each from its
+page into its slot. The pages may be in pinned host memory, which the GPU reads over its bus: only
+misses cross it, and the host never waits for a list of misses.
 """
 
 from __future__ import annotations
@@ -14,6 +15,77 @@ from torch import Tensor
 
 from keyhole.kernels import reference
 from keyhole.kernels.selection import Selection
+
+
+@triton.jit
+def _append(
+    key_pages,
+    value_pages,
+    key,
+    value,
+    slots,
+    stride_kp,
+    stride_kh,
+    stride_kt,
+    stride_vp,
+    stride_vh,
+    stride_vt,
+    stride_key,
+    stride_key_head,
+    stride_value,
+    stride_value_head,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token)
+    page, place = slot // SIZE, slot % SIZE
+    d = tl.arange(0, D_PADDED)
+    row = tl.load(key + token * stride_key + head * stride_key_head + d, mask=d < D)
+    into = key_pages + page * stride_kp + head * stride_kh + place * stride_kt
+    tl.store(into + d, row, mask=d < D)
+    if DV > 0:
+        d = tl.arange(0, DV_PADDED)
+        row = tl.load(value + token * stride_value + head * stride_value_head + d, mask=d < DV)
+        into = value_pages + page * stride_vp + head * stride_vh + place * stride_vt
+        tl.store(into + d, row, mask=d < DV)
+
+
+def append(
+    key_pages: Tensor,
+    value_pages: Tensor | None,
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """As the reference."""
+    num_tokens, num_kv_heads, dim = key.shape
+    if not num_tokens:
+        return
+    value_dim = 0
+    if value_pages is None or value is None:
+        value_pages, value = key_pages, key  # pointers that are not used
+    else:
+        value_dim = value.shape[2]
+    _append[num_tokens, num_kv_heads](
+        key_pages,
+        value_pages,
+        key,
+        value,
+        slots.long().contiguous(),
+        *key_pages.stride()[:3],
+        *value_pages.stride()[:3],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        SIZE=key_pages.shape[2],
+        D=dim,
+        DV=value_dim,
+        D_PADDED=triton.next_power_of_2(dim),
+        DV_PADDED=triton.next_power_of_2(max(1, value_dim)),
+    )
 
 
 @triton.jit
