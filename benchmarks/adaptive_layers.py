@@ -149,7 +149,7 @@ def summary(steps: dict[str, list[StepCost]]) -> list[dict[str, Any]]:
         found.append(
             {
                 "lengths": [own[0].length, own[-1].length],
-                "layers_below": [own[0].below, own[-1].below],
+                "offloaded_layers": [own[0].below, own[-1].below],
                 "moved_bytes": {
                     name: statistics.fmean(step.moved_bytes for step in steps[name][cut])
                     for name in NAMES

@@ -145,7 +145,7 @@ def _limited(arguments: argparse.Namespace) -> dict[str, Any]:
             "right": is_correct(item, request.detokenizer.text),
             "right_share": share_before_first_error(item, request.detokenizer.text),
             "tokens_reached": request.num_computed,
-            "layers_below": engine.offloader.offloaded if engine.offloader else 0,
+            "offloaded_layers": engine.offloader.offloaded if engine.offloader else 0,
             "resident_bytes": engine.cache.resident_bytes,
             "offloaded_bytes": engine.cache.offloaded_bytes,
             "peak_bytes": peaks | {"VmHWM": _status("VmHWM")},
@@ -209,7 +209,7 @@ def _told(result: dict[str, Any]) -> str:
         lines += [
             f"  {result['tokens_reached']:,} tokens in {result['seconds']} s, "
             f"{result['right_share']:.1%} right before the first wrong word; "
-            f"{result['layers_below']} layers offloaded; resident {mib('resident_bytes')}, "
+            f"{result['offloaded_layers']} layers offloaded; resident {mib('resident_bytes')}, "
             f"offloaded {mib('offloaded_bytes')}",
             f"  peaks in MiB: {', '.join(peaks)}",
         ]

@@ -8,7 +8,7 @@ from keyhole.bench.settings import DTYPES, PAGE_SIZE, SHAPES, DecodeSettings, Na
 from keyhole.config import is_count, require
 
 #: Policies of whole answers whose layers are offloaded as their texts grow.
-LOWERED = {"spe_context_below": "spe_context"}
+OFFLOADED_SYSTEMS = {"spe_context_below": "spe_context"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class ThroughputSettings:
     """Whole answers by the decode benchmark; `benchmarks.paper.settings` names such settings.
 
     prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
-    bytes that offloaded layers may take, of the systems in LOWERED. points: how many
+    bytes that offloaded layers may take, of the systems in OFFLOADED_SYSTEMS. points: how many
     lengths along the answer are measured. decode: the rest; its contexts and batch are not used.
     """
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.paper.kinds import LOWERED, ThroughputSettings
+from benchmarks.paper.kinds import OFFLOADED_SYSTEMS, ThroughputSettings
 from keyhole.bench import decode
 from keyhole.bench.model import RandomKV, prompts, release_memory
 from keyhole.bench.offload_loading import WARM_UP, ForcedText, Loading, timed
@@ -67,13 +67,13 @@ class Steady(RetrievalHead):
 class RequestSteps:
     """Steps of all requests at one length.
 
-    layers_below: offloaded layers. hit_rate: share of the chosen tokens of these layers that were
-    above already; moved_bytes: of a step. error: of one request's logits against those of an
-    engine with everything above.
+    hit_rate: share of the selected tokens of offloaded layers that were resident already.
+    moved_bytes: in a step. error: of one request's logits, against an engine whose layers are all
+    resident.
     """
 
     step_ms: list[float]
-    layers_below: int
+    offloaded_layers: int
     hit_rate: float | None
     moved_bytes: float
     launches: dict[str, Any]
@@ -81,12 +81,12 @@ class RequestSteps:
 
     def as_dict(self) -> dict[str, Any]:
         """What is below and what is loaded, for a line of results."""
-        names = ("layers_below", "hit_rate", "moved_bytes")
+        names = ("offloaded_layers", "hit_rate", "moved_bytes")
         return {name: getattr(self, name) for name in names}
 
 
-class Lowered:
-    """One of the systems in LOWERED. room: bytes beside the weights of the model."""
+class OffloadedSystem:
+    """One of the systems in OFFLOADED_SYSTEMS. room: bytes beside the weights of the model."""
 
     def __init__(self, name: str, model: Model, settings: ThroughputSettings, room: int) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class Lowered:
         self._repeat = settings.decode.repeat
         budget = settings.decode.token_budget
         chosen = {} if budget is None else {"token_budget": budget}
-        self._policy: Policy = make_policy(LOWERED[name], chosen)
+        self._policy: Policy = make_policy(OFFLOADED_SYSTEMS[name], chosen)
         self._head = Steady.random(model.network)
         self._room = room - sum(parameter.nbytes for parameter in self._head.parameters())
         self.requests = self._most(settings)
@@ -118,11 +118,11 @@ class Lowered:
             system.start(*(ForcedText(prompt=text, answer=given) for text in texts))
             times, traffic = timed({self.name: system}, self._repeat, model.device)
             loaded, launched = traffic[self.name], system.launches(self.name)
-            below = system.layers_below
+            below = system.offloaded_layers
         assert loaded is not None
         return RequestSteps(
             step_ms=times[self.name],
-            layers_below=below,
+            offloaded_layers=below,
             hit_rate=loaded.hit_rate,
             moved_bytes=loaded.moved_bytes / self._repeat,
             launches=launched,

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.paper.kinds import LOWERED, ThroughputSettings
-from benchmarks.paper.offloaded_throughput import Lowered
+from benchmarks.paper.kinds import OFFLOADED_SYSTEMS, ThroughputSettings
+from benchmarks.paper.offloaded_throughput import OffloadedSystem
 from keyhole.bench import measure
 from keyhole.bench.decode import WARM_UP, run_together
 from keyhole.bench.measure import Report, Result
@@ -39,7 +39,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
 
     Gives each length's step times to `report`, with notes on what was left out.
     """
-    require_systems(settings.decode.systems, (*ALL_BASELINES, *LOWERED))
+    require_systems(settings.decode.systems, (*ALL_BASELINES, *OFFLOADED_SYSTEMS))
     lengths = lengths_along(settings.prompt, settings.answer, settings.points)
     asked = replace(settings.decode, contexts=lengths)
     device = measure.device(asked.device)
@@ -47,16 +47,16 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
     weights = make_weights(asked)
     weight_bytes = sum(parameter.nbytes for parameter in weights.keyhole.network.parameters())
     room = settings.memory - weight_bytes - RESERVE_BYTES
-    beside = [name for name in asked.systems if name not in LOWERED]
+    beside = [name for name in asked.systems if name not in OFFLOADED_SYSTEMS]
     requests = {name: most_requests(name, weights.keyhole, settings, room) for name in beside}
-    lowered = {
-        name: Lowered(name, weights.keyhole, settings, room)
+    offloaded = {
+        name: OffloadedSystem(name, weights.keyhole, settings, room)
         for name in asked.systems
-        if name in LOWERED
+        if name in OFFLOADED_SYSTEMS
     }
     step_ms: dict[str, list[float]] = {name: [] for name in asked.systems}
     launched: dict[str, list[dict[str, Any]]] = {name: [] for name in asked.systems}
-    loads: dict[str, list[dict[str, Any]]] = {name: [] for name in lowered}
+    loads: dict[str, list[dict[str, Any]]] = {name: [] for name in offloaded}
     errors: dict[str, float] = {}
     skipped: list[dict[str, Any]] = []
     for length in lengths:
@@ -73,7 +73,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
             skipped += [one.as_dict() for one in joint_run.skipped]
             notes += map(str, joint_run.skipped)
             release_memory()  # the next one needs this one's
-        for name, system in lowered.items():
+        for name, system in offloaded.items():
             if not system.requests:
                 continue
             own = system.measure(length)
@@ -86,7 +86,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
             step_ms[name].append(statistics.median(spent))
             found.append({"context": length, "system": name, "step_ms": step_ms[name][-1]})
         report(found, notes)
-    requests |= {name: system.requests for name, system in lowered.items()}
+    requests |= {name: system.requests for name, system in offloaded.items()}
     return {
         "settings": asdict(settings) | {"page_size": PAGE_SIZE, "warm_up": WARM_UP},
         "kernels": operations.backend(device),

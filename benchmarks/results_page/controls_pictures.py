@@ -16,7 +16,7 @@ from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.cells import Cell, cells, place_name, places
 from keyhole.eval.report.charts import draw_pareto, points
-from keyhole.eval.report.plot_style import Look, looks
+from keyhole.eval.report.plot_style import MethodStyle, method_styles
 
 #: The derivations whose lengths are shown: those of the longest texts under this budget.
 _TASK, _BUDGET = "tiny_derive", 128
@@ -57,7 +57,7 @@ def shown(lines: Sequence[Line]) -> dict[tuple[str, str], np.ndarray]:
 
 def _lengths(found: Mapping[tuple[str, str], np.ndarray], path: Path) -> None:
     """Steps of a distribution for each method."""
-    style: dict[str, Look] = looks(found)
+    style: dict[str, MethodStyle] = method_styles(found)
     with picture(path, figsize=(7, 4), layout="constrained") as figure:
         axes = figure.subplots()
         for (_, name), lengths in found.items():
@@ -75,7 +75,7 @@ def pareto_chart(cells: Sequence[Cell], path: str | Path, *, title: str) -> None
         raise ConfigError("no line has both a score and bytes_per_step; there is nothing to draw")
     columns = min(_PANELS_ACROSS, len(by_place))
     rows = math.ceil(len(by_place) / columns)
-    style = looks((cell.policy, cell.name) for cell in cells)
+    style = method_styles((cell.policy, cell.name) for cell in cells)
     size = (_PANEL[0] * columns, _PANEL[1] * rows + 0.7)
     with picture(path, title, figsize=size, layout="constrained") as figure:
         axes = figure.subplots(rows, columns, squeeze=False)

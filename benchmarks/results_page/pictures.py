@@ -17,7 +17,7 @@ from keyhole.eval.line_file import Line
 from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report import charts
 from keyhole.eval.report.cells import Cell
-from keyhole.eval.report.plot_style import looks
+from keyhole.eval.report.plot_style import method_styles
 
 _HEAT_MAP, _MAPS = "evaluation.png", "evaluation-errors.png"
 #: Inches of panels, and how many stand side by side.
@@ -73,7 +73,7 @@ def _pareto(own: Sequence[Cell], path: Path, title: str, date: str) -> None:
         for length, cells in zip(lengths, panels, strict=True)
         if charts.points(cells)
     ]
-    style = looks((cell.policy, cell.name) for cell in own)
+    style = method_styles((cell.policy, cell.name) for cell in own)
 
     def draw(figure: Any, axes: list[Any]) -> None:
         handles: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def _maps(lines: Sequence[Line], path: Path, date: str) -> None:
     tasks = list(ASKED)
     place = min((tasks.index(line["task"]), line["length"]) for line in lines)
     shown = [line for line in lines if (tasks.index(line["task"]), line["length"]) == place]
-    style = looks((line["method"], line["method"]) for line in shown)
+    style = method_styles((line["method"], line["method"]) for line in shown)
 
     def draw(figure: Any, axes: list[Any]) -> None:
         for axis, line in zip(axes, shown, strict=True):

@@ -140,7 +140,7 @@ def _adaptive(line: Line) -> list[str]:
     rows = [
         [
             " to ".join(f"{length:,}" for length in part["lengths"]),
-            " to ".join(map(str, part["layers_below"])),
+            " to ".join(map(str, part["offloaded_layers"])),
             kib(part["moved_bytes"][adaptive]),
             kib(part["moved_bytes"][offloaded]),
             f"{part['ratio']:.2f} ({part['low']:.2f} to {part['high']:.2f})",

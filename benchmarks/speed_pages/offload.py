@@ -26,7 +26,7 @@ _PAPER = 0.8
 
 def section(line: Line) -> list[str]:
     """Paragraphs, the picture, and a table for what is moved and one for times."""
-    below = {r["policy"]: r["layers_below"] for r in line["results"] if r["system"] == ELASTIC}
+    below = {r["policy"]: r["offloaded_layers"] for r in line["results"] if r["system"] == ELASTIC}
     where = ", ".join(f"{count} layers under `{policy}`" for policy, count in below.items())
     return [
         "## Offloaded layers",
@@ -105,7 +105,7 @@ def _large(line: Line) -> list[str]:
 
 def _large_cells(result: dict[str, Any]) -> list[str]:
     names = [f"`{result['policy']}`", result["system"].replace("_", " ")]
-    cells = [f"{result['step_ms']:.0f} ms", f"{result['ratio_to_above']:.2f}"]
+    cells = [f"{result['step_ms']:.0f} ms", f"{result['ratio_to_resident']:.2f}"]
     if result["moved_bytes"] is None:
         return [*names, *cells, "", "", ""]
     return [
@@ -145,7 +145,7 @@ def _moved(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def _times(found: dict[str, dict[str, Any]]) -> list[str]:
     return [
-        f"{found[name]['ratio_to_above']:.2f} ({found[name]['stall_ms']:.2f})"
+        f"{found[name]['ratio_to_resident']:.2f} ({found[name]['stall_ms']:.2f})"
         for name in (ELASTIC, NO_OVERLAP, NO_ELASTIC)
     ]
 

@@ -1,10 +1,11 @@
 """How much longer steps take while a question over stored documents is admitted.
 
 Some requests decode. A question over stored documents arrives, and its documents are filled beside
-their steps. Measured are the steps until its first token: the longest, divided by the median of the
-steps just before the question. As many steps without a question are measured in the same way: they
-show the noise of the machine. On a CPU the same is done with the CPU time of this process, which
-other processes do not affect. The same question alone shows what cutting the work into parts costs.
+their steps. The result is the longest step until the question's first token, divided by the median
+of the steps just before the question. The same number of steps without a question is measured in
+the same way, to show the noise of the machine. On a CPU the measurement is repeated with the CPU
+time of this process, which other processes do not affect. The same question alone shows the cost of
+cutting the work into parts.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from keyhole.engine.sequence import Sequence
 from keyhole.llm import LLM
 from keyhole.models.loading import Model
 
-#: Steps after the prompts of the others are computed, before anything is timed.
+#: Untimed steps after the prompts of the others.
 _WARM_UP = 40
-#: Steps that the median is taken over.
+#: Steps for the median.
 _STEPS = 40
-#: Times its median that a step may take while a question is admitted.
+#: Largest allowed ratio of a step to the median while a question is admitted.
 _MOST = 2.0
 
 
 def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, Any]:
-    """Measures every method; the part of a line of results that is this benchmark's own.
+    """Measures every method; returns the part of a line of results that is specific to this
+    benchmark.
 
-    model: the bundled one. Gives the result of each method to `report`.
+    model: the bundled one. Passes the result of each method to `report`.
     """
     bandwidth = measure.read_bandwidth(model.device)
     line: dict[str, Any] = {
@@ -59,7 +61,7 @@ def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, 
 
 
 def _bars(result: Result) -> list[dict[str, Any]]:
-    """The target by the clock and, on a CPU, by what the process itself used."""
+    """The target by wall time and, on a CPU, by the CPU time of the process."""
     values = {"longest step": result["longest_ratio"]}
     if result["longest_cpu_ratio"] is not None:
         values["CPU time of the longest step"] = result["longest_cpu_ratio"]
@@ -76,7 +78,7 @@ def _bars(result: Result) -> list[dict[str, Any]]:
 
 
 class _Case:
-    """One method of reuse: an engine, the others that decode, and questions."""
+    """One reuse method: an engine, other requests that decode, and questions."""
 
     def __init__(
         self, model: Model, settings: AdmissionSettings, method: str, folder: Path
@@ -91,7 +93,9 @@ class _Case:
             self._llm.documents.add(name, {"prompt_token_ids": ids.tolist()})
 
     def result(self) -> Result:
-        """Medians over the repetitions, and the worst of them; the cache grows in the first one."""
+        """Medians over the repetitions; the first admission, in which the cache grows, is not
+        counted.
+        """
         self._ask()
         alone = [self._ask() for _ in range(self._settings.repeat)]
         others = self._others()
@@ -120,7 +124,7 @@ class _Case:
             return sum(wall for wall, _ in self._steps(self._submit(stack)))
 
     def _others(self) -> list[Sequence]:
-        """Requests that decode until they are aborted; every one has begun to."""
+        """Requests that decode until they are aborted; all have started to decode."""
         engine, settings = self._llm.engine, self._settings
         room = engine.max_length - settings.prompt - settings.others
         params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
@@ -135,12 +139,14 @@ class _Case:
         return others
 
     def _admit(self) -> dict[str, float]:
-        """One question beside the others: times in ms, and the longest steps by the median."""
+        """Admits one question beside the others: times in ms, and the longest steps relative to the
+        median.
+        """
         control, control_cpu = zip(*(self._step() for _ in range(_STEPS)), strict=True)
         with ExitStack() as stack:
             sequence = self._submit(stack)
             steps, steps_cpu = zip(*self._steps(sequence), strict=True)
-        # As many steps without a new question.
+        # The same number of steps without a new question.
         calm = [self._step()[0] for _ in steps]
         median = statistics.median(control)
         return {
@@ -155,7 +161,7 @@ class _Case:
         }
 
     def _steps(self, sequence: Sequence) -> list[tuple[float, float]]:
-        """What `_step` gives of each step until the question's first token."""
+        """The results of `_step` until the question's first token."""
         steps = []
         while not sequence.generated and not sequence.is_finished:
             steps.append(self._step())
@@ -164,7 +170,7 @@ class _Case:
         return steps
 
     def _step(self) -> tuple[float, float]:
-        """Milliseconds of a step, and CPU time of the process in it."""
+        """Milliseconds of a step, and the CPU time of the process during it."""
         begin, begin_cpu = time.perf_counter(), time.process_time()
         self._llm.engine.step()
         spent, spent_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu

@@ -53,7 +53,7 @@ from keyhole.kernels import operations
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import parse_one
 
-_TINY = 1e-30  # two rows of zeros agree
+_TINY = 1e-30  # so that two rows of zeros agree
 
 
 class DisagreementError(KeyholeError):
@@ -61,18 +61,18 @@ class DisagreementError(KeyholeError):
 
 
 def check(who: str, found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> float:
-    """The largest relative error of what `who` gave; DisagreementError if it is too large.
+    """The largest relative error of the results of `who`; DisagreementError if it is too large.
 
-    Compares as many tensors as both gave.
+    Compares as many tensors as both have.
     """
     error = max(relative_error(a, b) for a, b in zip(found, expected, strict=False))
-    if not error <= tolerance:  # NaN is no agreement either
+    if not error <= tolerance:  # also false for NaN
         raise DisagreementError(f"{who}: relative error {error:.2g} is above {tolerance}")
     return error
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected| (2-norms) of the worst row; whole numbers must be equal."""
+    """|found - expected| / |expected| (2-norms) of the worst row; integers must be equal."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.is_floating_point():
@@ -83,8 +83,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 #: The baseline that the others' times are divided by.
 REFERENCE = next(iter(BASELINES))
-#: Steps of every system before those that count: the first ends the prompt, the others bring it to
-#: its pace.
+#: Untimed steps of every system: the first finishes the prompt, the others warm up.
 WARM_UP = 3
 
 # Tokens after the prompt whose logits are compared.
@@ -99,7 +98,9 @@ _EAGER = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class SystemSteps:
-    """What one system did: milliseconds and peaks of its steps, and what a step reads."""
+    """The measurements of one system: milliseconds and peaks of its steps, and what a step
+    reads.
+    """
 
     step_ms: list[float]
     peak_bytes: list[int]
@@ -149,7 +150,7 @@ def run_together(
             fit.remove(other)
             others = [outside.start(other, model, batch, context, steps)]
             stack.callback(others[0].close)
-            others[0].fill(numbers)  # needs room for a copy, and nothing else is there yet
+            others[0].fill(numbers)  # needs room for a copy, so it comes first
         pages = Pages(model, names, batch, context, steps, settings.token_budget)
         kinds = dict.fromkeys(ALL_BASELINES[name][1] for name in fit)
         pasts = {kind: BaselineCache(kind, model, context, steps) for kind in kinds}
@@ -163,9 +164,9 @@ def run_together(
         used = {ALL_BASELINES[system.name][1] for system in systems if system.name in ALL_BASELINES}
         cache_bytes = pages.num_bytes + sum(pasts[kind].num_bytes for kind in used)
         del peers, everyone
-        for kind in pasts.keys() - used:  # was there to be compared only
+        for kind in pasts.keys() - used:  # was needed only for the comparison
             del pasts[kind]
-        release_memory()  # what filling and comparing took is none of a step's
+        release_memory()  # memory for filling and comparing does not belong to a step
         measured = _timed(systems, others, texts, settings.repeat, model.device)
     for system in systems:
         cost = measured[system.name].cost
@@ -202,8 +203,8 @@ def _fill(caches: Sequence[Pages | BaselineCache], numbers: RandomKV) -> None:
 
 
 def allowed(name: str, tolerance: float) -> float:
-    """The error that a peer's own way of rounding explains."""
-    if name not in ALL_BASELINES:  # outside: has rounded weights, keys and values to float16
+    """The error that a peer's rounding explains."""
+    if name not in ALL_BASELINES:  # outside: weights, keys and values are rounded to float16
         return max(tolerance, TOLERANCE[torch.float16])
     return tolerance * (_EAGER if ALL_BASELINES[name][0] == "eager" else 1.0)
 
@@ -250,10 +251,11 @@ def _timed(
 
 
 def run(settings: DecodeSettings, report: Report, outside: Outside | None = None) -> dict[str, Any]:
-    """Measures every context; the part of a line of results that is this benchmark's own.
+    """Measures every context; returns the part of a line of results that is specific to this
+    benchmark.
 
-    Gives each context's results to `report`, with notes on what was left out. outside: systems that
-    `settings` may name, too.
+    Passes each context's results to `report`, with notes on skipped systems. outside: systems that
+    `settings` may also name.
     """
     others = () if outside is None else tuple(outside.names)
     require_systems(settings.systems, (*ALL_BASELINES, *others))
@@ -298,14 +300,14 @@ def measure_context(
 ) -> tuple[list[Result], dict[str, float], list[Skipped]]:
     """Results of every system at one context, errors of the compared logits, and skipped systems.
 
-    Each system in a process of its own is measured together with all the others.
+    Each system in its own process is measured together with all the others.
     """
     joint_runs = []
     names = () if outside is None else outside.names
     others: list[str | None] = [name for name in settings.systems if name in names]
     for other in others or [None]:
         joint_runs.append(run_together(weights, settings, context, outside, other))
-        model.release_memory()  # the next one needs this one's
+        model.release_memory()  # the next run needs its memory
     errors: dict[str, float] = {}
     for joint_run in joint_runs:
         for name, error in joint_run.errors.items():
@@ -318,7 +320,7 @@ def measure_context(
 
 
 def pooled(joint_runs: Sequence[JointRun]) -> list[Result]:
-    """One result for every system: medians of all its steps, and of ratios within a round."""
+    """One result per system: medians of all its steps, and of ratios within a round."""
     names = dict.fromkeys(name for joint_run in joint_runs for name in joint_run.measured)
     results = []
     for name in sorted(names, key=lambda n: (n not in ALL_BASELINES, _is_policy(n))):
@@ -341,7 +343,7 @@ def _is_policy(system: str) -> bool:
 
 
 def _ratio(joint_runs: Iterable[JointRun], name: str, other: str) -> float | None:
-    """Median of the time of one system by that of another in the same round."""
+    """Median of the ratio of two systems' times in the same round."""
     ratios = [
         a / b
         for joint_run in joint_runs
@@ -354,7 +356,7 @@ def _ratio(joint_runs: Iterable[JointRun], name: str, other: str) -> float | Non
 
 
 def _load_libraries(settings: DecodeSettings, outside: Sequence[str]) -> None:
-    """Runs every system once over a small model, so that the program has what it will load."""
+    """Runs every system once over a small model, to load the libraries that it uses."""
     # Without their settings: layers that these name are not in the small model.
     inside = tuple(
         dict.fromkeys(
@@ -372,4 +374,4 @@ def _load_libraries(settings: DecodeSettings, outside: Sequence[str]) -> None:
 def _uncompared(context: int, errors: dict[str, float], found: Sequence[Result]) -> list[str]:
     if errors or not found:
         return []
-    return [f"at {context:,} tokens no baseline was there to compare logits with"]
+    return [f"at {context:,} tokens there was no baseline to compare logits with"]

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, versions, time, bandwidth, launches, results."""
+"""What all benchmarks share: machine, versions, time, bandwidth, kernel launches, results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from keyhole.engine.cuda_graph_runner import without_collection
 from keyhole.engine.engine import Engine
 from keyhole.errors import KeyholeError
 
-#: The repository that this file is in; meaningless where Keyhole is installed without one.
+#: The repository of this file; meaningless if Keyhole is installed as a package.
 ROOT = Path(__file__).parents[2]
 
-#: What one system did in one case, as a line stores it.
+#: The result of one system in one case, as stored in a line.
 Result = dict[str, Any]
-#: Takes results as they come, and notes for a reader beside them.
+#: Receives results as they come, and notes on them.
 Report = Callable[[Sequence[Result], Sequence[str]], None]
 
 # Far more than any cache holds, so that a sum over it reads memory; on a GPU more again, where what
@@ -58,12 +58,14 @@ def header(
 
 
 def in_checkout() -> bool:
-    """Whether this file is part of a checkout of the repository, not of an installed package."""
+    """Whether this file is in a checkout of the repository, not in an installed package."""
     return (ROOT / "pyproject.toml").is_file()
 
 
 def device(name: str) -> torch.device:
-    """The device of that name, a GPU if there is one for "auto"; ConfigError if it is not here."""
+    """The device of this name; "auto" is a GPU if there is one. ConfigError if it does not
+    exist.
+    """
     cuda = torch.cuda.is_available()
     if name == "auto":
         name = "cuda" if cuda else "cpu"
@@ -76,7 +78,7 @@ def device(name: str) -> torch.device:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, threads of torch, memory, load now, and the device."""
+    """Processor, cores, torch threads, memory, current load, and the device."""
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     cuda = device.type == "cuda"
     return {
@@ -90,7 +92,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what was measured."""
+    """Versions of the measured software."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -107,11 +109,11 @@ def _keyhole_version() -> str:
 
 
 def commit() -> str | None:
-    """The git commit, with a "+" if tracked files differ from it; None without git.
+    """The git commit, followed by "+" if tracked files differ from it; None without git.
 
-    Results and docs do not count: each cell of a long run adds to them.
+    Results and docs do not count, because every cell of a long run changes them.
     """
-    if not in_checkout():  # a virtual environment may lie in the repository of somebody else
+    if not in_checkout():  # a virtual environment may be inside of another repository
         return None
     try:
         name = _git("rev-parse", "--short=12", "HEAD").strip()
@@ -123,7 +125,7 @@ def commit() -> str | None:
 
 
 def time_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that `run` takes, until the device is done."""
+    """Milliseconds of `run`, until the device has finished."""
     synchronize(device)
     begin = time.perf_counter()
     run()
@@ -132,20 +134,20 @@ def time_ms(run: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
+    """Waits until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a sum over a large tensor reads with all threads; the best of a few."""
+    """Bytes per second of a sum over a large tensor with all threads; the best of several."""
     numbers = large_tensor(device)
     best = min(time_ms(numbers.sum, device) for _ in range(BANDWIDTH_RUNS))
     return numbers.nbytes / (1e-3 * best)
 
 
 def large_tensor(device: torch.device) -> torch.Tensor:
-    """Ones, float32, far more than any cache holds, so that a sum over them reads memory."""
+    """Ones, float32, far larger than any cache, so that a sum over them reads memory."""
     size = _BANDWIDTH_BYTES * (_MORE_ON_GPU if device.type == "cuda" else 1)
     return torch.ones(size // 4, device=device)
 
@@ -160,7 +162,7 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     fields = {name.strip(): value.strip() for name, value in fields.items()}
-    # Rented machines often say no more than "AMD EPYC": the numbers tell generations apart.
+    # Virtual machines often report only "AMD EPYC"; these numbers distinguish generations.
     numbers = [f"{name} {fields[key]}" for name, key in _NUMBERS if key in fields]
     return " ".join([fields.get("model name", platform.machine()), *numbers])
 
@@ -178,9 +180,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a system does in its turn; only `call` is timed.
+    """The turn of a system; only `call` is timed.
 
-    `told_ms` is for a system in another process, which times itself: what its last call took.
+    `told_ms` is for a system in another process, which times itself: the time of its last call.
     """
 
     call: Callable[[], object]
@@ -215,9 +217,9 @@ _WARM_UP = 3
 def capture(
     call: Callable[[], Output], device: torch.device
 ) -> tuple[Callable[[], object], Output]:
-    """What replays `call`, and its result, which each replay overwrites.
+    """A function that replays `call`, and its result, which each replay overwrites.
 
-    RuntimeError for a call that asks the device for anything; it may be called again then.
+    RuntimeError for a call that synchronises with the device; it may be called again then.
     """
     with torch.cuda.device(device):
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -231,12 +233,12 @@ def capture(
             with without_collection(), torch.cuda.graph(graph):
                 result = call()
         finally:
-            torch.cuda.set_stream(here)  # a capture that fails leaves its own
+            torch.cuda.set_stream(here)  # a failed capture leaves its own stream current
     return graph.replay, result
 
 
 class Captured:
-    """`call` of a tensor like `given`; it must not ask the device for anything."""
+    """`call` with a tensor like `given`; it must not synchronise with the device."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], given: Tensor) -> None:
         self._given = given.clone()
@@ -249,7 +251,7 @@ class Captured:
         return self._result
 
 
-# How the steps of a system reach a GPU: repeated as CUDA graphs, or launched one by one.
+# How the steps of a system are launched on a GPU: replayed as CUDA graphs, or one by one.
 #
 # One by one the host may take longer than the device, so that times of both kinds do not compare.
 # Every result of decode steps says which it was. It is an error if Keyhole's steps should have been
@@ -258,25 +260,26 @@ class Captured:
 
 Launches = dict[str, Any]
 
-#: Why the peers' steps are not repeated, except where the benchmark captures them.
+#: Why the baselines' steps are not replayed, unless the benchmark captures them.
 THEIRS = "transformers launches its operations one by one"
-#: Of a system in another process.
+#: The same for a system in another process.
 OUTSIDE = "another process computes on a CPU"
 
 
 class NotRecordedError(KeyholeError):
-    """Keyhole's steps were launched one by one where they could be replayed as CUDA graphs."""
+    """Keyhole's steps were launched one by one although they could be replayed as CUDA graphs."""
 
 
 def said(replayed_steps: int, why_not: str | None) -> Launches:
-    """For a line of results: steps that were repeated, and why not all of them, if so."""
+    """For a line of results: the number of replayed steps, and why not all were replayed, if so."""
     return {"replayed_steps": replayed_steps, "why_not": why_not}
 
 
 def checked(who: str, engine: Engine, before: int, device: torch.device) -> Launches:
-    """Of an engine's steps since it had repeated `before`, on `device`.
+    """The launches of an engine's steps since it had replayed `before` of them, on `device`.
 
-    NotRecordedError if none was repeated on a GPU, or no more are, and nothing speaks against it.
+    NotRecordedError if none was replayed on a GPU, or replaying has stopped, without a known
+    reason.
     """
     replayed, why_not = engine.replayed_steps - before, engine.why_not_replayed
     wanted = engine.config.graphs and engine.policy.capturable is True
@@ -284,14 +287,14 @@ def checked(who: str, engine: Engine, before: int, device: torch.device) -> Laun
     wanted = wanted and not (engine.policy.reads_keys and engine.cache.offloaded_layers)
     if device.type == "cuda" and wanted and (replayed == 0 or why_not is not None):
         raise NotRecordedError(
-            f"{who}: {replayed} steps were repeated as CUDA graphs, the others launched one by "
-            f"one: {why_not or 'no step was of the kind that is recorded'}"
+            f"{who}: {replayed} steps were replayed as CUDA graphs, the others launched one by "
+            f"one: {why_not or 'no step was of a kind that is recorded'}"
         )
     return said(replayed, why_not)
 
 
 def together(parts: Sequence[Launches]) -> Launches:
-    """Of several measurements of one system."""
+    """The launches of several measurements of one system."""
     reasons = [part["why_not"] for part in parts if part["why_not"] is not None]
     steps = sum(part["replayed_steps"] for part in parts)
     return said(steps, reasons[0] if reasons else None)

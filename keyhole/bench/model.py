@@ -1,8 +1,8 @@
 """A model of a given shape with random weights, the contents of its caches, and what fits in
 memory.
 
-On a CPU memory is the resident set and its peak, as the operating system counts them; on a GPU the
-bytes that torch has allocated there.
+On a CPU, memory is the resident set and its peak as reported by the operating system; on a GPU, the
+bytes that torch has allocated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RESET_PEAK = "5"  # see clear_refs in proc(5): the peak becomes what is residen
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be allocated now."""
+    """Bytes that can be allocated now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -61,14 +61,14 @@ def free_bytes(device: torch.device) -> int:
 
 
 def used_bytes(device: torch.device) -> int:
-    """What this process uses now."""
+    """Bytes that this process uses now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _field(_STATUS, "VmRSS") if _STATUS.is_file() else peak_bytes(device)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Resets the peak, where the system can; elsewhere it stays that of the whole process."""
+    """Resets the peak if the system allows it; otherwise it stays that of the whole process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif os.access(_CLEAR, os.W_OK):
@@ -76,7 +76,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process used since `reset_peak`."""
+    """The largest memory use of this process since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if _STATUS.is_file():
@@ -86,10 +86,12 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release_memory() -> None:
-    """Returns memory that is free inside this process to the system, which counts it as used."""
+    """Returns free memory of this process to the system, which would count it as used."""
     gc.collect()
-    torch.cuda.empty_cache()  # nothing where no GPU was used
-    pinned = getattr(torch.accelerator, "empty_host_cache", None)  # newer than what we ask for
+    torch.cuda.empty_cache()  # no effect without a GPU
+    pinned = getattr(
+        torch.accelerator, "empty_host_cache", None
+    )  # newer than the oldest supported torch
     if pinned is not None and torch.cuda.is_available():
         pinned()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
@@ -98,7 +100,7 @@ def release_memory() -> None:
 
 
 def workspace_bytes() -> int:
-    """Buffers that the C++ kernels keep for this thread; 0 without them."""
+    """Bytes of the buffers that the C++ kernels keep for this thread; 0 without them."""
     return 0 if _cpu is None else _cpu.workspace_bytes()
 
 
@@ -108,13 +110,15 @@ def _field(file: Path, name: str) -> int:
     return 1024 * int(text[text.index(f"{name}:") :].split()[1])
 
 
-#: What stays free for the rest of the machine.
+#: Memory left free for the rest of the machine.
 RESERVE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A system that does not fit in memory; None: Keyhole's cache, and so the whole context."""
+    """A system that does not fit in memory; None: Keyhole's cache itself, and so the whole
+    context.
+    """
 
     context: int
     batch: int
@@ -143,11 +147,10 @@ def fitting(
     steps: int,
     outside: tuple[str, Need] | None = None,
 ) -> tuple[list[str], list[Skipped]]:
-    """The baselines that fit beside Keyhole's cache, in their order, and those that are skipped.
+    """The baselines that fit beside Keyhole's cache, in order, and the skipped systems.
 
-    `outside`: a system in another process and what it needs. It gets memory first and is filled
-    before anything else. If Keyhole's cache itself does not fit, that is the
-    only entry of the second list.
+    `outside`: a system in another process and its needs. It gets memory first and is filled before
+    anything else. If Keyhole's cache itself does not fit, it is the only entry of the second list.
     """
     free = max(0, free_bytes(model.device) - RESERVE_BYTES)
     geometry = model.geometry(PAGE_SIZE)
@@ -159,7 +162,7 @@ def fitting(
         return Skipped(context=context, batch=batch, system=system, **sizes)
 
     ours = needed_bytes(model, policies, batch, context, steps)
-    # While a layer of a sequence is written there are its keys, and the same in the order of pages.
+    # While a layer of a sequence is written, its keys exist twice: as drawn, and in page order.
     writing = layer // batch
     if ours + writing > free:
         return [], [skipped(None, ours + writing)]
@@ -187,7 +190,7 @@ def fitting(
 
 
 def passing_layers(name: str, geometry: Geometry) -> int:
-    """The most that a peer needs for a moment, in layers of its cache."""
+    """The largest temporary need of a baseline, in layers of its cache."""
     attention, kind = ALL_BASELINES[name]
     group = geometry.num_query_heads // geometry.layers[0].num_kv_heads
     # A dynamic cache copies one layer at a time; eager repeats keys and values for each head.
@@ -197,7 +200,9 @@ def passing_layers(name: str, geometry: Geometry) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that a system takes beside Keyhole's, and how many more while its cache is filled."""
+    """Bytes that a system needs besides Keyhole's, and the additional bytes while its cache is
+    filled.
+    """
 
     stays: int
     passes: int
@@ -206,22 +211,24 @@ class Need:
 def needed_bytes(
     model: Model, policies: Sequence[str], batch: int, context: int, steps: int
 ) -> int:
-    """What `Pages` takes, before it is made."""
+    """Bytes of `Pages`, before it is made."""
     data = [*page_data(model, policies), head_data(model, policies)]
     page_bytes = bytes_per_page(model.geometry(PAGE_SIZE), data)
     return num_pages(policies, batch, context, steps) * page_bytes
 
 
 def num_pages(policies: Sequence[str], batch: int, context: int, steps: int) -> int:
-    """Pages for the prompts, for what every engine adds to them, and for copies of the prompts."""
+    """Pages for the prompts, for the tokens that every engine adds to them, and for copies of the
+    prompts.
+    """
     more = -(-(steps + 1) // PAGE_SIZE) + 1
     copies = sum(not make_policy(name).shares_pages for name in policies)
-    # And the page of padding rows, where steps are captured.
+    # Plus the page of padding rows if steps are captured.
     return batch * ((1 + copies) * (context // PAGE_SIZE) + len(policies) * more) + 1
 
 
 def page_data(model: Model, policies: Sequence[str]) -> list[dict[str, tuple[int, ...]]]:
-    """What all policies together keep beside a page, layer by layer."""
+    """The page data of all policies together, layer by layer."""
     geometry = model.geometry(PAGE_SIZE)
     resolved = [make_policy(name).resolve(geometry) for name in policies]
     data: list[dict[str, tuple[int, ...]]] = [{} for _ in geometry.layers]
@@ -234,7 +241,7 @@ def page_data(model: Model, policies: Sequence[str]) -> list[dict[str, tuple[int
 
 
 def head_data(model: Model, policies: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """What a retrieval head keeps in a page, if a policy wants one."""
+    """The page data of a retrieval head, if a policy needs one."""
     if not any(make_policy(name).wants_head for name in policies):
         return {}
     return HeadRunner.page_data(RetrievalHead.random(model.network).config, PAGE_SIZE)
@@ -248,14 +255,14 @@ _SPARE_POSITIONS = 1024
 
 @dataclass(frozen=True)
 class Weights:
-    """The same weights in two networks: as Keyhole uses them, and as transformers does."""
+    """The same weights in two networks: Keyhole's and transformers'."""
 
     keyhole: Model
     transformers: Any
 
 
 def make_weights(settings: DecodeSettings) -> Weights:
-    """A model of that shape with random weights, made in place."""
+    """A model of this shape with random weights, made in place."""
     fields = {"model_type": "llama"} | SHAPES[settings.shape]
     if settings.layers is not None:
         fields["num_hidden_layers"] = settings.layers
@@ -264,10 +271,10 @@ def make_weights(settings: DecodeSettings) -> Weights:
     device = measure.device(settings.device)
     dtype = getattr(torch, settings.dtype)
     torch.manual_seed(0)
-    # Drawn below, where a bar shows how far that is: a minute for larger shapes.
+    # Drawn below with a progress bar: it takes a minute for large shapes.
     with device, no_init_weights():
         network = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
-    network.tie_weights()  # which goes with initialising them
+    network.tie_weights()  # which is part of initialising them
     _draw_weights(network.eval(), config.initializer_range)
     dense = without_copying_weights(network)
     speed_up(network, device)
@@ -288,7 +295,7 @@ def make_weights(settings: DecodeSettings) -> Weights:
 
 @torch.no_grad()
 def _draw_weights(network: Any, std: float) -> None:
-    """Random matrices, and ones for norms, as transformers initialises a Llama."""
+    """Draws random matrices, and ones for norms, as transformers initialises a Llama."""
     parameters = list(network.parameters())
     total = sum(parameter.numel() for parameter in parameters)
     with tqdm(total=total, desc="weights", unit_scale=True, leave=False, disable=None) as bar:
@@ -301,15 +308,15 @@ def _draw_weights(network: Any, std: float) -> None:
 
 
 def without_copying_weights(network: Any) -> Any:
-    """Another network with the same weights in it."""
+    """Another network that shares the weights."""
     return copy.deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
 class RandomKV:
     """The keys and values that every cache is filled with, drawn again at every call.
 
-    A cache of another layout, or in another process, takes them in the order that suits it; no
-    more than what is asked for is in memory.
+    A cache with another layout, or in another process, requests them in its own order; no more than
+    the requested part is in memory.
     """
 
     def __init__(self, model: Model, batch: int, context: int) -> None:
@@ -334,7 +341,7 @@ class RandomKV:
 
     @contextmanager
     def filling(self, caches: int) -> Iterator[None]:
-        """Shows how far it is, while so many caches are filled with all of them."""
+        """Shows the progress while this many caches are filled."""
         total = caches * 2 * self.num_layers * self.batch
         with tqdm(total=total, desc="fill caches", leave=False, disable=None) as self._bar:
             yield
@@ -352,7 +359,7 @@ class RandomKV:
 
 
 def prompts(model: Model, batch: int, context: int, more: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts of context + 1 tokens, and `more` tokens that may follow each of them."""
+    """Prompts of context + 1 tokens, and `more` tokens to continue each of them with."""
     generator = torch.Generator().manual_seed(context)
     tokens = torch.randint(model.vocab_size, (batch, context + 1), generator=generator)
     given = torch.randint(model.vocab_size, (more,), generator=generator)

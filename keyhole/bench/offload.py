@@ -1,15 +1,15 @@
-"""Offloaded layers: how much repeats from step to step, what is moved, what it costs.
+"""Offloaded layers: how much of a selection repeats, what is moved, and what it costs.
 
-The bundled model works through long derivations whose right words are given, so that every system
-has the same past. In a first pass the whole answer is decoded: logits must agree between all ways
-of loading, selections and copies are counted. In a second one the last steps are timed, all
-systems in turns. Where the operating system caches the file of the offloaded layers in memory,
-times are those of copies in memory; bytes do not depend on that.
+The bundled model works through long derivations whose correct words are forced, so that every
+system has the same past. In a first pass the whole answer is decoded: logits must agree between all
+ways of loading, and selections and copies are counted. In a second pass the last steps are timed,
+with all systems in turns. If the operating system caches the file of the offloaded layers in
+memory, times are those of copies in memory; bytes do not depend on that.
 
 With `context` the same is measured on a model of a real shape with random weights and a filled
-cache. Random keys have no neighbours in meaning and a random head selects other tokens at every
-step, so nearly nothing repeats: this is what loading costs at its worst, and what overlap can hide
-of that.
+cache. Random keys have no similar neighbours and a random head selects other tokens at every step,
+so nearly nothing repeats: this is the worst case of loading, and shows how much of it overlap can
+hide.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from keyhole.retrieval.head import RetrievalHead
 
 # Tokens after the prompt whose logits are compared.
 _COMPARED = 3
-_LARGE_TOLERANCE = 1e-2  # the same numbers in bfloat16, in the same order: 0 is expected
+_LARGE_TOLERANCE = 1e-2  # the same numbers in the same order in bfloat16: 0 is expected
 
 
 def run_large(
@@ -74,8 +74,8 @@ def run_large(
 ) -> list[Result]:
     """A result for every policy and system at `settings.context` tokens and the largest budget.
 
-    theirs: baselines of full attention that take turns with them, compared with Keyhole's with all
-    layers resident. head_class: of the retrieval head.
+    theirs: baselines with full attention that are timed in turns with the systems, and compared
+    with Keyhole with all layers resident. head_class: of the retrieval head.
     """
     assert settings.context is not None
     asked = DecodeSettings(
@@ -103,7 +103,7 @@ def run_large(
 
 @dataclass(frozen=True, kw_only=True)
 class _LargeCase:
-    """What all policies have in common. room: bytes of resident keys and values; None: no limit."""
+    """What all policies share. room: bytes for resident keys and values; None: no limit."""
 
     weights: Weights
     numbers: RandomKV
@@ -113,7 +113,7 @@ class _LargeCase:
 
 
 def _room(settings: OffloadSettings, weights: Weights, head: RetrievalHead) -> int | None:
-    """What `settings.memory` leaves for keys and values, beside weights and what a step needs."""
+    """What `settings.memory` leaves for keys and values, after weights and working memory."""
     if settings.memory is None:
         return None
     parameters = {id(x): x for net in (weights.keyhole.network, head) for x in net.parameters()}
@@ -154,7 +154,7 @@ def _measure_large(
         times, traffic = timed(systems, repeat, model.device, turns)
         launched = {name: system.launches(name) for name, system in systems.items()}
         launched |= {peer.name: peer.launches for peer in peers}
-        below = {name: system.layers_below for name, system in systems.items()}
+        below = {name: system.offloaded_layers for name, system in systems.items()}
         if trace_file:
             offload_loading.write(Path(trace_file), systems[ELASTIC].engine.step, model.device)
     errors |= wrong
@@ -163,7 +163,7 @@ def _measure_large(
         {
             "system": name,
             "step_ms": statistics.median(times[name]),
-            "ratio_to_above": statistics.median(
+            "ratio_to_resident": statistics.median(
                 a / b for a, b in zip(times[name], times[RESIDENT], strict=True)
             ),
             "stall_ms": None if load is None else load.stall_ms / repeat,
@@ -171,7 +171,7 @@ def _measure_large(
             "hit_rate": None if load is None else load.hit_rate,
             "repeat_rate": None,
             "right_share": None,
-            "layers_below": below.get(name),
+            "offloaded_layers": below.get(name),
             "launches": launched[name],
             "steps_timed": repeat,
             "relative_error": errors[name],
@@ -183,7 +183,7 @@ def _measure_large(
 def _peers(
     case: _LargeCase, names: Several[str], text: ForcedText, steps: int
 ) -> tuple[list[Baseline], dict[str, float]]:
-    """The baselines, filled, compared and started, and their errors."""
+    """The baselines, filled, compared and started, with their errors."""
     if not names:
         return [], {}
     model, context = case.weights.keyhole, case.numbers.context
@@ -210,11 +210,11 @@ _TOLERANCE = 1e-4
 def run(
     model: Model, settings: OffloadSettings, report: Report, head: RetrievalHead | None = None
 ) -> dict[str, Any]:
-    """Measures every policy and budget; the part of a line of results that is this benchmark's own.
+    """Measures every policy and budget; returns the part of a line of results that is specific to
+    this benchmark.
 
-    model: the bundled one. head: for policies that want one; None: the model's own, ConfigError if
-    it has none.
-    Gives the results of each budget to `report`.
+    model: the bundled one. head: for policies that need one; None: the model's own, ConfigError if
+    it has none. Passes the results of each budget to `report`.
     """
     asked = {name: at_budgets(name, settings.budgets) for name in settings.policies}
     everyone = [policy for policies in asked.values() for policy in policies]
@@ -243,9 +243,7 @@ def run(
             _trace(model, policy, head, texts[0], settings.trace, folder)
         if settings.context is not None:
             line["large"] = run_large(settings, folder)
-            about = (
-                f"{settings.shape}, random weights, {settings.context:,} tokens: nothing repeats"
-            )
+            about = f"{settings.shape}, random weights, {settings.context:,} tokens: the worst case"
             report(line["large"], [about])
     return line
 
@@ -258,7 +256,7 @@ def measure_budget(
     repeat: int,
     folder: str,
 ) -> list[Result]:
-    """A result for every system, over all texts; DisagreementError if one gives other logits."""
+    """A result for every system, over all texts; DisagreementError if the logits of one differ."""
     repeats, right = SelectionOverlap(), 0
     counted: dict[str, Traffic] = {name: Traffic() for name in SYSTEMS}
     stalled, errors = dict.fromkeys(SYSTEMS, 0.0), dict.fromkeys(SYSTEMS, 0.0)
@@ -278,7 +276,7 @@ def measure_budget(
             with Loading(kind, model, policy, head, folder, graphs=False) as system:
                 found = system.logits(text)
                 counted[name] += system.traffic or Traffic()
-                below[name] = system.layers_below
+                below[name] = system.offloaded_layers
             who = f"{policy.name}, {name}"
             error = decode.check(who, [found], [expected], _TOLERANCE)
             errors[name] = max(errors[name], error)
@@ -293,7 +291,7 @@ def measure_budget(
         {
             "system": name,
             "step_ms": statistics.median(times[name]),
-            "ratio_to_above": statistics.median(
+            "ratio_to_resident": statistics.median(
                 a / b for a, b in zip(times[name], times[RESIDENT], strict=True)
             ),
             "stall_ms": None if name == RESIDENT else stalled[name] / len(times[name]),
@@ -301,7 +299,7 @@ def measure_budget(
             "hit_rate": counted[name].hit_rate,
             "repeat_rate": repeats.repeated / repeats.selected,
             "right_share": right / words,
-            "layers_below": below[name],
+            "offloaded_layers": below[name],
             "launches": together(launches[name]),
             "steps_counted": steps,
             "steps_timed": len(times[name]),
@@ -320,7 +318,7 @@ def _timed(
     folder: str,
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None], dict[str, Launches]]:
     """Milliseconds of the last `repeat` steps of each system, what they loaded, and launches."""
-    graphs = not policy.reads_keys  # all systems the same
+    graphs = not policy.reads_keys  # the same for all systems
     with ExitStack() as stack:
         systems = {
             name: stack.enter_context(Loading(kind, model, policy, head, folder, graphs=graphs))
@@ -340,7 +338,7 @@ def _trace(
     path: str,
     folder: str,
 ) -> None:
-    """Of the last steps of a text."""
+    """Writes a trace of the last steps of a text."""
     with Loading(SYSTEMS[ELASTIC], model, policy, head, folder) as system:
         system.start(text.last(WARM_UP + offload_loading.STEPS))
         for _ in range(WARM_UP):
@@ -356,8 +354,10 @@ def _text(model: Model, settings: OffloadSettings, largest: int, seed: int) -> F
     answer = model.tokenizer(item.answer, add_special_tokens=False).input_ids
     text = ForcedText(prompt=prompt, answer=answer)
     least = largest + WARM_UP + settings.repeat
-    right = f"so many that a derivation has more than {least} tokens: the largest budget and the "
-    right += f"timed steps (it has {len(text)}); give less budgets or a smaller repeat"
+    right = (
+        f"large enough for a derivation of more than {least} tokens, the largest budget and the "
+    )
+    right += f"timed steps (it has {len(text)}); or use smaller budgets or a smaller repeat"
     good = len(text) > least and len(answer) > WARM_UP + settings.repeat
     require(good, "words", settings.words, right)
     return text

@@ -1,4 +1,4 @@
-"""Engines that differ in where keys and values are and how they are loaded; what steps repeat."""
+"""Engines that differ in where keys and values are stored and how they are loaded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from keyhole.retrieval.head import RetrievalHead
 
 # A Chrome trace of some decode steps: what runs when, on every stream and thread.
 #
-# Open it in chrome://tracing or ui.perfetto.dev. On a GPU copies for later layers lie on a row of
-# their own beside the kernels; on a CPU they are the work of another thread.
+# Open it in chrome://tracing or ui.perfetto.dev. On a GPU, copies for later layers are on a
+# separate
+# row next to the kernels; on a CPU they run in another thread.
 
 
 #: Steps in a trace.
@@ -39,7 +40,7 @@ STEPS = 4
 
 
 def write(path: Path, step: Callable[[], object], device: torch.device) -> None:
-    """Runs `step` so many times, and writes what happened."""
+    """Runs `step` STEPS times, and writes a trace of it."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -56,12 +57,12 @@ def write(path: Path, step: Callable[[], object], device: torch.device) -> None:
 
 @dataclass(eq=False)
 class SelectionOverlap:
-    """Counts over the selections of one sequence after the other.
+    """Counts over the selections of sequences, one after another.
 
-    steps: those in which anything was selected. selected, repeated: what was, and what of it the
-    step before had too; tokens or pages, as the policy selects, once per layer and KV head. First
-    steps and those after one that read everything are not compared. Buffers repeat a little more,
-    as what a step did not select may still be there in the next.
+    steps: those with a selection. selected, repeated: the selected entries, and those of them that
+    the previous step had selected, too; tokens or pages, per layer and KV head. First steps, and
+    steps after one that read everything, are not compared. Buffers repeat slightly more, because
+    entries that a step did not select may remain for the next.
     """
 
     steps: int = 0
@@ -72,15 +73,15 @@ class SelectionOverlap:
     _last: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A step."""
+        """Begins a step."""
         self._step += 1
 
     def forget(self) -> None:
-        """Another sequence."""
+        """Begins another sequence."""
         self._last.clear()
 
     def record(self, layer: int, selection: Selection) -> None:
-        """What a layer reads in this step."""
+        """Counts what a layer reads in this step."""
         self.steps += self._seen != self._step
         self._seen = self._step
         now = selection.indices[0]
@@ -110,36 +111,36 @@ def recording(repeats: SelectionOverlap) -> type[Prefetcher]:
     return Recording
 
 
-# More than any sequence needs: `Loading` offloads all layers, not the planner.
+# More than any sequence needs: `Loading`, not the planner, decides which layers are offloaded.
 _MEMORY = 1 << 40
 
 
 class Waiting(Prefetcher):
-    """Without overlap: nothing is loaded before the layer that needs it asks for it."""
+    """Without overlap: nothing is loaded before the layer that needs it requests it."""
 
     def start(self, selection: Selection, layers: Iterable[int]) -> None:
-        """Nothing; `wait` loads what was not started."""
+        """Does nothing; `wait` loads everything."""
 
 
 class Forgetful(Prefetcher):
-    """Without elastic loading: everything that is selected is copied at every step."""
+    """Without elastic loading: the whole selection is copied at every step."""
 
     def begin(
         self, rows: Tensor, page_table: Tensor, lengths: Tensor, *, recorded: bool = False
     ) -> None:
-        """Forgets what the buffers of these sequences hold."""
+        """Discards the contents of the buffers of these sequences."""
         super().begin(rows, page_table, lengths, recorded=recorded)
         for buffer in self._buffers.values():
             buffer.entries.index_fill_(0, rows, -1)
 
 
-#: The first step after a prompt loads everything, the next ones bring the systems to their pace.
+#: Untimed steps: the first one after a prompt loads everything, the others warm up.
 WARM_UP = 4
 
-#: All layers resident; the times of the others are divided by its.
-RESIDENT = "above"
+#: The system with all layers resident, to which the other times are relative.
+RESIDENT = "resident"
 ELASTIC, NO_OVERLAP, NO_ELASTIC = "elastic", "elastic_without_overlap", "everything_copied"
-#: How offloaded layers are loaded; None where none is offloaded.
+#: How offloaded layers are loaded; None if none is offloaded.
 SYSTEMS: Mapping[str, type[Prefetcher] | None] = {
     RESIDENT: None,
     ELASTIC: Prefetcher,
@@ -149,14 +150,14 @@ SYSTEMS: Mapping[str, type[Prefetcher] | None] = {
 
 
 def at_budgets(name: str, budgets: Several[int]) -> list[Policy]:
-    """A policy under every budget, or just under its own if it brings one."""
+    """A policy under every budget, or only under its own if its name sets one."""
     if brings_budget(name):
         return [make_policy(name)]
     return [make_policy(name, {"token_budget": budget}) for budget in budgets]
 
 
 def budget_of(policy: Policy) -> int:
-    """Tokens that a policy which selects may read."""
+    """The budget of a policy that selects."""
     return int(getattr(policy, "token_budget"))  # noqa: B009  (of most policies, not of their base)
 
 
@@ -171,18 +172,18 @@ class ForcedText:
         return len(self.prompt) + len(self.answer)
 
     def last(self, steps: int) -> ForcedText:
-        """The same text with an answer of its last `steps` tokens; the rest is the prompt."""
+        """The same text split so that its last `steps` tokens are the answer."""
         tokens = [*self.prompt, *self.answer]
         return ForcedText(prompt=tokens[:-steps], answer=tokens[-steps:])
 
 
 class Loading:
-    """One engine, with `requests` requests at most, for texts whose tokens are given.
+    """One engine with at most `requests` requests, for texts whose tokens are given.
 
-    All layers that can be offloaded are, from the first token on, or as many as needed where
-    `memory` limits the keys and values of resident layers; they are loaded as `kind` defines. None:
-    all layers are resident. folder: of the files that a CPU offloads to. graphs: whether steps may
-    be replayed as CUDA graphs, in which `kind` is not called.
+    All layers that can be offloaded are offloaded from the first token on, or as many as necessary
+    if `memory` limits the keys and values of resident layers; `kind` defines how they are loaded.
+    None: all layers are resident. folder: of the files that a CPU offloads to. graphs: whether
+    steps may be replayed as CUDA graphs, in which `kind` is not called.
     """
 
     def __init__(
@@ -202,11 +203,11 @@ class Loading:
             config = replace(config, memory=memory or _MEMORY, offload=folder)
         self.engine = Engine(model, policy, config, head=head if policy.wants_head else None)
         self._prefetcher: Prefetcher | None = None
-        self._replayed = 0  # before the steps that count
+        self._replayed = 0  # before the timed steps
         offloader = self.engine.offloader
         if kind is not None and offloader is not None:
             self._prefetcher = offloader.prefetcher
-            # The engine has one way of loading; the others are only worth comparing it with.
+            # The engine itself has one way of loading; the others exist only for comparison.
             self._prefetcher.__class__ = kind
             if memory is None:
                 offloader.offload_layer(len(offloader.plan.model.order))
@@ -225,24 +226,24 @@ class Loading:
             self._prefetcher.close()
 
     @property
-    def layers_below(self) -> int:
-        """Offloaded layers."""
+    def offloaded_layers(self) -> int:
+        """Number of offloaded layers."""
         return 0 if self.engine.offloader is None else self.engine.offloader.offloaded
 
     @property
     def traffic(self) -> Traffic | None:
-        """What all steps so far have loaded; None where no layer is offloaded."""
+        """The traffic of all steps so far; None if no layer is offloaded."""
         return None if self._prefetcher is None else self._prefetcher.total
 
     def fill(self, numbers: RandomKV, prompts: Several[list[int]]) -> None:
-        """Writes the pages of prompts without their last tokens, and enters them in the prefix
-        cache.
+        """Writes the pages of prompts except their last tokens, and adds them to the prefix cache.
 
-        numbers: of as many sequences at least, `numbers.context` tokens each.
+        numbers: of at least as many sequences, with `numbers.context` tokens each.
         """
         for sequence, prompt in enumerate(prompts):
             self._fill(numbers, sequence, prompt)
-        # These pages will be read: their layers must not move, though no request has them yet.
+        # These pages will be read, so their layers must stay in place, although no request uses
+        # them yet.
         if self.engine.offloader is not None:
             self.engine.offloader.least = self.engine.offloader.offloaded
 
@@ -266,14 +267,14 @@ class Loading:
         cache.release(listed)
 
     def start(self, *texts: ForcedText) -> None:
-        """Computes the prompts; each step from here on decodes a token of every answer."""
+        """Computes the prompts; from then on, each step decodes a token of every answer."""
         sequences = [self._add(text, keep_logits=False) for text in texts]
         while not all(sequence.is_decoding for sequence in sequences):
             self.engine.step()
         self._replayed = self.engine.replayed_steps
 
     def launches(self, name: str) -> Launches:
-        """How the steps after the prompt reached the device: see `keyhole.bench.measure`."""
+        """How the steps after the prompt were launched: see `keyhole.bench.measure`."""
         return checked(name, self.engine, self._replayed, self.engine.model.device)
 
     def logits(self, text: ForcedText) -> Tensor:
@@ -296,7 +297,7 @@ def timed(
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
     """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded.
 
-    others: of baselines, which take turns with them.
+    others: the turns of baselines.
     """
     turns = {name: Turn(call=system.engine.step) for name, system in systems.items()}
     turns |= others or {}

@@ -1,8 +1,8 @@
-"""Load against a running server: how long first tokens, later tokens and whole answers take.
+"""Load on a running server: times to the first token, between tokens and of whole answers.
 
 Requests are streams of /v1/completions, with random prompts of token ids and `ignore_eos`, so that
-every answer has the requested length. A closed loop keeps `concurrency` requests under way;
-an open one sends them at `rate`, whatever is answered (Poisson arrivals). Times are those of the
+every answer has the requested length. A closed loop keeps `concurrency` requests running; an open
+loop sends them at `rate`, without waiting for answers (Poisson arrivals). Times are measured by the
 client: from sending a request to the event that brings a token.
 """
 
@@ -33,9 +33,9 @@ _DATA, _DONE, _END = b"data: ", b"data: [DONE]", b"\n\n"
 
 @dataclass
 class RequestTimes:
-    """A request and how it went. Times in seconds of `time.perf_counter`.
+    """A request and its timing, in seconds of `time.perf_counter`.
 
-    times: of each event that brought tokens. tokens: as the server counts them. error: why it
+    times: of each event that brought tokens. tokens: as counted by the server. error: why it
     failed, "" if it did not.
     """
 
@@ -46,22 +46,22 @@ class RequestTimes:
 
     @property
     def first_ms(self) -> float:
-        """Until the first token."""
+        """Time to the first token."""
         return 1e3 * (self.times[0] - self.start)
 
     @property
     def answer_ms(self) -> float:
-        """Until the last one."""
+        """Time to the last token."""
         return 1e3 * (self.times[-1] - self.start)
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between two events."""
+        """Times between consecutive events."""
         return [1e3 * (b - a) for a, b in itertools.pairwise(self.times)]
 
 
 def run(settings: ServeSettings) -> dict[str, Any]:
-    """Sends the load; the part of a line of results that is this benchmark's own.
+    """Sends the load; returns the part of a line of results that is specific to this benchmark.
 
     ConfigError without aiohttp, or if the server cannot be reached.
     """
@@ -69,7 +69,7 @@ def run(settings: ServeSettings) -> dict[str, Any]:
 
 
 async def measure_load(settings: ServeSettings) -> dict[str, Any]:
-    """The model and what was found, for callers that have an event loop."""
+    """The model and the results, for callers with an event loop."""
     import aiohttp
 
     key = os.environ.get(_KEY)
@@ -83,7 +83,9 @@ async def measure_load(settings: ServeSettings) -> dict[str, Any]:
             models = await _json(session.get("/v1/models"))
             ids = (await _json(session.post("/tokenize", json={"prompt": _TEXT})))["tokens"]
         except aiohttp.ClientError as error:
-            raise ConfigError(f"{settings.url!r} does not answer as a server: {error}") from error
+            raise ConfigError(
+                f"{settings.url!r} does not respond like a server: {error}"
+            ) from error
         model = models["data"][0]["id"]
         bodies = make_bodies(settings, model, ids)
         begin = time.perf_counter()
@@ -93,7 +95,7 @@ async def measure_load(settings: ServeSettings) -> dict[str, Any]:
 
 
 def make_bodies(settings: ServeSettings, model: str, ids: Sequence[int]) -> list[dict[str, Any]]:
-    """The requests. ids: token ids to draw prompts from."""
+    """The request bodies. ids: token ids to draw prompts from."""
     draw = random.Random(settings.seed)
     lengths = _read(settings.lengths) if settings.lengths is not None else None
     found = []
@@ -141,7 +143,7 @@ _Stream = Callable[[], Coroutine[Any, Any, RequestTimes]]
 
 
 async def _send(settings: ServeSettings, streams: Sequence[_Stream]) -> list[RequestTimes]:
-    """Those that ended before the time limit."""
+    """The requests that finished before the time limit."""
     limit = asyncio.Semaphore(settings.concurrency or len(streams))
     draw = random.Random(settings.seed)
     done: list[RequestTimes] = []
@@ -171,7 +173,7 @@ async def _send(settings: ServeSettings, streams: Sequence[_Stream]) -> list[Req
 
 
 async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
-    """One request, to its end."""
+    """Runs one request to its end."""
     import aiohttp
 
     sample = RequestTimes(time.perf_counter())
@@ -196,7 +198,7 @@ async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
     if "error" in last:
         sample.error = str(last["error"]["type"])
     else:
-        sample.times.pop()  # that of the usage
+        sample.times.pop()  # the event with the usage
         sample.tokens = last["usage"]["completion_tokens"]
     return sample
 
@@ -204,7 +206,7 @@ async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
 def summary(
     samples: Sequence[RequestTimes], seconds: float, wanted: int, settings: ServeSettings
 ) -> dict[str, Any]:
-    """What a line of results has. KeyholeError if no request was answered."""
+    """The summary for a line of results. KeyholeError if no request was answered."""
     good = [sample for sample in samples if not sample.error]
     errors = Counter(sample.error for sample in samples if sample.error)
     if not good:

@@ -1,4 +1,6 @@
-"""Settings of benchmarks and shapes of models. No torch: `keyhole bench` derives its flags here."""
+"""Settings of benchmarks and shapes of models. No torch: the flags of `keyhole bench` derive from
+this.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = json.loads(
 )
 
 
-#: Names that one flag gives: a,b,c.
+#: Names in one flag: a,b,c.
 Names = tuple[str, ...]
 
 PAGE_SIZE = 16
@@ -39,9 +41,10 @@ BASELINES = {
     "transformers_static": ("sdpa", "static"),
 }
 
-#: More baselines, measured only if they are named. The first is torch's flash attention over
-#: contiguous keys and values that are written in place, the best dense step that torch has; on a
-#: GPU it is a CUDA graph. The others keep keys and values on the host, and copy a layer ahead.
+#: Further baselines, measured only if they are named. The first is torch's flash attention over
+#: contiguous keys and values that are written in place, the fastest dense step in torch; on a GPU
+#: it is replayed as a CUDA graph. The others keep keys and values on the host, and copy one layer
+#: ahead.
 MORE_BASELINES = {
     "torch_flash": ("in_place", "in_place"),
     "transformers_offloaded": ("sdpa", "offloaded"),
@@ -60,7 +63,7 @@ POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """Settings of all benchmarks; each replaces None by its own default."""
+    """Settings of all benchmarks; subclasses define the defaults for None."""
 
     default_shape: ClassVar[str] = "smoke"
     default_repeat: ClassVar[int] = 1
@@ -69,7 +72,7 @@ class BenchSettings:
         (2048, 8192, 32768, 131072),
         f"tokens of a sequence, multiples of {PAGE_SIZE}",
     )
-    batch: int = setting(1, "sequences in a step")
+    batch: int = setting(1, "sequences per step")
     repeat: int = setting(
         None,
         "timed calls of each system; None: 11 for decode, 100 for offload, 15 for admission",
@@ -85,7 +88,7 @@ class BenchSettings:
         for name, value in (("repeat", self.default_repeat), ("shape", self.default_shape)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        right = f"multiples of {PAGE_SIZE}, the least first"
+        right = f"multiples of {PAGE_SIZE} in ascending order"
         pages = [is_count(n, PAGE_SIZE) and n % PAGE_SIZE == 0 for n in self.contexts]
         good = bool(pages) and all(pages) and sorted(set(self.contexts)) == list(self.contexts)
         require(good, "contexts", self.contexts, right)
@@ -112,10 +115,10 @@ class DecodeSettings(BenchSettings):
     )
     token_budget: int | None = setting(
         None,
-        "tokens that a policy may read in a layer, unless its name has a token_budget; None: each "
-        "policy's own default",
+        "tokens that a policy may read per layer, unless its name sets a token_budget; None: each "
+        "policy's default",
     )
-    layers: int | None = setting(None, "layers of the model; None: as the shape has")
+    layers: int | None = setting(None, "layers of the model; None: those of the shape")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,36 +132,39 @@ class DecodeSettings(BenchSettings):
 class OffloadSettings:
     """The benchmark of loading from offloaded layers, on the bundled model."""
 
-    budgets: tuple[int, ...] = setting((64, 128, 256, 512, 1024), "token budgets, the least first")
+    budgets: tuple[int, ...] = setting(
+        (64, 128, 256, 512, 1024), "token budgets in ascending order"
+    )
     policies: Names = setting(  # noqa: RUF009
         ("spe_context", "delta"),
-        "policies that select, with settings as in delta:recent_pages=4; one whose name has a "
-        "token_budget is measured at that alone",
+        "policies that select, with settings as in delta:recent_pages=4; one whose name sets a "
+        "token_budget is measured only at this budget",
     )
-    words: int = setting(2048, "words of a derivation, its answer included")
+    words: int = setting(2048, "words of a derivation, including its answer")
     items: int = setting(2, "derivations")
     folder: str | None = setting(
         None,
         "folder of the offloaded layers; None: the temporary folder; a GPU offloads to RAM",
     )
-    repeat: int = setting(100, "last steps of each derivation that are timed")
+    repeat: int = setting(100, "number of timed steps at the end of each derivation")
     context: int | None = setting(
-        None, "also measure a model with random weights over so many tokens; None: not"
+        None, "also measure a model with random weights at this many tokens; None: do not"
     )
     shape: str = setting("llama-3.2-1b", "shape of that model")
     memory: int | None = setting(
         None,
-        "bytes for that model and its cache in memory; None: all layers are offloaded that can be",
+        "bytes of memory for that model and its cache; None: offload all layers that can be",
     )
     trace: str | None = setting(
-        None, "also write a Chrome trace of some steps to this file; of that model if there is one"
+        None,
+        "also write a Chrome trace of some steps to this file; of that model if it is measured",
     )
     device: str = setting("auto", DEVICES)
 
     def __post_init__(self) -> None:
         counts = all(is_count(budget) for budget in self.budgets) and bool(self.budgets)
         good = counts and sorted(set(self.budgets)) == list(self.budgets)
-        require(good, "budgets", self.budgets, "numbers of tokens, the least first")
+        require(good, "budgets", self.budgets, "numbers of tokens in ascending order")
         object.__setattr__(self, "policies", specs(self.policies))
         require(bool(self.policies), "policies", self.policies, "at least one")
         require_counts(self, "words", least=96)  # see keyhole.eval.tiny_language.tasks.make
@@ -177,14 +183,14 @@ class AdmissionSettings:
     """
 
     methods: Names = setting(  # noqa: RUF009
-        ("sam_kv", "reuse"), "methods of reuse, with settings as in sam_kv:update=fusion"
+        ("sam_kv", "reuse"), "reuse methods, with settings as in sam_kv:update=fusion"
     )
-    documents: int = setting(4, "stored documents that the question is asked over")
-    tokens: int = setting(3000, "tokens of each of them, drawn at random")
+    documents: int = setting(4, "number of stored documents in the question")
+    tokens: int = setting(3000, "tokens of each document, drawn at random")
     question: int = setting(24, "tokens of the question")
-    others: int = setting(7, "requests that decode meanwhile")
-    prompt: int = setting(4000, "tokens of each of their prompts")
-    repeat: int = setting(15, "questions, one after the other")
+    others: int = setting(7, "other requests, which decode in the meantime")
+    prompt: int = setting(4000, "tokens of each of the other prompts")
+    repeat: int = setting(15, "number of questions, one after another")
     device: str = setting("auto", DEVICES)
 
     def __post_init__(self) -> None:
@@ -196,27 +202,31 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Load against a running server."""
+    """Load on a running server."""
 
     device: ClassVar[str] = "cpu"  # of the client, which computes nothing
 
     url: str = setting("http://127.0.0.1:8000", "address of the server, without /v1")
     requests: int = setting(100, "requests to send")
     concurrency: int | None = setting(
-        None, "requests under way at once; None: 8, or no limit with a rate"
+        None, "simultaneous requests; None: 8, or no limit with a rate"
     )
     rate: float | None = setting(
-        None, "requests per second, at random moments; None: as soon as one is answered"
+        None, "requests per second, at random moments; None: as soon as another is answered"
     )
-    prompt_length: str = setting("256", "tokens of prompts: a number, or a range such as 64-1024")
-    answer_length: str = setting("128", "tokens of answers, in the same way")
+    prompt_length: str = setting("256", "tokens per prompt: a number, or a range such as 64-1024")
+    answer_length: str = setting("128", "tokens per answer, in the same form")
     lengths: str | None = setting(
-        None, "JSON lines with prompt_tokens and completion_tokens, in place of these two"
+        None, "file of JSON lines with prompt_tokens and completion_tokens, instead of these two"
     )
-    time_limit: float = setting(600.0, "seconds, after which what runs is left unfinished")
-    goodput_first_ms: float = setting(500.0, "first token of a request that counts as good")
-    goodput_between_ms: float = setting(50.0, "mean time between its tokens")
-    seed: int = setting(0, "of lengths, prompts and arrivals")
+    time_limit: float = setting(600.0, "seconds after which running requests are abandoned")
+    goodput_first_ms: float = setting(
+        500.0, "longest time to the first token of a request that counts as good"
+    )
+    goodput_between_ms: float = setting(
+        50.0, "longest mean time between the tokens of such a request"
+    )
+    seed: int = setting(0, "seed of lengths, prompts and arrivals")
 
     def __post_init__(self) -> None:
         require_counts(self, "requests")
@@ -246,7 +256,7 @@ class ServeSettings:
 
 
 def _range(text: str) -> tuple[int, int]:
-    """Both ends; 0 and 0 for what is no range."""
+    """Both ends; (0, 0) for an invalid range."""
     low, dash, high = text.partition("-")
     if not low.isdecimal() or (dash and not high.isdecimal()):
         return 0, 0
@@ -256,7 +266,7 @@ def _range(text: str) -> tuple[int, int]:
 def specs(names: Iterable[str]) -> Names:
     """Names with their settings, joined again where a comma between two settings split them.
 
-    Policies get their names in the table: DELTA is delta.
+    Policies get their canonical names: DELTA becomes delta.
     """
     return tuple(written(policy_name(s.name), s.settings) for s in parse(",".join(names)))
 
@@ -269,7 +279,9 @@ def brings_budget(name: str) -> bool:
 
 
 def require_systems(names: Iterable[str], others: Collection[str]) -> None:
-    """Raises ConfigError for what is neither a policy with its settings nor one of the others."""
+    """Raises ConfigError for a name that is neither a policy with its settings nor one of the
+    others.
+    """
     for name in names:
         spec = parse_one(name, "system")
         if not is_settings_file(spec.name):
@@ -281,7 +293,7 @@ def require_systems(names: Iterable[str], others: Collection[str]) -> None:
 
 
 def require_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raises UnknownNameError for the first name that is not known."""
+    """Raises UnknownNameError for the first unknown name."""
     for name in names:
         if name not in known:
             raise UnknownNameError(kind, str(name), known)

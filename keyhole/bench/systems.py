@@ -1,13 +1,13 @@
-"""The systems of the decode benchmark: Keyhole's engine, and baselines in transformers or
-elsewhere.
+"""The systems of the decode benchmark: Keyhole's engine, and baselines in transformers or other
+programs.
 
-The engines of all policies share one cache: its pages are written once, not computed, and given to
-each engine as the cached prefix of a prompt. New tokens go into pages of their own.
+The engines of all policies share one cache: its pages are filled once with random numbers, and
+given to each engine as the cached prefix of a prompt. New tokens go to pages of each engine.
 
-Baselines with the same kind of cache share one, too. `DynamicCache`, a user's default, copies
-itself at every step; what a step has added is taken back after it, so that every step has the same
-past. `StaticCache` writes in place and reads all of its room under a mask. torch's flash attention
-over `in_place` keys and values is as fast as a dense step gets without pages.
+Baselines with the same kind of cache share one, too. `DynamicCache`, the default of transformers,
+copies itself at every step; what a step has added is removed afterwards, so that every step has the
+same past. `StaticCache` writes in place and reads its full capacity under a mask. torch's flash
+attention over `in_place` keys and values is the fastest dense step without pages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from keyhole.retrieval.head import RetrievalHead
 
 
 class KeyholeSystem:
-    """The engine of one policy over a shared cache. token_budget: None for the policy's own."""
+    """The engine of one policy over a shared cache. token_budget: None for the policy's default."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class KeyholeSystem:
         return torch.stack([torch.stack(sequence.logits) for sequence in sequences])
 
     def start(self, prompts: list[list[int]], steps: int) -> None:
-        """Requests that live for `steps` steps at least."""
+        """Adds requests that last for at least `steps` steps."""
         params = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
         self.sequences = [self.engine.add(prompt, params) for prompt in prompts]
         self._replayed = self.engine.replayed_steps
@@ -90,12 +90,12 @@ class KeyholeSystem:
         assert len(done) == len(self.sequences)
 
     def rest(self) -> None:
-        """Nothing: the next step continues from what a step has written."""
+        """Does nothing: the next step continues from this one."""
 
     def cost(self) -> dict[str, Any]:
-        """What one step read, summed over the requests, the policy as it was resolved, launches.
+        """What one step read, summed over the requests; the resolved policy; launches.
 
-        NotRecordedError if its steps should have been repeated as CUDA graphs and were not.
+        NotRecordedError if its steps should have been replayed as CUDA graphs and were not.
         """
         stats = [sequence.stats() for sequence in self.sequences]
         steps = [len(sequence.step_ms) for sequence in self.sequences]
@@ -123,7 +123,9 @@ class Pages:
         steps: int,
         token_budget: int | None = None,
     ) -> None:
-        """`steps`: the most that any engine adds to a prompt. token_budget: as `KeyholeSystem`."""
+        """steps: the most tokens that any engine adds to a prompt. token_budget: see
+        `KeyholeSystem`.
+        """
         geometry = model.geometry(PAGE_SIZE)
         self.cache = PageCache(
             geometry,
@@ -133,7 +135,7 @@ class Pages:
             page_data=page_data(model, policies),
             common=head_data(model, policies),
         )
-        # Random weights have no head that was trained for them; what a step costs is the same.
+        # Random weights have no trained head; the cost of a step is the same with a random one.
         head = RetrievalHead.random(model.network) if self.cache.common else None
         self.systems = [
             KeyholeSystem(name, model, self.cache, batch, head, token_budget) for name in policies
@@ -143,7 +145,7 @@ class Pages:
         self._pages = torch.tensor(pages, device=model.device)
 
     def fill(self, numbers: RandomKV) -> None:
-        """Writes keys and values of all prompts, and what the policies keep of them."""
+        """Writes keys and values of all prompts, and the page data of the policies."""
         cache = self.cache
         for tensor in cache.common.values():
             tensor[self._pages] = torch.randn_like(tensor[self._pages])
@@ -158,7 +160,7 @@ class Pages:
                     policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)
 
     def know(self, prompts: list[list[int]]) -> None:
-        """Enters the pages in the engines' prefix caches, as prefixes of these prompts."""
+        """Adds the pages to the engines' prefix caches, as prefixes of these prompts."""
         parts = self._pages.view(len(prompts), -1).tolist()
         for own in self.systems:
             assert own.engine.prefix is not None
@@ -173,7 +175,7 @@ class Pages:
 
 
 def _policy(name: str, token_budget: int | None) -> Policy:
-    """A policy, with that budget if it has a budget and its name does not set one."""
+    """A policy, with this budget if it has one and its name does not set it."""
     policy = make_policy(name)
     has_budget = "token_budget" in {field.name for field in fields(policy)}
     if token_budget is None or not has_budget or brings_budget(name):
@@ -182,22 +184,22 @@ def _policy(name: str, token_budget: int | None) -> Policy:
 
 
 class OutsideSystem(Protocol):
-    """A system with a cache of its own. `step_ms`, `peak_bytes`: of its last step."""
+    """A system with its own cache. `step_ms`, `peak_bytes`: of its last step."""
 
     name: str
     step_ms: float
     peak_bytes: int
 
     def fill(self, numbers: RandomKV) -> None:
-        """Gives it the past of all sequences."""
+        """Fills its cache for all sequences."""
         ...
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
-        """As `KeyholeSystem.logits`."""
+        """See `KeyholeSystem.logits`."""
         ...
 
     def start(self, prompts: list[list[int]], steps: int) -> None:
-        """Sets the tokens that the next step begins with."""
+        """Sets the first tokens of the next step."""
         ...
 
     def step(self) -> None:
@@ -205,15 +207,15 @@ class OutsideSystem(Protocol):
         ...
 
     def settle(self) -> None:
-        """Waits until its threads rest."""
+        """Waits until its threads are idle."""
         ...
 
     def rest(self) -> None:
-        """Takes the steps back."""
+        """Removes what the steps have added."""
         ...
 
     def cost(self) -> dict[str, Any]:
-        """What one step must read, and what the process should take."""
+        """What one step must read, and how much memory the process should use."""
         ...
 
     def close(self) -> None:
@@ -222,31 +224,31 @@ class OutsideSystem(Protocol):
 
 
 class Outside(Protocol):
-    """Systems over our weights in processes of their own, measured one after the other."""
+    """Systems over the same weights in separate processes, measured one after another."""
 
     names: Collection[str]
 
     def write(self, weights: Weights) -> None:
-        """Gives it the weights, once."""
+        """Writes the weights for these systems, once."""
         ...
 
     def needed(self, model: Model, batch: int, context: int, steps: int) -> Need:
-        """What one of them takes, before it is started."""
+        """The memory of one of them, before it is started."""
         ...
 
     def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> OutsideSystem:
-        """Starts one. steps: the most that are added to the context."""
+        """Starts one. steps: the most tokens that are added to the context."""
         ...
 
 
-# Keys and values side by side in room set aside for them, written in place and never copied.
+# Contiguous keys and values in preallocated memory, written in place and never copied.
 #
-# With torch's flash attention over exactly what is there, which `StaticCache` of transformers has
-# not (it reads all of its room under a mask, which flash attention does not take).
+# torch's flash attention reads exactly the existing tokens. `StaticCache` of transformers reads its
+# full capacity under a mask, which flash attention does not support.
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
-    """room: tokens."""
+    """A layer with capacity for `room` tokens."""
 
     def __init__(self, room: int) -> None:
         super().__init__()
@@ -254,13 +256,13 @@ class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
         self._length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Sets the room aside, for keys and values [B, Hkv, T, D] like these."""
+        """Allocates the room, for keys and values [B, Hkv, T, D] like these."""
         super().lazy_initialization(key_states, value_states)
         like = (key_states, value_states)
         self._all = [x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in like]
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Writes new tokens behind the others; everything, as views."""
+        """Appends new tokens; returns everything, as views."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         begin = self._length
@@ -269,7 +271,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
         return self._resized(keys.shape[2])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens; as in transformers their number is negative."""
+        """Removes the newest tokens; as in transformers, their number is negative."""
         self._resized(tokens_to_remove)
 
     def _resized(self, by: int) -> tuple[Tensor, Tensor]:
@@ -280,7 +282,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc] # transformers is not typed
 
 
 def in_place_cache(config: Any, room: int) -> DynamicCache:
-    """An empty cache for that many tokens."""
+    """An empty cache for this many tokens."""
     cache: Any = DynamicCache(config=config)
     cache.layers = [_Layer(room) for _ in range(config.num_hidden_layers)]
     return cache
@@ -295,25 +297,25 @@ def _flash(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """One new token of each sequence sees everything: query [B, Hq, 1, D]."""
+    """Attention of one new token per sequence over everything: query [B, Hq, 1, D]."""
     assert query.shape[2] == 1, "decode steps only"
     assert mask is None, "none is registered under our name"
-    # Elsewhere torch chooses; here nothing slower may take its place.
+    # On a GPU, torch must not choose a slower implementation.
     only = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if query.is_cuda else contextlib.nullcontext()
     with only:
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
 
 
-# transformers takes every name with "flash" in it for a package to load.
+# transformers tries to load a package for every name that contains "flash".
 AttentionInterface.register("in_place", _flash)
 
 
 class _Offloaded(DynamicCache):  # type: ignore[misc] # transformers is not typed
-    """Keys and values on the host, copied a layer ahead; no copy overtakes those before it.
+    """Keys and values on the host, copied one layer ahead; copies keep their order.
 
-    Later versions of transformers see to that. 5.17 begins a copy while what it reads is still on
-    its way to the host, and into memory that the step is still reading.
+    Later versions of transformers ensure that. 5.17 begins a copy while its source is still being
+    copied to the host, and into memory that the step is still reading.
     """
 
     def update(self, keys: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -323,9 +325,11 @@ class _Offloaded(DynamicCache):  # type: ignore[misc] # transformers is not type
 
 
 class BaselineCache:
-    """A cache of transformers. steps: the most that are added to one with room for them.
+    """A cache of transformers. steps: the most tokens that are added, for caches with a fixed
+    capacity.
 
-    ConfigError for one on the host without a GPU, and for one that flash attention does not take.
+    ConfigError for a cache on the host without a GPU, and for a dtype that flash attention does not
+    support.
     """
 
     def __init__(self, kind: str, model: Model, context: int, steps: int) -> None:
@@ -340,7 +344,7 @@ class BaselineCache:
             require(not wide, "dtype", "float32", "bfloat16 or float16 for flash attention on cuda")
             self.cache = in_place_cache(config, room)
         else:
-            right = "cuda where keys and values are to lie on the host"
+            right = "cuda if keys and values are on the host"
             good = not self.below or model.device.type == "cuda"
             require(good, "device", str(model.device), right)
             cls = _Offloaded if self.below else DynamicCache
@@ -356,10 +360,10 @@ class BaselineCache:
             self.cache.update(keys, values, layer)
 
     def take_back(self, tokens: int) -> None:
-        """Forgets the newest tokens where that makes no step slower.
+        """Removes the newest tokens if that does not slow down later steps.
 
-        A static cache keeps them in its room. On the host what is left would lie in pieces, to be
-        put together before each copy.
+        A static cache keeps them. On the host the remaining tokens would be in pieces that must be
+        joined before each copy.
         """
         if not self.static and not self.below:
             self.cache.crop(-tokens)
@@ -371,7 +375,7 @@ class BaselineCache:
 
 
 class Baseline:
-    """One way of attention in transformers, over a cache that is filled already."""
+    """One attention implementation of transformers over a filled cache."""
 
     def __init__(self, name: str, weights: Weights, past: BaselineCache, context: int) -> None:
         self.name = name
@@ -386,14 +390,14 @@ class Baseline:
         self._replayed = 0
 
     def logits(self, prompts: list[list[int]], given: list[int]) -> Tensor:
-        """As `KeyholeSystem.logits`."""
+        """See `KeyholeSystem.logits`."""
         tokens = [[prompt[-1], *given] for prompt in prompts]
         rows = [self._forward(torch.tensor(column)) for column in zip(*tokens, strict=True)]
         self._past.take_back(len(rows))
         return torch.stack(rows, 1).float().cpu()
 
     def start(self, prompts: list[list[int]], steps: int) -> None:
-        """Sets the token that the next step begins with."""
+        """Sets the first token of the next step."""
         self._next = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
         if self._past.in_place and self._device.type == "cuda":
             self._captured = Captured(self._same_step, self._next)
@@ -407,18 +411,18 @@ class Baseline:
             self._next = self._forward(self._next).argmax(-1)
 
     def rest(self) -> None:
-        """Takes the step back."""
+        """Removes what the step has added."""
         if self._captured is None:
             self._past.take_back(1)
 
     def _same_step(self, tokens: Tensor) -> Tensor:
-        """The next tokens [B]; always the same step, as what it added is taken back."""
+        """The next tokens [B]; always the same step, because what it added is removed."""
         best = self._forward(tokens).argmax(-1)
         self._past.take_back(1)
         return best
 
     def cost(self) -> dict[str, Any]:
-        """What one step must read; copies, and the room of a static cache, come on top."""
+        """What one step must read, without copies and the unused capacity of a static cache."""
         return {
             "policy": None,
             "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
@@ -429,7 +433,7 @@ class Baseline:
 
     @property
     def launches(self) -> Launches:
-        """How its steps reached the device: transformers itself launches one by one."""
+        """How its steps were launched: transformers itself launches operations one by one."""
         captured = self._captured is not None
         return said(self._replayed, None if captured else THEIRS)
 

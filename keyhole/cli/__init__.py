@@ -1,6 +1,6 @@
-"""The command line: each command is a module, or a class, with `add_arguments` and `run`.
+"""The command line: each command is a module or a class with `add_arguments` and `run`.
 
-Modules import what is heavy when a command runs, so that `--help` needs no torch.
+Heavy modules are imported when a command runs, so that `--help` does not load torch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _modules() -> dict[str, Any]:
-    """By the name of a command the module, or the class of one, with `add_arguments` and `run`."""
+    """The module or class of each command, by the command's name."""
     from keyhole.cli import (
         about,
         batch,

@@ -1,4 +1,4 @@
-"""What this installation has: methods, versions and devices, and completion scripts for shells."""
+"""What is installed: methods, versions, devices; and completion scripts for shells."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _run_methods(arguments: argparse.Namespace) -> int:
 
 
 def about(kind: str, name: str, cls: type[Any]) -> dict[str, Any]:
-    """A method for JSON: what it is, and its settings with their defaults."""
+    """A method as JSON: its description, and its settings with their defaults."""
     settings = [
         {"name": field.name, "default": field.default, "type": str(field.type), "help": text}
         for field, text in settings_of(cls)
@@ -147,7 +147,7 @@ def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_info(arguments: argparse.Namespace) -> int:
-    """Prints a line per fact."""
+    """Prints one line per fact."""
     found = _found()
     if arguments.json:
         print(terminal.to_json(found))
@@ -217,7 +217,7 @@ def _run_completion(arguments: argparse.Namespace) -> int:
 
 
 def _filled(parser: Parser) -> Parser:
-    """The parser with the arguments of all commands; help texts in their final form."""
+    """The parser with the arguments of all commands, with final help texts."""
     for command in parser.commands().values():
         _filled(command)
         for action in command._actions:
@@ -243,11 +243,10 @@ def _names(prog: str, dest: str) -> list[str]:
 
 
 class Methods:
-    """Lists the sparse-attention policies and reuse methods, or describes one of them.
+    """Lists the policies and reuse methods, or describes one of them.
 
-    With NAME: the idea, the paper, the cost, when to use it, and the settings that may follow
-    its name in `--policy` or `--reuse`. docs/methods.md has the differences from each paper
-    besides.
+    With NAME: the idea, the paper, the cost, when to use it, and the settings that may follow its
+    name in `--policy` or `--reuse`. docs/methods.md also lists the differences from each paper.
     """
 
     add_arguments = staticmethod(_add_method_arguments)
@@ -255,7 +254,7 @@ class Methods:
 
 
 class Info:
-    """Says what this installation has: versions, kernels, devices, extras and folders."""
+    """Shows what is installed: versions, kernels, devices, extras and folders."""
 
     add_arguments = staticmethod(_add_info_arguments)
     run = staticmethod(_run_info)

@@ -1,9 +1,9 @@
-"""Answers a file of requests, one JSON object a line, in OpenAI's batch format.
+"""Answers a file of requests, one JSON object per line, in OpenAI's batch format.
 
 Every line of the input has a custom_id, "method": "POST", a url, which is /v1/chat/completions or
-/v1/completions, and a body as the server takes it. OUTPUT gets one line for each, in the order in
-which they are done; a line that cannot be answered gets an error. The same command again, after
-whatever ended it, answers only what is missing. Exit status 1: some lines have errors.
+/v1/completions, and a body as the server takes it. OUTPUT gets one line for each, in the order of
+completion; a line that cannot be answered gets an error. To resume after any interruption, run the
+same command again: it answers only what is missing. Exit status 1: some lines have errors.
 """
 
 from __future__ import annotations

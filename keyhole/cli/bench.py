@@ -1,10 +1,9 @@
-"""Measures this machine: decode steps beside transformers (decode), offloading (offload).
+"""Measures this machine: decode steps next to transformers (decode), offloading (offload), how long
+steps of other requests take while a question over stored documents is admitted (admission), or load
+on a running server (serve).
 
-Or how long other requests' steps take while a question over stored documents is admitted
-(admission), both on the bundled model. Or load against a running server (serve).
-
-All systems of a run take turns and must agree before they are timed. Every run adds a line with its
-machine, versions and settings to --output.
+offload and admission use the bundled model. All systems of a run take turns and must agree before
+they are timed. Every run adds a line with its machine, versions and settings to --output.
 """
 
 from __future__ import annotations
@@ -63,10 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """Flags of every benchmark."""
-    parser.add_argument("--note", metavar="TEXT", help="what a reader should know of this run")
+    """The flags that all benchmarks share."""
+    parser.add_argument("--note", metavar="TEXT", help="a remark that is stored with the results")
     parser.add_argument(
-        "--output", metavar="FILE", default="keyhole-bench.jsonl", help="where the line is added"
+        "--output",
+        metavar="FILE",
+        default="keyhole-bench.jsonl",
+        help="file that the line is added to",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -114,7 +116,7 @@ def _serve(settings: ServeSettings, report: Report) -> dict[str, Any]:
 
 
 def _flat(result: dict[str, Any]) -> dict[str, Any]:
-    """With the percentiles of a time as one cell."""
+    """The result with the percentiles of a time as one cell."""
     return {
         name: " / ".join(f"{x:.1f}" for x in value.values()) if isinstance(value, dict) else value
         for name, value in result.items()
@@ -137,9 +139,10 @@ def measured(
     table: Table | None = None,
     command: Sequence[str] = ("keyhole",),
 ) -> int:
-    """Runs a benchmark and adds its line to --output; what it finds is printed as it comes.
+    """Runs a benchmark, prints its results as they come, and adds its line to --output.
 
-    table: of its results; None: that of `name` here. command: the program before its flags.
+    table: of the results; None: the table of `name` in this module. command: the program, without
+    its flags.
     """
     check_outputs(Output("--output", arguments.output, LINES))
     file = LineFile(arguments.output)
@@ -149,7 +152,7 @@ def measured(
 
     device = measure.device(settings.device)
     line = measure.header(name, device, arguments.note or "", command)
-    # Beside one JSON object on stdout, tables still show how far a long run has come.
+    # With --json the tables go to stderr, where they show the progress of a long run.
     stream = sys.stderr if arguments.json else sys.stdout
     columns = _TABLES[name] if table is None else table
 
@@ -188,7 +191,7 @@ def _check_own(arguments: argparse.Namespace, name: str) -> None:
 
 
 def milliseconds(value: float) -> str:
-    """A time as tables have it."""
+    """A time for a table."""
     return f"{value:.3f} ms" if value < 1 else f"{value:.1f} ms"
 
 
@@ -214,10 +217,10 @@ _OFFLOAD: Columns = (
     ("budget", "budget", str),
     ("system", "system", str),
     ("step", "step_ms", milliseconds),
-    ("time / above", "ratio_to_above", "{:.2f}".format),
+    ("time / resident", "ratio_to_resident", "{:.2f}".format),
     ("waiting", "stall_ms", milliseconds),
     ("moved per step", "moved_bytes", bytes_text),
-    ("was there", "hit_rate", "{:.1%}".format),
+    ("hits", "hit_rate", "{:.1%}".format),
     ("repeated", "repeat_rate", "{:.1%}".format),
     ("right words", "right_share", "{:.1%}".format),
 )
@@ -229,7 +232,7 @@ _ADMISSION: Columns = (
     ("longest / median", "longest_ratio", "{:.2f}".format),
     ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
     ("the worst", "worst_cpu_ratio", "{:.2f}".format),
-    ("of as many steps without", "noise_ratio", "{:.2f}".format),
+    ("without a question", "noise_ratio", "{:.2f}".format),
     ("first token", "ttft_ms", milliseconds),
     ("alone", "alone_ms", milliseconds),
 )

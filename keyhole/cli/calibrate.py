@@ -1,14 +1,15 @@
-"""Measures which layers of a model should choose for DELTA, and what that costs the others.
+"""Measures which layers of a model should select for DELTA, and what that costs the others.
 
-The model continues the prompts densely; every placement is judged by the same run, and the printed
-table compares them: the attention mass that a sparse layer keeps, the relative error of its output,
-the layers that read everything and the keys read. The output file is for
-`--policy delta:layers=FILE`; named keyhole-delta.json beside the weights, it is used automatically.
+The model continues the prompts with full attention. Every placement is judged on the same run, and
+the table compares them: the attention mass that a sparse layer keeps, the relative error of its
+output, the layers that read everything, and the share of keys read. The output file is for
+`--policy delta:layers=FILE`; if it is named keyhole-delta.json and stored with the weights, it is
+used automatically.
 
-With --stable-layers it measures for SamKV instead which layers should say how much of stored
-documents is kept: those in which the most important block of a document stands out. Its output
-file, keyhole-samkv.json beside the weights, is used automatically; elsewhere
-`--reuse sam_kv:layers=FILE` takes it.
+With --stable-layers the command measures for SamKV which layers should decide how much of a stored
+document is kept: those in which the most important block of a document stands out. Its output file,
+keyhole-samkv.json, is used automatically if it is stored with the weights; otherwise pass it as
+`--reuse sam_kv:layers=FILE`.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ class PlacementSettings:
     """How DELTA's layers are placed."""
 
     method: str = setting(
-        "optimal", "optimal loses the least by --measure, paper goes by the shift between layers"
+        "optimal", "optimal: the least loss by --measure; paper: the largest shifts between layers"
     )
     measure: str | None = setting(
         None,
-        "what optimal goes by: attention mass kept, or relative error of the attention output; "
-        "None: mass",
+        "what optimal minimises the loss of: attention mass, or the relative error of the "
+        "attention "
+        "output (error); None: mass",
     )
     num_delta_layers: int = setting(3, "layers that select pages")
     max_tokens: int = setting(256, "tokens to generate per prompt")
-    plot: str | None = setting(None, "write a picture of the recall to this file")
+    plot: str | None = setting(None, "write a picture of the measured recall to this file")
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
@@ -68,7 +70,8 @@ class PlacementSettings:
             raise UnknownNameError("measure", str(self.measure), _MEASURES)
         if self.method == "paper" and self.measure is not None:
             raise ConfigError(
-                f"--measure {self.measure} goes with --method optimal: paper goes by the shift"
+                f"--measure {self.measure} needs --method optimal; paper uses the shift between "
+                "layers"
             )
         require_counts(self, "num_delta_layers", "max_tokens")
 
@@ -79,17 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stable-layers", action="store_true", help="measure SamKV's layers instead of DELTA's"
     )
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="prompts, or documents: a JSON string per line of a .jsonl file, or the whole of any "
-        "other file; without it tasks of the bundled model",
-    )
+    flags.add_data(parser, "prompts, or documents", "string")
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="write the layers to this JSON file; default: none, with --stable-layers "
-        "keyhole-samkv.json beside the weights, or here if --model is no folder",
+        help="write the layers to this JSON file; default: none; with --stable-layers "
+        "keyhole-samkv.json in the folder of the weights, or here if --model is not a folder",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_settings(parser, PlacementSettings, "placement of DELTA's layers")
@@ -142,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _others(
     found: Measurement, count: int, full_layers: Sequence[int]
 ) -> list[tuple[str, Calibration]]:
-    """Placements of as many layers, by name: every way that there is, for comparison."""
+    """Other placements of the same number of layers, by name, for comparison."""
     candidates = [layer for layer in found.layers if layer not in full_layers]
     alone = rank_by_shift(found.shift, candidates, count)
     return [
@@ -154,7 +152,7 @@ def _others(
 
 
 def _check_own(arguments: argparse.Namespace) -> None:
-    """Refuses flags of the other measurement."""
+    """Refuses flags that belong to the other measurement."""
     delta = [*(field.name for field in dataclasses.fields(PlacementSettings)), *_DELTA]
     stable = [field.name for field in dataclasses.fields(StableSettings)]
     wrong = [
@@ -165,9 +163,9 @@ def _check_own(arguments: argparse.Namespace) -> None:
     if wrong:
         flag = f"--{wrong[0].replace('_', '-')}"
         how = (
-            "does not go with --stable-layers"
+            "cannot be combined with --stable-layers"
             if arguments.stable_layers
-            else ("needs --stable-layers")
+            else "needs --stable-layers"
         )
         raise ConfigError(f"{flag} {how}")
 
@@ -175,8 +173,8 @@ def _check_own(arguments: argparse.Namespace) -> None:
 _READS = {
     "window": "its own window",
     "full": "everything",
-    "selects": "everything, and chooses",
-    "sparse": "the choice of layer {}",
+    "selects": "everything, and selects",
+    "sparse": "the selection of layer {}",
 }
 
 
@@ -209,7 +207,7 @@ def _text(
 
 
 def _costs(found: Measurement, others: Sequence[tuple[str, Calibration]]) -> str:
-    """What each placement costs: means over its sparse layers."""
+    """The cost of each placement: means over its sparse layers."""
     rows = []
     for name, one in others:
         cost = found.cost(one)
@@ -273,9 +271,9 @@ _LENGTH = 2048
 class StableSettings:
     """What SamKV's stable layers are measured on."""
 
-    num_stable_layers: int = setting(4, "layers to choose, those that score highest")
-    num_documents: int = setting(32, "most documents to encode, evenly from all")
-    block_size: int = setting(64, "tokens in a block; documents are cut to 32 blocks")
+    num_stable_layers: int = setting(4, "layers to choose: those with the highest scores")
+    num_documents: int = setting(32, "maximum number of documents to encode, taken evenly from all")
+    block_size: int = setting(64, "tokens per block; documents are cut to 32 blocks")
 
     def __post_init__(self) -> None:
         require_counts(self, "num_stable_layers", "num_documents", "block_size")

@@ -1,8 +1,8 @@
-"""Runs a long recall and a long derivation on the bundled model under four methods, one budget.
+"""Runs a long recall and a long derivation on the bundled model under four methods with one budget.
 
-Beside each method that selects stands its control: the same dense layers and budget, and the newest
-tokens in place of a selection. Ends with a picture of the pages that every layer read, if
-matplotlib is there. Works offline, in less than a minute.
+Each method that selects is shown with its control: the same dense layers and budget, and the newest
+tokens instead of a selection. Ends with a picture of the pages that every layer read, if matplotlib
+is installed. Works offline, in less than a minute.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _missing() -> str | None:
-    """Why there will be no picture; None if there will be one."""
+    """Why no picture can be drawn; None if one can."""
     try:
         drawing.matplotlib()
     except ConfigError as error:
@@ -107,7 +107,7 @@ def _json(found: Demo, output: str | None, missing: str | None) -> str:
 
 
 def _text(found: Demo, budget: int) -> str:
-    """The table, and what one should know to read it."""
+    """The table, and how to read it."""
     from keyhole.eval import demo
 
     tasks = {outcome.task: outcome.stats for outcome in found.outcomes if outcome.policy == "full"}

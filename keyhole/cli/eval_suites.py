@@ -128,7 +128,7 @@ _DEFAULTS: dict[str, Any] = {
     "budgets": ("1/16", "1/8", "1/4"),
 }
 _DOCUMENTS = "multi_document_1,multi_document_2"
-#: With the kind of the bundled model's questions whose documents refer to each other.
+#: Adds the bundled model's questions whose documents refer to each other.
 _BUNDLED_DOCUMENTS = f"{_DOCUMENTS},tiny_documents_needs_each_other"
 _SETTINGS = "keyhole-settings.json"
 #: Columns of a paragraph in the help that argparse does not wrap.

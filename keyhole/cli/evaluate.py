@@ -149,14 +149,16 @@ def resumable(output: str) -> Iterator[None]:
 
 
 def header(benchmark: str, model: Model) -> Callable[[], dict[str, Any]]:
-    """What makes the fields of a line that say how, where and when it was measured."""
+    """Returns a function that makes the fields of a line for how, where and when it was
+    measured.
+    """
     from keyhole.bench import measure
 
     return functools.partial(measure.header, benchmark, model.device)
 
 
 def exit_status(outcome: EvalOutcome) -> int:
-    """1 if a policy was refused; one that cannot have equal terms is no failure."""
+    """1 if a policy was refused, unless only because it cannot run at equal terms."""
     return 1 if any(not one.get("unequal") for one in outcome.refused) else 0
 
 

@@ -1,8 +1,9 @@
 """Continues a prompt and streams the text; the counters follow on stderr.
 
-The prompt is an argument, a file (--file), or what comes on stdin ("-", or nothing and a pipe).
-Ctrl-C ends the answer and keeps what there is, with --json as finish_reason "abort". Several
-completions (--n) run in one batch and follow each other; with --json the others are in `others`.
+The prompt is an argument, a file (--file), or read from stdin ("-", or no argument and a pipe).
+Ctrl-C ends the answer and keeps the text so far, in --json with finish_reason "abort". Several
+completions (--n) run in one batch and are printed one after another; with --json the further ones
+are in `others`.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def _run_chat(arguments: argparse.Namespace) -> int:
     llm = flags.make_llm(arguments)
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
         raise ConfigError(f"model {llm.engine.model.name!r} has no chat template; use generate")
-    about = f"{llm.engine.model.name}, {terminal.sentence(llm.policy)}; /reset forgets, /quit ends"
+    about = (
+        f"{llm.engine.model.name}, {terminal.sentence(llm.policy)}; /reset starts anew, /quit exits"
+    )
     print(about, file=sys.stderr)
     messages: list[dict[str, str]] = []
     for line in _lines():
@@ -102,16 +105,16 @@ def _run_chat(arguments: argparse.Namespace) -> int:
             break
         if line == "/reset":
             messages.clear()
-            print("forgotten", file=sys.stderr)
+            print("new conversation", file=sys.stderr)
         elif line.startswith("/"):
-            terminal.error(f"unknown command {line!r}; there are /reset and /quit")
+            terminal.error(f"unknown command {line!r}; the commands are /reset and /quit")
         elif line:
             _turn(llm, messages, line, params)
     return 0
 
 
 def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> None:
-    """One message and its answer; a message that cannot be served leaves no trace."""
+    """One message and its answer; a message that fails is removed from the conversation."""
     messages.append({"role": "user", "content": line})
     try:
         result = terminal.answer(llm, llm.submit_chat(messages, params, reuse_generated=True))
@@ -122,10 +125,10 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
     stats = result.stats
     if result.finish_reason == "abort" and not result.text:
         del messages[-1]
-        print("stopped before the answer began; the message is forgotten", file=sys.stderr)
+        print("stopped before the answer began; the message was removed", file=sys.stderr)
         return
     messages.append({"role": "assistant", "content": result.text})
-    kept = f"{stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens kept"
+    kept = f"{stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens cached"
     print(f"{terminal.closing_line(stats)} | {kept}", file=sys.stderr)
 
 
@@ -145,10 +148,10 @@ def _lines() -> Iterator[str]:
 
 
 class Chat:
-    """A conversation: every line is a message, and the keys and values stay between the turns.
+    """A conversation: every line is a message, and keys and values are kept between turns.
 
-    /reset forgets the conversation, /quit (or the end of the input) ends it. Ctrl-C ends an answer,
-    of which what was said is kept; at the prompt it ends the conversation.
+    /reset starts a new conversation, /quit (or the end of the input) exits. Ctrl-C ends an answer
+    and keeps its text so far; at the prompt it exits.
     """
 
     add_arguments = staticmethod(_add_chat_arguments)

@@ -1,10 +1,10 @@
-"""Says which layers' keys and values fit into memory at which length, from a model's config alone.
+"""Predicts which layers' keys and values fit into memory at which length, from a model's config.
 
-No weights are loaded. Layers that do not fit are offloaded (RAM or disk), the last first, and keep
-a buffer of token_budget tokens in memory. With --policy it is what LLM(policy, offload=FOLDER) does
-with the same --memory or --total-memory: what the policy and its retrieval head keep counts, and
-layers that the policy reads in full stay in memory. On a GPU, total memory is what its context
-leaves, and where steps are recorded one more request counts.
+No weights are loaded. Layers that do not fit are offloaded (to RAM or disk), the last one first,
+and keep a buffer of token_budget tokens in memory. With --policy, the plan is that of LLM(policy,
+offload=FOLDER) with the same --memory or --total-memory: it includes the data of the policy and its
+retrieval head, and layers that the policy reads in full stay in memory. On a GPU, total memory
+excludes the CUDA context, and one more request is counted if steps are recorded.
 """
 
 from __future__ import annotations
@@ -36,31 +36,33 @@ _WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What is planned for."""
+    """The case to plan."""
 
-    memory: int | None = setting(None, "bytes for the KV cache; weights and steps come on top")
+    memory: int | None = setting(None, "bytes for the KV cache, without weights and working memory")
     total_memory: int | None = setting(
-        None, "instead of memory: bytes for weights, KV cache and what a step computes with"
+        None, "instead of memory: bytes for weights, KV cache and working memory of a step"
     )
     policy: str | None = setting(
         None,
-        "NAME:SETTING=VALUE; None: all layers may be offloaded, and no policy keeps data",
+        "NAME:SETTING=VALUE; None: no policy data, and all layers may be offloaded",
     )
-    requests: int = setting(1, "texts at once")
+    requests: int = setting(1, "sequences at once")
     token_budget: int = setting(
         1024, "tokens that an offloaded layer keeps in memory; with --policy, its budget"
     )
     lengths: tuple[int, ...] | None = setting(
         None, "lengths to show; None: powers of two up to the model's longest"
     )
-    preset: str = setting("measured", "measured: as this engine; paper: SpeContext's constants")
+    preset: str = setting(
+        "measured", "measured: the constants of this engine; paper: those of SpeContext"
+    )
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
 
     def __post_init__(self) -> None:
         if (self.memory is None) == (self.total_memory is None):
             raise ConfigError(
-                "give --total-memory, for example --total-memory 8GiB, or --memory, which is for "
-                "the KV cache alone"
+                "give --total-memory, for example --total-memory 8GiB, or --memory, which limits "
+                "only the KV cache"
             )
         require_counts(self, "requests", "token_budget")
         good = self.lengths is None or (self.lengths and all(map(is_count, self.lengths)))
@@ -72,13 +74,15 @@ class PlanSettings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole plan`."""
     flags.add_model(parser, loads=False)
-    parser.add_argument("--plot", metavar="FILE", help="write a picture of the layers on each tier")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="write a picture of the layers in each tier to this file"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_settings(parser, PlanSettings, "what is planned for")
 
 
 def _build(place: ModelFiles) -> tuple[Any, int, int]:
-    """For families whose shape is not known without transformers."""
+    """Builds the model's shape with transformers, for families whose config does not state it."""
     from keyhole.models.shrink import build
 
     return build(place)
@@ -155,7 +159,9 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
 def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
-    """With what the policy keeps, and its head, if there is one beside the model; loads torch."""
+    """The memory model with the data of the policy, and of the retrieval head if one is stored with
+    the model; loads torch.
+    """
     from keyhole.engine import memory
     from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
     from keyhole.retrieval import head_files

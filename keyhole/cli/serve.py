@@ -1,6 +1,6 @@
 """Serves a model over HTTP, for any OpenAI client: chat, completions, stored documents.
 
-Ctrl-C or SIGTERM lets running requests finish, and then ends.
+On Ctrl-C or SIGTERM, running requests finish before the server exits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def _keys(path: str | None) -> tuple[str, ...]:
 
 
 def _memory(llm: LLM) -> str:
-    """What the weights take, what the KV cache holds, and from where on layers are offloaded."""
+    """Memory of the weights, capacity of the KV cache, and the length from which layers are
+    offloaded.
+    """
     from keyhole.engine.memory import model_size
 
     engine = llm.engine

@@ -1,11 +1,12 @@
-"""Trains a retrieval head, which chooses what SpeContext reads, for a model that stays as it is.
+"""Trains a retrieval head, which selects what SpeContext reads, for a model whose weights stay
+unchanged.
 
-The head learns to look where the model looks (objective attention), or is cut out of a small draft
-model that learns the model's next tokens (eagle). Such a head, given as --start, can learn besides
-to choose so that the model's predictions stay what they are with full attention (selection).
-Ctrl-C writes a snapshot, and --resume goes on from it to the same weights. `--policy
-spe_context:head=FOLDER` uses the result; in a folder keyhole-head beside the weights it is used by
-itself.
+The head learns to attend to what the model attends to (objective attention), or is pruned from a
+small draft model that learns the model's next tokens (eagle). A head made in one of these ways,
+passed as --start, can be trained further so that the model's predictions under its selection match
+those with full attention (selection). Ctrl-C writes a snapshot, and --resume continues from it to
+the same final weights. Use the result with `--policy spe_context:head=FOLDER`; a folder
+keyhole-head next to the weights is used automatically.
 """
 
 from __future__ import annotations
@@ -31,19 +32,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole train-head`."""
     flags.add_model(parser)
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="texts: a JSON string or list of token ids per line of a .jsonl file, or the whole of "
-        "any other file; without it texts of the bundled model's world",
-    )
+    flags.add_data(parser, "texts")
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where the head goes; default: keyhole-head beside the weights, or here if --model is "
-        "no folder",
+        help="folder of the head; default: keyhole-head next to the weights, or here if --model is "
+        "not a folder",
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    parser.add_argument("--resume", action="store_true", help="resume the run in the folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_settings(parser, TrainingConfig, "training")
 
@@ -53,21 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
     given = flags.settings_of(arguments, TrainingConfig)
     folder = _folder(arguments)
     check_output_folder("--output", folder)
-    recipe = TrainingConfig(**given)
+    config = TrainingConfig(**given)
     if arguments.data is None and not flags.is_bundled(arguments.model):
         raise ConfigError("give --data FILE with texts for this model")
     model = flags.load_model(arguments)
     from keyhole.retrieval.training import train
 
     if arguments.resume:
-        # What is not said again is as it was.
-        recipe = dataclasses.replace(train.recipe_of(folder) or recipe, **given)
+        # Settings that are not given again stay as they were.
+        config = dataclasses.replace(train.config_of(folder) or config, **given)
     corpus = _corpus(arguments, model)
     with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt:
         outcome = train.train(
             model.network,
             corpus,
-            recipe,
+            config,
             folder,
             resume=arguments.resume,
             stop=lambda: interrupt.seen,
@@ -79,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     if outcome.finished:
         return 0
     print(
-        f"stopped after {outcome.tokens} of {recipe.tokens} tokens; the same command with --resume "
-        f"goes on from {folder}",
+        f"stopped after {outcome.tokens} of {config.tokens} tokens; the same command with --resume "
+        f"continues from {folder}",
         file=sys.stderr,
     )
     return INTERRUPTED
@@ -90,7 +86,7 @@ def _text(outcome: TrainingOutcome, folder: Path) -> str:
     lines = [f"{outcome.tokens} tokens in {outcome.steps} steps, {outcome.seconds:.0f} s"]
     if outcome.loss is not None:
         lines.append(
-            f"loss {outcome.loss:.3f}; with an eighth of the text the head keeps "
+            f"loss {outcome.loss:.3f}; with a budget of an eighth of the text, the head keeps "
             f"{outcome.recall:.1%} of the attention, the newest tokens {outcome.window:.1%}"
         )
     return "\n".join([*lines, f"written: {folder}"])

@@ -1,7 +1,7 @@
 """Compares the engine with transformers' eager attention on a model, before you rely on it.
 
-Exit status 1 if any check fails. With a retrieval head beside the weights it also reports how much
-of the model's attention the head finds at which length.
+Exit status 1 if any check fails. If a retrieval head is stored with the weights, the command also
+reports how much of the model's attention the head finds at several lengths.
 """
 
 from __future__ import annotations
@@ -30,17 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also check a prompt of this many tokens: beyond a sliding window, or where RoPE is "
         "scaled; eager attention needs memory for its square",
     )
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="texts for the retrieval head's recall, as `keyhole train-head` takes them; without "
-        "it tasks of the bundled model",
-    )
+    flags.add_data(parser, "texts for the recall of the retrieval head")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a line per check."""
+    """Prints one line per check."""
     length = _length(arguments.length)
     model = flags.load_model(arguments)
     from keyhole import kernels
@@ -53,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kernels": kernels.backend(model.device),
-        "decode steps": "repeated as CUDA graphs"
+        "decode steps": "replayed as CUDA graphs"
         if any(check.replayed for check in checks)
         else "launched one by one",
     }
@@ -94,7 +89,7 @@ def _length(text: str | None) -> int | None:
 def _head(
     model: Model, arguments: argparse.Namespace
 ) -> tuple[RetrievalHead, list[RecallCell]] | None:
-    """The head and its recall; None without a head, or without texts for it."""
+    """The head and its recall; None without a head or without texts for it."""
     from keyhole.eval.tiny_language.tasks import HeadTexts
     from keyhole.eval.verify import check_head
     from keyhole.retrieval.training.training_config import read
@@ -111,16 +106,18 @@ def _print_head(model: Model, head: tuple[RetrievalHead, list[RecallCell]] | Non
 
     if head is None:
         if model.head is not None:
-            print("give --data FILE to see how much attention the retrieval head finds")
+            print("give --data FILE to measure how much attention the retrieval head finds")
         return
     heads = ["tokens", *(f"budget {budget}" for budget in RECALL_BUDGETS)]
-    print("\nattention that the retrieval head finds (a window of the same budget):")
+    print(
+        "\nattention found by the retrieval head (in parentheses: by a window of the same budget):"
+    )
     print(terminal.table(heads, recall_rows(head[1]), left=0))
     trained = head[0].config.trained_length
     if trained < model.max_length:
         print(
             f"warning: the head was trained at {trained:,} tokens, the model takes "
-            f"{model.max_length:,}; heads choose worse beyond their trained length"
+            f"{model.max_length:,}; heads select worse beyond their trained length"
         )
 
 

@@ -1,8 +1,8 @@
-"""A storage backend and its index, kept consistent under one lock, and eviction at a limit.
+"""A storage backend and its index, kept consistent under one lock; and eviction at a size limit.
 
-The storage is authoritative; the index is a fast copy of its names. At start-up the two are
-compared: files copied in from elsewhere are added, missing ones are dropped, and
-leftovers of crashed writers are deleted.
+The storage is authoritative; the index is a fast copy of its names. At startup the two are
+compared: files that were copied in are added, missing ones are dropped, and leftovers of crashed
+writers are deleted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MOST_NAMES_TOLD = 12
 class Catalogue:
     """A storage backend, its index and its lock.
 
-    cache_folder: where the index is stored, in a folder of its own, if it cannot be in the storage;
-    None: the user's cache folder.
+    cache_folder: where the index is stored, in a subfolder, if it cannot be in the storage; None:
+    the user's cache folder.
     """
 
     def __init__(self, place: StorageBackend, cache_folder: Path | None) -> None:
@@ -49,7 +49,9 @@ class Catalogue:
             self._reconcile()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Excludes all other processes of this machine that change the store. Do not nest."""
+        """Excludes all other processes of this machine that change the store. Must not be
+        nested.
+        """
         return locked(self.folder / "lock")
 
     def _reconcile(self) -> None:
@@ -109,7 +111,7 @@ class Catalogue:
             return self._read_sources({f: e for f, e in found.items() if f not in known})
 
     def _recover(self, unreadable: dict[str, Entry]) -> None:
-        """A document whose first line is damaged can be identified by its record."""
+        """Identifies documents with a damaged first line by their records."""
         for record in self.index.orphans() if unreadable else ():
             header = self.header(record)
             entry = unreadable.get(file_of(header.name)) if header is not None else None
@@ -141,18 +143,18 @@ class Catalogue:
             reader.close()
 
     def find(self, name: str) -> SourceFile | None:
-        """The document of this name; searched in the storage if it is not indexed."""
+        """The document of this name; looked up in the storage if it is not indexed."""
         return self.index.source(name) or self.refresh(name)
 
     def source(self, name: str) -> SourceFile:
-        """As `find`; UnknownNameError if there is none."""
+        """See `find`; UnknownNameError if there is none."""
         found = self.find(name)
         if found is None:
             raise self.unknown(name)
         return found
 
     def unknown(self, name: str) -> UnknownNameError:
-        """The error for an unknown name; of many names it lists the nearest."""
+        """The error for an unknown name; it lists at most a few names, the nearest first."""
         names = self.index.names()
         if len(names) > _MOST_NAMES_TOLD:
             near = difflib.get_close_matches(name, names, n=_MOST_NAMES_TOLD, cutoff=0.5)
@@ -161,14 +163,14 @@ class Catalogue:
         return UnknownNameError("document", name, names)
 
     def current(self, name: str) -> SourceFile:
-        """As `source`, from the storage if its first line can be read there."""
+        """See `source`; from the storage if the first line of the file can be read."""
         found = self.refresh(name) or self.index.source(name)
         if found is None:
             raise self.unknown(name)
         return found
 
     def refresh(self, name: str) -> SourceFile | None:
-        """As `find`, from the storage: another machine may have changed it."""
+        """See `find`; from the storage, because another machine may have changed it."""
         before = self.index.source(name)
         path = f"documents/{file_of(name)}"
         head = self.place.heads([path], HEAD_BYTES)[0]
@@ -192,7 +194,7 @@ class Catalogue:
     # Leases, and deleting records.
 
     def lease(self, record: str) -> Lease:
-        """Leases a record. FileNotFoundError if it does not exist, where the backend can tell."""
+        """Leases a record. FileNotFoundError if it does not exist and the backend can tell."""
         path = self._lease_path(record)
         return Lease(path, create=path.parent == self._leases)
 

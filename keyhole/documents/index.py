@@ -1,11 +1,11 @@
 """An SQLite index of a store: names, sizes, dates, uses, pins.
 
-Everything in it except the usage counters can be rebuilt from the storage, so a damaged index is
-discarded, and writes are not synced to disk. Several processes use it at once; each operation opens
-its own connection, which makes it safe for threads and forks.
+Everything in it except the usage counters can be rebuilt from the storage. A damaged index is
+therefore replaced, and writes are not synced to disk. Several processes use it at once; each
+operation opens its own connection, which makes it safe for threads and forks.
 
-It can be read, and rows be removed, without a free byte on the disk: reading needs no file (as it
-would with a write-ahead log), and where a rollback journal does not fit it is kept in memory.
+It can be read, and rows can be removed, when the disk is full: reading creates no file (as it would
+with a write-ahead log), and a rollback journal that does not fit on the disk is kept in memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CREATE TABLE records (
 CREATE INDEX of_digest ON records (digest);
 PRAGMA user_version = {_VERSION};
 """
-# A new index would have forgotten how often documents were used.
+# Migrated, because a new index would lose the usage counters.
 _FROM_1 = f"""
 BEGIN;
 ALTER TABLE documents ADD COLUMN metadata TEXT NOT NULL DEFAULT '{{}}';
@@ -72,13 +72,13 @@ _NOT_DAMAGE = _NO_ROOM | {
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentInfo:
-    """A stored document, seen by one model.
+    """A stored document, as one model sees it.
 
-    name: its name. digest: SHA-256 of its source. tokens, block_size: of this model's
-    record, or, where it has none, as the model counted that stored the document. size_bytes: its
-    source and all models' records. created, last_used: seconds since 1970, UTC. hits: how often it
-    was opened. records: the models that have a record, by the digest of their fingerprint.
-    encoded: whether this model has one. metadata: JSON that was stored with it.
+    digest: SHA-256 of its source. tokens, block_size: of this model's record or, if it has none, as
+    counted by the model that stored the document. size_bytes: its source and the records of all
+    models. created, last_used: seconds since 1970, UTC. hits: how often it was opened. records: the
+    models that have a record, by the digest of their fingerprint. encoded: whether this model has
+    one. metadata: JSON that was stored with it.
     """
 
     name: str
@@ -96,7 +96,7 @@ class DocumentInfo:
 
 
 class Index:
-    """The index in the file `path`; a new one where there is none or a damaged one.
+    """The index in the file `path`; a new one if there is none or it is damaged.
 
     Create it under the store's lock. Any operation may raise sqlite3.Error.
     """
@@ -166,11 +166,11 @@ class Index:
         return _source(rows[0]) if rows else None
 
     def sources(self) -> list[SourceFile]:
-        """Of all documents, sorted by name."""
+        """The first lines of all documents, sorted by name."""
         return [_source(row) for row in self._rows("SELECT * FROM documents ORDER BY name")]
 
     def names(self) -> list[str]:
-        """All of them, sorted."""
+        """All names, sorted."""
         return [row["name"] for row in self._rows("SELECT name FROM documents ORDER BY name")]
 
     def source_bytes(self, name: str) -> int:
@@ -184,7 +184,7 @@ class Index:
         return {row["file"]: row["stamp"] for row in rows}
 
     def put_documents(self, found: Iterable[tuple[SourceFile, int, str]]) -> None:
-        """First line, size in bytes and stamp of each file; uses are kept."""
+        """Adds first line, size in bytes and stamp of each file; usage counters are kept."""
         if rows := list(found):
             self._write(lambda connection: _put(connection, rows))
 
@@ -208,7 +208,7 @@ class Index:
     # Records.
 
     def records(self, digest: str | None = None) -> dict[str, int]:
-        """File -> size in bytes; of one source, or all."""
+        """File -> size in bytes, of one source or of all."""
         rows = self._rows(
             "SELECT file, size_bytes FROM records WHERE :digest IS NULL OR digest = :digest",
             digest=digest,
@@ -218,7 +218,7 @@ class Index:
     def put_records(
         self, sizes: dict[str, int], tokens: int | None = None, block_size: int | None = None
     ) -> None:
-        """Records by file; one that is new counts as used now, or when its document was made."""
+        """Adds records by file; a new one counts as used now, or when its document was made."""
         self._for_each(
             "INSERT INTO records VALUES (:file, :digest, :model, :tokens, :block_size, :size, "
             "(SELECT coalesce(max(last_used), 0) FROM documents WHERE digest = :digest)) "
@@ -308,7 +308,7 @@ class Index:
     # Documents as users see them.
 
     def infos(self, model: str, name: str | None = None) -> list[DocumentInfo]:
-        """The document of this name, or all sorted by name, as `model` sees them."""
+        """The document of this name, or all documents sorted by name, as `model` sees them."""
         rows = self._rows(_INFO, model=model, name=name)
         return [_info(row) for row in rows]
 
@@ -319,7 +319,7 @@ def record_file(digest: str, model: str) -> str:
 
 
 def _parts(file: str) -> dict[str, str]:
-    """Digest and model of a record, by its file."""
+    """Digest and model of a record, from its file name."""
     digest, _, rest = file.partition("-")
     return {"digest": digest, "model": rest.partition(".")[0]}
 

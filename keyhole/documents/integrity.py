@@ -1,11 +1,8 @@
-"""Integrity of stored documents: digests, and problems as errors and as lines of a report.
+"""Integrity of stored documents: digests of texts, fingerprints and sealed headers; errors and
+problems.
 
-Problems of stored documents, as errors and as lines of a report.
-
-Digests of texts, of a model's fingerprint, and of sealed headers.
-
-A header is sealed: one of its fields is the SHA-256 of all the others, so that any changed byte of
-the header is detected without reading anything else.
+A sealed header contains the SHA-256 of all its other fields, so that any changed byte of the header
+is detected without reading anything else.
 """
 
 from __future__ import annotations
@@ -26,20 +23,20 @@ Kind = Literal["damaged", "foreign", "missing", "source"]
 
 
 class RecordError(RequestError):
-    """A record, or a text, that cannot be used. Nothing else that is stored is affected."""
+    """A record or a text that cannot be used. Nothing else in the store is affected."""
 
     def __init__(self, kind: Kind, what: str, right: str, name: str | None = None) -> None:
         self.kind: Kind = kind
         self.what, self.right, self.name = what, right, name
         document = "a document" if name is None else f"document {name!r}"
         if kind == "source":
-            helps = "adding the right text again repairs it"
+            helps = "to repair it, add the right text again"
         else:
             helps = "documents.verify(repair=True), or adding the same text, encodes it again"
         super().__init__(f"{document}: {what}; right would be {right}; {helps}")
 
     def of(self, name: str) -> RecordError:
-        """The same error, with the document's name in it."""
+        """The same error with the name of the document."""
         return RecordError(self.kind, self.what, self.right, name)
 
 
@@ -47,7 +44,7 @@ class RecordError(RequestError):
 class Problem:
     """A problem of the document of this name, and what would be right.
 
-    All but those of the kind "source" are repaired by encoding the document's source again.
+    Problems of every kind except "source" are repaired by encoding the document's source again.
     """
 
     name: str
@@ -78,17 +75,17 @@ _MODEL_DIGITS = 16
 
 
 def canonical(value: Any) -> bytes:
-    """JSON with one spelling."""
+    """Canonical JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def sha256(data: Any) -> str:
-    """Of bytes or any contiguous buffer, 64 hex digits."""
+    """SHA-256 of bytes or any contiguous buffer, as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def seal(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` and the digest of them."""
+    """`fields` with their digest."""
     return {**fields, _SEAL: sha256(canonical(fields))}
 
 

@@ -108,7 +108,7 @@ class DocumentLookup:
                 error = foreign(theirs, self._fingerprint)
                 if error is not None:
                     return error.of(name)
-        what = "it has no record, which made room for others or was taken away"
+        what = "it has no record, because it was evicted or removed"
         return RecordError("missing", what, "a record", name)
 
     def _header(self, record: str) -> Fingerprint | None:

@@ -1,8 +1,7 @@
-"""Reads stored documents and checks them.
+"""Opens stored documents and checks them.
 
-An open stored document: reads small tensors at once, keys and values on demand.
-
-Integrity checks: whether a stored document is unchanged and belongs to this model.
+An open document has its small tensors in memory and reads keys and values on demand. The checks
+find out whether a stored document is unchanged and belongs to this model.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class Held(Protocol):
 
 
 class StoredDocument:
-    """A record that cannot be deleted until `close`, or the end of a `with` block.
+    """A record that is not deleted until `close`, or the end of a `with` block.
 
-    info: as the index had it. length: tokens. num_layers: L. token_ids: int64 [n].
-    checks: compare everything that is read with its checksum.
+    info: from the index. length: tokens. num_layers: L. token_ids: int64 [n].
+    checks: whether everything that is read is compared with its checksum.
 
     All tensors are on the CPU.
     """
@@ -116,7 +115,9 @@ class StoredDocument:
         self._release()
 
     def statistics(self, layer: int) -> LayerStatistics:
-        """The block statistics of a layer; they were read, and checked, when it was opened."""
+        """The block statistics of a layer, which were read and checked when the document was
+        opened.
+        """
         self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
         return self._statistics[layer]
 
@@ -124,8 +125,8 @@ class StoredDocument:
         """Keys [stop - start, Hkv, D] and values [stop - start, Hkv, Dv] of these tokens.
 
         Values are None for a layer that stores none (MLA). Only these rows are read, or, to compare
-        them with their checksums, the blocks that they are in. Raises ConfigError for rows that the
-        document has not, RecordError if they cannot be read any more, or have changed.
+        them with their checksums, the blocks that contain them. Raises ConfigError for rows outside
+        of the document, RecordError if they can no longer be read or have changed.
         """
         self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
         good = 0 <= start <= stop <= self.length
@@ -140,7 +141,7 @@ class StoredDocument:
         return frozenset(name.split(".")[1] for name in self._spans if name.startswith("heads."))
 
     def head_keys(self, head: str, start: int, stop: int) -> Tensor:
-        """Keys [stop - start, Hkv, D] of a retrieval head of `heads`, not rotated; as `rows`."""
+        """Keys [stop - start, Hkv, D] of a retrieval head of `heads`, without RoPE; see `rows`."""
         good = 0 <= start <= stop <= self.length
         self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
         return self._rows([f"heads.{head}.keys"], start, stop)[0]
@@ -166,7 +167,7 @@ class StoredDocument:
         return bool(self._extremes)
 
     def extreme_keys(self) -> list[Tensor]:
-        """Per layer the extreme keys of all blocks, [N, k, Hkv, D]; one read.
+        """The extreme keys of all blocks per layer, [N, k, Hkv, D]; one read.
 
         Raises ConfigError if there are none, RecordError as `rows`.
         """
@@ -235,10 +236,10 @@ def _release(reader: StorageReader, lease: Held) -> None:
 
 
 def problems(catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint) -> list[Problem]:
-    """The problems of a document; reads everything stored of it for this model.
+    """The problems of a document; reads everything that is stored of it for this model.
 
-    An evicted record is no problem, nor is a document that another process replaces or removes
-    meanwhile.
+    An evicted record is not a problem, nor is a document that another process replaces or removes
+    in the meantime.
     """
     found = list(_faults(catalogue, source, fingerprint))
     if found:
@@ -282,7 +283,7 @@ def _faults(
 def nameless(catalogue: Catalogue) -> list[Problem]:
     """Files of texts whose first line is damaged and that no record identifies."""
     files = catalogue.unreadable()
-    what = "the first line of this file has changed, so nobody knows which document it is"
+    what = "the first line of this file has changed, so its document cannot be identified"
     return [Problem(f"documents/{f}", what, "as it was written", "source") for f in sorted(files)]
 
 
@@ -308,7 +309,7 @@ def outdated() -> RecordError:
 def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> RecordError:
     """Why a document has no record of this model: "foreign" if another model has one.
 
-    Of several, the one that differs in the fewest fields is named.
+    If several have one, the one that differs in the fewest fields is named.
     """
     errors = []
     for record in catalogue.index.records(digest):
@@ -320,6 +321,4 @@ def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> Recor
             errors.append((len(differences(header.fingerprint, fingerprint)), error.what, error))
     if errors:
         return min(errors, key=lambda found: found[:2])[2]
-    return RecordError(
-        "missing", "it has no record, which made room for others or was taken away", "a record"
-    )
+    return RecordError("missing", "it has no record, because it was evicted or removed", "a record")

@@ -1,8 +1,8 @@
-"""The record of a document encoded alone, and its file.
+"""The record of a document that was encoded alone, and its file.
 
-A record has, per layer, keys, values and block statistics. A block is `block_size` tokens, the last
-one may be shorter: N blocks of n tokens. Letters as everywhere: Hq query heads, Hkv key heads, D
-the size of a key, Dv of a value.
+A record has, per layer, keys, values and block statistics. A block is `block_size` tokens; the last
+one may be shorter. Shape letters: N blocks, n tokens, Hq query heads, Hkv key heads, D the size of
+a key, Dv of a value.
 
 The file is a safetensors file, whose header identifies the record and has a digest per tensor:
 
@@ -16,12 +16,13 @@ The file is a safetensors file, whose header identifies the record and has a dig
     heads      per retrieval head that ran with the model: its keys, row by row, and the features
                of the last token; often none
 
-Every program that reads safetensors reads these files. The header is sealed, and holds a SHA-256 of
-each tensor. Opening a record checks the seal, the file's size, and the statistics, which it reads
-anyway. Rows are read later and in part: `verify` compares all of them with their SHA-256, and a
-store with `check="read"` each block, as it is read, with its CRC-32 among the statistics, which
-finds every change of up to 32 successive bits and all but one in 2**32 others. That takes .3 s of a
-core per GB (one thread of an EPYC of family 26; reading alone .07 s from the page cache).
+Every program that reads safetensors can read these files. The header is sealed, and holds a SHA-256
+of each tensor. Opening a record checks the seal, the file's size, and the statistics, which it
+reads anyway. Rows are read later and in part: `verify` compares all of them with their SHA-256. A
+store with `check="read"` compares each block, as it is read, with its CRC-32, which is stored with
+the statistics and detects every change of up to 32 consecutive bits and all but one in 2**32 other
+changes. That takes .3 s of a core per GB (one thread of an EPYC of family 26; reading alone takes
+.07 s from the page cache).
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ class LayerStatistics:
 
 @dataclass(eq=False)
 class LayerRecord:
-    """One layer of a document; `LayerStatistics` documents the inherited fields.
+    """One layer of a document; see `LayerStatistics` for the other fields.
 
-    keys: the cache's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head,
-    [latent | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys hold them.
-    extreme_keys: same dtype [N, k, Hkv, D], the keys of each block and head that lie farthest from
-    their mean; None in records of older versions. Read on demand only.
+    keys: the cache's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head, [latent
+    | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys contain them. extreme_keys:
+    same dtype [N, k, Hkv, D], the keys of each block and head that are farthest from their mean;
+    None in records of older versions. They are read only on demand.
     """
 
     keys: Tensor
@@ -301,7 +302,7 @@ def serialise(
         "fingerprint": canonical(dict(fingerprint)).decode(),
         "digests": canonical({key: sha256(piece) for key, piece in pieces.items()}).decode(),
     }
-    # The seal stands among the texts, and covers the tensors' places too.
+    # The seal is one of the metadata strings, and covers the tensors' places, too.
     text["sha256"] = seal({**header, "__metadata__": text})["sha256"]
     line = canonical({**header, "__metadata__": text})
     line += b" " * (-len(line) % 8)  # tensors are aligned

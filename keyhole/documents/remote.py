@@ -1,9 +1,9 @@
 """Documents at an fsspec URL: reads byte ranges, and commits files atomically.
 
-Object stores (such as S3) show an object when its upload is complete, so it is uploaded under its
-final name. Elsewhere it is uploaded under another name and moved. Machines that share a URL share
-no lock: the last writer of a name wins, and unreferenced files are deleted only when they are a day
-old.
+Object stores (such as S3) show an object only when its upload is complete, so it is uploaded under
+its final name. On other file systems it is uploaded under a temporary name and moved. Machines that
+share a URL share no lock: the last writer of a name wins, and unreferenced files are deleted only
+when they are a day old.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEAD_BYTES = 128 << 10
 def open_storage(place: str | Path) -> StorageBackend:
     """A local folder for a path or a file URL, otherwise fsspec's file system for the URL.
 
-    Raises ConfigError for a place that cannot be opened, with the package that it needs.
+    Raises ConfigError for a place that cannot be opened, naming the package that it needs.
     """
     text = str(place)
     require(bool(place), "place of documents", place, "a folder or a URL")
@@ -61,8 +61,8 @@ def open_storage(place: str | Path) -> StorageBackend:
             known = fsspec.available_protocols()
             raise UnknownNameError("protocol of a document place", protocol, known) from error
         raise ConfigError(
-            f"documents cannot be kept at {text!r}: {_line(error)}; name a folder or URL that "
-            "exists or can be made"
+            f"documents cannot be stored at {text!r}: {_line(error)}; name a folder or URL that "
+            "exists or can be created"
         ) from error
 
 
@@ -110,7 +110,7 @@ class RemoteStorage:
         return RemoteReader(self._system, self._full(path))
 
     def stage(self, path: str, pieces: Sequence[bytes | memoryview]) -> RemoteStaged:
-        """See `StorageBackend`. The whole file is in memory once more while it is put."""
+        """See `StorageBackend`. A second copy of the whole file is in memory during the upload."""
         part = self._full(f"{_PARTS}/{uuid.uuid4().hex}.part") if self._moves else None
         return RemoteStaged(self._system, self._full(path), part, b"".join(pieces))
 
@@ -120,11 +120,13 @@ class RemoteStorage:
             self._system.rm_file(self._full(path))
 
     def lease_path(self, path: str) -> Path | None:
-        """There is none."""
+        """None: there is no local file."""
         return None
 
     def clean(self) -> None:
-        """See `StorageBackend`; parts may be another machine's, so they must be old."""
+        """See `StorageBackend`; only old parts are deleted, as they may belong to another
+        machine.
+        """
         if not self._moves:
             return
         now = datetime.now().timestamp()
@@ -137,9 +139,9 @@ class RemoteStorage:
 
 
 class RemoteReader:
-    """See `Reader`. What is read is new memory.
+    """See `StorageReader`. Returns new memory.
 
-    The beginning of the file is read at once and kept: what follows it is often in it.
+    The beginning of the file is read at once and cached, because later reads often need it.
     """
 
     is_local = False
@@ -154,7 +156,7 @@ class RemoteReader:
         self._head = self._fetch([(0, min(self.size, _HEAD_BYTES))])[0]
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """See `Reader`; all at once where the place can."""
+        """See `StorageReader`; all ranges at once if the file system supports it."""
         known = len(self._head)
         fetched = iter(self._fetch([(start, stop) for start, stop in ranges if stop > known]))
         return [
@@ -170,18 +172,18 @@ class RemoteReader:
         for (start, stop), data in zip(full, found, strict=True):
             self.bytes_read += len(data)
             if len(data) != stop - start:
-                raise OSError(f"{len(data)} bytes came where {stop - start} were asked for")
+                raise OSError(f"{len(data)} bytes arrived where {stop - start} were requested")
         parts = iter(found)
         return [bytes(next(parts)) if stop > start else b"" for start, stop in ranges]
 
     def close(self) -> None:
-        """See `Reader`."""
+        """See `StorageReader`."""
 
 
 class RemoteStaged:
-    """See `Staged`. Without a part, the file is there as soon as it is written, and stays.
+    """See `Staged`. Without a part, the file exists as soon as it is written, and stays.
 
-    A record without its document is harmless: it may even belong to another document of the same
+    A record without its document is harmless: it may even belong to another document with the same
     text.
     """
 

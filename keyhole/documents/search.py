@@ -1,7 +1,8 @@
-"""Which stored documents a query is about: an interface, and BM25 by SQLite's full-text search.
+"""Search for the stored documents that match a query: an interface, and BM25 by SQLite's full-text
+search.
 
-The table is a copy that can be made again from the texts at any time: it is brought up to date
-before each search, and made anew where it is missing or damaged.
+The table is a copy that can be rebuilt from the texts at any time: it is updated before each
+search, and recreated if it is missing or damaged.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ SELECT name, -bm25(texts) AS score, snippet(texts, 2, '', '', '…', 24) AS snip
 FROM texts WHERE texts MATCH ? ORDER BY bm25(texts), name LIMIT ?
 """
 _WORD = re.compile(r"\w+")
-# A query is a question, not a text; SQLite's own limit of an expression is far above.
+# A query is a question, not a document; SQLite's limit for expressions is far higher.
 _MOST_WORDS = 256
-# Errors of a file that is no database, or no longer one.
+# Errors of a file that is not a database, or is damaged.
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A document that a search found. score: larger is better. snippet: where it fits best."""
+    """A document found by a search. score: larger is better. snippet: the best-matching passage."""
 
     name: str
     score: float
@@ -50,9 +51,9 @@ class Retriever(Protocol):
     """Finds documents. Safe from threads."""
 
     def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
-        """Makes what is searched just these documents.
+        """Makes these documents the searched ones.
 
-        text: that of a name, for new ones; None: it cannot be read now.
+        text: returns the text of a name, for new documents; None if it cannot be read now.
         """
         ...
 
@@ -62,9 +63,9 @@ class Retriever(Protocol):
 
 
 class BM25:
-    """Words that a query and a document share, weighted by how rare they are (Okapi BM25).
+    """Words that a query and a document share, weighted by their rarity (Okapi BM25).
 
-    k1 is 1.2, b 0.75; upper and lower case and accents are the same. path: the table's file.
+    k1 is 1.2, b 0.75; case and accents are ignored. path: the table's file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +87,7 @@ class BM25:
                     table.execute("INSERT INTO texts VALUES (?, ?, ?)", row)
 
     def search(self, query: str, top_k: int) -> list[Found]:
-        """See `Retriever`. No word of a query is an operator of SQLite's."""
+        """See `Retriever`. Words of a query are never operators of SQLite's query language."""
         require(is_count(top_k), "top_k", top_k, "at least 1")
         words = list(dict.fromkeys(_WORD.findall(query.lower())))[:_MOST_WORDS]
         if not words:
@@ -98,14 +99,14 @@ class BM25:
 
     @contextmanager
     def _table(self) -> Iterator[sqlite3.Connection]:
-        """The table in a transaction. ConfigError if it cannot be used."""
+        """The table, in a transaction. ConfigError if it cannot be used."""
         try:
             with self._guard, closing(self._open()) as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")  # without it, closing rolls back
         except sqlite3.Error as error:
-            raise ConfigError(f"the table for searches {self._path} fails: {error}") from error
+            raise ConfigError(f"the search table {self._path} cannot be used: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
         try:

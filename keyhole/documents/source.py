@@ -1,7 +1,7 @@
 """The source of a document, as a file: one line of JSON, then the text or its token ids.
 
-The first line names the document; from the rest any model can encode it again. A document is stored
-while this file exists; records refer to it by the digest of the source.
+The first line describes the document; any model can encode it again from the rest. A document is
+stored as long as this file exists; records refer to it by the digest of the source.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def default_place() -> str:
 #: Every first line ends before this byte.
 HEAD_BYTES = 8192
 _MOST_NAME_LENGTH = 200
-# As it stands in the first line: the rest of it is far shorter than what is left.
+# In the first line, where all other fields together need far less than the remaining bytes.
 _MOST_METADATA_BYTES = 4096
 # No UTF-8 text begins with this byte, so no text has the digest of a list of token ids.
 _TOKEN_IDS_MARK = b"\xff"
@@ -45,9 +45,9 @@ _TOKEN_IDS_MARK = b"\xff"
 
 @dataclass(frozen=True)
 class Source:
-    """A text or token ids, and the bytes they are stored as.
+    """A text or token ids, and the bytes in which they are stored.
 
-    digest: SHA-256; of a text, the sha256sum of its UTF-8.
+    digest: SHA-256; for a text, the sha256sum of its UTF-8.
     """
 
     value: str | list[int]
@@ -56,15 +56,15 @@ class Source:
 
     @classmethod
     def of(cls, source: str | Sequence[int]) -> Source:
-        """ConfigError for an empty source, and for a value that is neither text nor token ids."""
+        """From text or token ids; ConfigError for an empty source and for any other value."""
         if not len(source):
-            raise ConfigError("a document has no text; give at least one character or token id")
+            raise ConfigError("a document is empty; give at least one character or token id")
         if isinstance(source, str):
             try:
                 body = source.encode()
             except UnicodeEncodeError as error:
                 raise ConfigError(
-                    f"the text of a document is no Unicode text: {error.reason} at character "
+                    f"the text of a document is not valid Unicode: {error.reason} at character "
                     f"{error.start}; decode the file with its own encoding"
                 ) from error
             return cls(source, body, sha256(body))
@@ -101,15 +101,15 @@ class SourceFile:
         return file_of(self.name)
 
     def line(self) -> bytes:
-        """The sealed line, as written."""
+        """The sealed line, as it is written."""
         fields = dataclasses.asdict(self)
-        if self.metadata == "{}":  # as versions before it wrote it
+        if self.metadata == "{}":  # as written by versions without metadata
             fields.pop("metadata")
         return canonical(seal(fields)) + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> SourceFile:
-        """From the first HEAD_BYTES of a file or more; RecordError "source" if it is damaged."""
+        """From at least the first HEAD_BYTES of a file; RecordError "source" if it is damaged."""
         line, _, _ = data.partition(b"\n")
         try:
             fields: dict[str, Any] = json.loads(line)
@@ -123,9 +123,10 @@ class SourceFile:
             ) from error
 
     def source(self, data: bytes) -> Source:
-        """From the whole file; RecordError "source" if neither a text nor token ids are right.
+        """From the whole file; RecordError "source" if it has neither the right text nor the right
+        token ids.
 
-        The first line of `data` may be damaged, as long as its length is unchanged.
+        The first line of `data` may be damaged, as long as it ends in the same place.
         """
         _, _, body = data.partition(b"\n")
         for read in (bytes.decode, json.loads):
@@ -137,7 +138,7 @@ class SourceFile:
 
 
 def file_of(name: str) -> str:
-    """The file name of the document of this name."""
+    """The file name for a document name."""
     return f"{sha256(name.encode())[:32]}.txt"
 
 
@@ -153,7 +154,7 @@ def check_name(name: str) -> str:
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
-    """As it is kept; ConfigError unless it is a JSON object that is not too long."""
+    """As it is stored; ConfigError unless it is a JSON object of limited size."""
     right = f"a JSON object of at most {_MOST_METADATA_BYTES} bytes"
     try:
         text = canonical(dict(metadata)).decode()

@@ -4,13 +4,11 @@ A backend holds two folders of immutable files, which are only replaced as a who
 sources, and `records`, the models' encodings. It is a folder of this machine, or any URL that
 fsspec supports (`remote`).
 
-In a local folder a file is written under `parts`, locked by its writer, synced to disk (fsync), and
-renamed. A process that dies leaves an unlocked part, which the next start deletes.
+In a local folder, a file is written under `parts`, locked by its writer, synced to disk (fsync),
+and renamed. A process that dies leaves an unlocked part, which the next start deletes.
 
-File locks between processes: they are released when the process ends, however it ends.
-
-One lock per store serialises changes. A lease is a shared lock on one record: a leased record is in
-use and is not deleted.
+File locks are released when a process ends, in any way. One lock per store serialises changes. A
+lease is a shared lock on one record: a leased record is in use and is not deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 class Entry(NamedTuple):
     """A file in a listing.
 
-    stamp: changes when the file is replaced. written: seconds since 1970 UTC, None if not known.
+    stamp: changes when the file is replaced. written: seconds since 1970, UTC; None if unknown.
     """
 
     size_bytes: int
@@ -52,11 +50,11 @@ class StorageReader(Protocol):
     bytes_read: int
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Bytes from start to stop, uint8 [stop - start] each; OSError if they cannot be read."""
+        """The bytes of these ranges, uint8 [stop - start] each; OSError if they cannot be read."""
         ...
 
     def close(self) -> None:
-        """Tensors that were read stay valid."""
+        """Closes the file; tensors that were read stay valid."""
         ...
 
 
@@ -64,7 +62,7 @@ class Staged(Protocol):
     """A file that is written but not yet committed."""
 
     def commit(self) -> str:
-        """Commits the file atomically; returns its stamp, "" if that is not known."""
+        """Commits the file atomically; returns its stamp, "" if unknown."""
         ...
 
     def discard(self) -> None:
@@ -73,11 +71,11 @@ class Staged(Protocol):
 
 
 class StorageBackend(Protocol):
-    """Files by a relative path such as "records/x". Every failure raises OSError.
+    """Files by relative paths such as "records/x". Every failure raises OSError.
 
-    url: for messages. folder: this machine's folder if it is one that can be written to.
-    grace_s: the age at which an unreferenced file is deleted: another machine may be about to
-    commit its reference; 0 where all writers share one lock.
+    url: for messages. folder: the local folder, if it is writable. grace_s: age from which
+    unreferenced files are deleted, because another machine may be about to commit a reference; 0 if
+    all writers share one lock.
     """
 
     url: str
@@ -109,7 +107,7 @@ class StorageBackend(Protocol):
         ...
 
     def lease_path(self, path: str) -> Path | None:
-        """A file of this machine to lock while the file is read; None if there is none."""
+        """A local file to lock while the file is read; None if there is none."""
         ...
 
     def clean(self) -> None:
@@ -121,7 +119,9 @@ _PARTS = "parts"
 
 
 class LocalStorage:
-    """A `StorageBackend` in a local folder, created if missing; a read-only one can be read."""
+    """A `StorageBackend` in a local folder, which is created if missing; a read-only one can be
+    read.
+    """
 
     grace_s = 0.0
 
@@ -186,7 +186,8 @@ class LocalStorage:
 class LocalReader:
     """A file that is read into new memory.
 
-    It is not mapped: if another program cuts a mapped file, whoever reads it is killed (SIGBUS).
+    It is not mapped: if another program truncates a mapped file, every process that reads it is
+    killed (SIGBUS).
     """
 
     is_local = True
@@ -263,7 +264,7 @@ def _new_part(folder: Path) -> tuple[int, Path]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable across a power failure."""
+    """Makes a rename durable against power failures."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -289,7 +290,7 @@ def locked(path: Path) -> Iterator[None]:
 class Lease:
     """Marks the file at `path` as in use, until `close`.
 
-    create: make the file if there is none; otherwise FileNotFoundError.
+    create: create the file if it is missing; otherwise FileNotFoundError.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
@@ -314,7 +315,7 @@ class Lease:
 
 @contextmanager
 def is_free(path: Path) -> Iterator[bool]:
-    """Whether there is no lease on `path`; inside the block no lease can begin.
+    """Whether there is no lease on `path`; inside the block no lease can start.
 
     A missing file is free; one that cannot be opened is not.
     """

@@ -1,12 +1,12 @@
-"""Documents that were encoded once and are kept: add, list, open, verify.
+"""The store of encoded documents: add, list, open, verify.
 
-A store holds texts and, per text and model, a record of keys, values and statistics. A
-record belongs to a text by its digest and to a model by the digest of a fingerprint, so records of
-several models coexist, and a changed model never reads another model's record.
+A store holds texts and, per text and model, a record of keys, values and statistics. A record
+refers to a text by its digest and to a model by the digest of a fingerprint, so records of several
+models coexist, and a changed model never reads another model's record.
 
-Acknowledged writes are durable: every file is written to a temporary name, synced to disk and
-renamed, record before text, so that a killed process leaves no partial document. Several processes
-may read and add at once.
+Acknowledged writes are durable: every file is written under a temporary name, synced to disk and
+renamed, the record before the text, so that a killed process leaves no partial document. Several
+processes may read and add at once.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def require_check(value: str, name: str = "check") -> None:
 class DocumentStore:
     """The documents at `place`, as one model sees them.
 
-    place: a folder, made if it is not there, or any URL that fsspec opens. fingerprint: everything
-    that determines this model's keys and values. limit_bytes: of all texts and records of all
-    models; the least recently used records are evicted, their texts stay; None: no limit.
-    check: "open" compares a record's header and statistics with their digests when it is opened;
-    "read" also everything that is read of it later. cache_folder: where the index is stored if the
-    storage cannot hold it (a URL, or a read-only folder); None: the user's cache folder.
+    place: a folder, which is created if missing, or any URL that fsspec supports. fingerprint:
+    everything that determines this model's keys and values. limit_bytes: for all texts and the
+    records of all models; the least recently used records are evicted, their texts stay; None: no
+    limit. check: "open" compares a record's header and statistics with their digests when it is
+    opened; "read" also everything that is read of it later. cache_folder: where the index is stored
+    if it cannot be in the storage (a URL, or a read-only folder); None: the user's cache folder.
 
     Any operation raises ConfigError if the place or its index cannot be used.
     """
@@ -88,7 +88,7 @@ class DocumentStore:
 
     @property
     def folder(self) -> Path:
-        """A folder of this machine that belongs to this store alone: the place, if it is one."""
+        """A local folder for this store alone: the place itself, if it is local."""
         return self._catalogue.folder
 
     # Adding.
@@ -98,9 +98,9 @@ class DocumentStore:
     ) -> DocumentInfo | None:
         """This model's document of exactly this source; None if it has to be added.
 
-        A text or a record that is damaged, as far as that is seen without reading all of it, or a
-        record of an older version, has to be added again. Raises ConfigError for a name or source
-        that `add` would refuse.
+        A text or a record with damage that shows without reading everything, or a record of an
+        older version, has to be added again. Raises ConfigError for a name or source that `add`
+        would refuse.
         """
         check_name(name)
         with self._told("read"):
@@ -117,17 +117,16 @@ class DocumentStore:
         pinned: bool = False,
         metadata: Mapping[str, Any] | None = None,
     ) -> DocumentInfo:
-        """Stores a document; when this returns, it is on the disk.
+        """Stores a document; when this returns, it is on disk.
 
         Adding the same name and source again changes only the pin and the metadata, unless the
-        stored files are damaged.
-        overwrite: put `record` in place of whatever is there of this name, records of its old text
-        by all models included. pinned: it is never evicted. metadata: JSON that is kept
-        with it; None: that of the same text before, else none.
+        stored files are damaged. overwrite: replace a document of this name, including the records
+        of its old text by all models. pinned: never evict it. metadata: JSON that is stored with
+        it; None: that of the same text before, else none.
 
-        Raises ConfigError for a bad name or source, for a name that has another source, and for a
-        record whose shapes disagree; NumericalError for NaN; StorageFullError if it does not fit.
-        In all these cases the store is unchanged.
+        Raises ConfigError for an invalid name or source, for a name that has another source, and
+        for a record whose shapes disagree; NumericalError for NaN; StorageFullError if it does not
+        fit. In all these cases the store is unchanged.
         """
         check_name(name)
         described = None if metadata is None else metadata_text(metadata)
@@ -155,10 +154,9 @@ class DocumentStore:
     def open(self, name: str) -> StoredDocument:
         """The document's record, in use until it is closed; counts a hit.
 
-        Checks whose record it is, its size, and the digests of its header and statistics; keys and
-        values are checked as they are read, with check="read", or by `verify`. Raises
-        UnknownNameError, and RecordError for a record that is damaged, another model's, or not
-        there.
+        Checks the record's model, its size, and the digests of its header and statistics; keys and
+        values are checked as they are read (check="read") or by `verify`. Raises UnknownNameError,
+        and RecordError for a record that is damaged, missing, or another model's.
         """
         with self._told("read"):
             source, tried = self._catalogue.source(name), ""
@@ -216,7 +214,7 @@ class DocumentStore:
             return self._catalogue.index.infos(self.model)
 
     def source(self, name: str) -> Text:
-        """The text or the token ids that the document was made from.
+        """The text or the token ids of the document.
 
         Raises UnknownNameError, and RecordError if it is damaged.
         """
@@ -230,7 +228,7 @@ class DocumentStore:
                     try:
                         return self._text(found)
                     except FileNotFoundError as error:
-                        raise RecordError("source", "its text is gone", "there", name) from error
+                        raise RecordError("source", "its text is missing", "there", name) from error
 
     def _text(self, found: SourceFile) -> Text:
         return found.source(self._place.read(f"documents/{found.file}")).value
@@ -238,8 +236,8 @@ class DocumentStore:
     def verify(self, names: Sequence[str] | None = None) -> Problems:
         """Reads everything stored of these documents, or of all, and returns the problems.
 
-        Sources, and this model's records: every digest is compared. A document that has records of
-        other models only is told as "foreign"; an evicted record is no problem.
+        Every digest of the sources and of this model's records is compared. A document that has
+        only records of other models is reported as "foreign"; an evicted record is not a problem.
         """
         with self._told("read"):
             found = [] if names is not None else nameless(self._catalogue)
@@ -254,20 +252,21 @@ class DocumentStore:
     # Changing.
 
     def pin(self, name: str, pinned: bool = True) -> None:
-        """A pinned document is never evicted."""
+        """Pins or unpins a document; pinned ones are never evicted."""
         with self._told("written"):
             self._writer.change(name, pinned=pinned)
 
     def describe(self, name: str, metadata: Mapping[str, Any]) -> None:
-        """Keeps other metadata with a document; ConfigError for what is no JSON, or too much."""
+        """Replaces the metadata of a document; ConfigError for invalid JSON, or too much."""
         described = metadata_text(metadata)
         with self._told("written"):
             self._writer.change(name, metadata=described)
 
     def remove(self, name: str) -> None:
-        """Removes a document, with the records of all models unless another name has its source.
+        """Removes a document, and the records of all models unless another name has the same
+        source.
 
-        A record in use is readable until it is closed, and is deleted at a later start.
+        A record in use stays readable until it is closed, and is deleted at a later start.
         """
         with self._told("written"):
             self._writer.remove(name)
@@ -284,17 +283,19 @@ class DocumentStore:
             where = f"documents at {self._place.url!r} cannot be {how}: {reason}"
             if error.errno in _NO_SPACE:
                 raise StorageFullError(
-                    f"{where}; all that was stored is as it was; make room on the disk, remove "
-                    "documents, or choose another place"
+                    f"{where}; the store is unchanged; free disk space, remove documents, or "
+                    "choose "
+                    "another place"
                 ) from error
             raise ConfigError(where) from error
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
                 raise StorageFullError(
                     f"the index of the documents at {self._place.url!r} cannot be written: "
-                    f"{error}; make room on the disk"
+                    f"{error}; free disk space"
                 ) from error
             raise ConfigError(
-                f"the index of the documents at {self._place.url!r} cannot be used: {error}; a new "
-                "start makes a new one if it is damaged"
+                f"the index of the documents at {self._place.url!r} cannot be used: {error}; if "
+                "it is "
+                "damaged, it is rebuilt at the next start"
             ) from error

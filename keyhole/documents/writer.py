@@ -1,7 +1,7 @@
 """Adding, pinning and removing documents, and the order in which files are committed.
 
-Everything large is written first, without a lock. Then, under the lock: the record is committed,
-then the text, then the index; unreferenced files are deleted last. A process killed in between
+Large files are written first, without a lock. Then, under the lock: the record is committed, then
+the text, then the index; unreferenced files are deleted last. A process that is killed in between
 leaves at most a record without a text, which the next start deletes.
 """
 
@@ -49,7 +49,7 @@ class Writer:
         )
 
     def is_whole(self, found: SourceFile) -> bool:
-        """Whether the text is intact and a record exists with a valid header."""
+        """Whether the text is intact and there is a record with a valid header."""
         return self._is_encoded(found.digest) and self._has_text(found)
 
     def _has_text(self, found: SourceFile) -> bool:
@@ -71,7 +71,7 @@ class Writer:
             return False
         finally:
             reader.close()
-        return header.is_current  # one of an older version is written anew
+        return header.is_current  # a record of an older version is rewritten
 
     def add(
         self,
@@ -121,7 +121,7 @@ class Writer:
         self, head: SourceFile, origin: Source, staged: Staged, size: int, overwrite: bool
     ) -> None:
         catalogue, file = self._catalogue, self._file(head.digest)
-        # Checked again, as another process may have been faster.
+        # Checked again, because another process may have been faster.
         old = catalogue.find(head.name)
         same = self.same(head.name, origin, overwrite=overwrite)
         self._require_room(head, origin, size)
@@ -155,7 +155,7 @@ class Writer:
         self._catalogue.require_room(more, self._limit_bytes, {file, *leaving})
 
     def change(self, name: str, **fields: bool | str) -> None:
-        """Writes the document's file anew; the text in it must be right (RecordError)."""
+        """Rewrites the document's file with changed fields; RecordError if its text is damaged."""
         with self._catalogue.locked():
             found = self._catalogue.source(name)
             changed = dataclasses.replace(found, **fields)  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ class Writer:
                 self._write_source(changed, body)
 
     def remove(self, name: str) -> None:
-        """Deletes the document's file, and records that no other document has."""
+        """Deletes the document's file, and records that no other document uses."""
         with self._catalogue.locked():
             found = self._catalogue.source(name)
             self._catalogue.place.remove(f"documents/{found.file}")
@@ -182,7 +182,7 @@ class Writer:
         self._catalogue.index.put_documents([(head, len(line) + len(body), stamp)])
 
     def _drop(self, digest: str) -> None:
-        """Deletes the records of a source unless a document has it."""
+        """Deletes the records of a source unless a document uses it."""
         if not self._catalogue.index.shared(digest, ""):
             self._catalogue.collect(self._catalogue.records_of(digest))
 

@@ -1,4 +1,4 @@
-"""What `keyhole calibrate` measures: layers for DELTA, and stable layers for SamKV.
+"""Measurements of `keyhole calibrate`: layers for DELTA, and stable layers for SamKV.
 
 DELTA: the model runs densely. At each decode step every full-attention layer selects pages as DELTA
 would, and each later layer is evaluated on the selections of all layers before it, so that one run
@@ -12,10 +12,10 @@ measures every possible placement:
 
 `keyhole.policies.selection_layers` turns each of them into a placement. Only steps with more than
 `token_budget` tokens count, because DELTA selects nothing in shorter ones. The layers before b are
-dense, so errors are those of one layer alone.
+dense, so each error is that of one layer alone.
 
-SamKV (arXiv 2508.11661, appendix A.2): calibration documents are encoded, and the layers are chosen
-whose statistics agree; `keyhole.reuse.block_scores` defines what is counted.
+SamKV (arXiv 2508.11661, appendix A.2): calibration documents are encoded, and the layers whose
+statistics agree are selected; `keyhole.reuse.block_scores` defines the statistics.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ Measure = Literal["mass", "error"]
 
 
 class Role(NamedTuple):
-    """What a layer reads: its own window, everything, everything to choose, or another's choice.
+    """What a layer reads: its own window, everything, everything in order to select, or another
+    layer's selection.
 
     chooser: the layer whose pages a sparse layer reads.
     """
@@ -69,10 +70,10 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a dense run showed: recall and error [L][L] and shift [L] of the module docstring.
+    """The result of a dense run: recall and error [L][L] and shift [L], see the module docstring.
 
-    `layers` are those with full attention; entries of others are 0. steps: decode steps counted.
-    sparse_share: mean share of a sequence's tokens that a sparse layer reads.
+    `layers` are those with full attention; entries of other layers are 0. steps: decode steps
+    counted. sparse_share: mean share of a sequence's tokens that a sparse layer reads.
     """
 
     model: str
@@ -91,9 +92,10 @@ class Measurement:
         full_layers: Sequence[int],
         measure: Measure = "mass",
     ) -> Calibration:
-        """Chooses the delta layers by "optimal" or "paper", and what to expect of each layer.
+        """Selects the delta layers by "optimal" or "paper", with the expected recall and error of
+        each layer.
 
-        measure: what "optimal" goes by. ConfigError for a choice that leaves no sparse layer.
+        measure: what "optimal" minimises the loss of. ConfigError if no sparse layer would remain.
         """
         candidates = [layer for layer in self.layers if layer not in full_layers]
         if method == "paper":
@@ -114,7 +116,7 @@ class Measurement:
     def expected(
         self, full_layers: Sequence[int], delta_layers: Sequence[int], method: str, measure: str
     ) -> Calibration:
-        """The recall and error to expect of each layer with these layers."""
+        """The expected recall and error of each layer with these layers."""
         # A layer that reads everything loses nothing.
         choosers = [role.chooser for role in self.roles(full_layers, delta_layers)]
         pairs = list(enumerate(choosers))
@@ -133,7 +135,7 @@ class Measurement:
         )
 
     def cost(self, placed: Calibration) -> Cost:
-        """What a placement costs: means over its sparse layers, and keys read."""
+        """The cost of a placement: means over its sparse layers, and keys read."""
         roles = self.roles(placed.full_layers, placed.delta_layers)
         sparse = [layer for layer, role in enumerate(roles) if role.kind == "sparse"]
         dense = [layer for layer in self.layers if layer not in sparse]
@@ -161,7 +163,7 @@ class Measurement:
 
 
 class Cost(NamedTuple):
-    """Of a placement: layers that read everything, and means over the others.
+    """The cost of a placement: layers that read everything, and means over the others.
 
     recall, error: of a sparse layer. keys_read: share of the keys of all full-attention layers that
     a step reads.
@@ -185,7 +187,7 @@ def calibrate(
     full_layers: Sequence[int] = (0, 1),
     max_tokens: int = 64,
 ) -> Calibration:
-    """Measures and places in one go: see `measured` and `Measurement.place`."""
+    """Measures and places: see `measured` and `Measurement.place`."""
     found = measured(
         model, prompts, token_budget=token_budget, recent_pages=recent_pages, max_tokens=max_tokens
     )
@@ -255,10 +257,10 @@ class _Sums:
         full: Tensor,
         output: Callable[[Selection], Tensor],
     ) -> None:
-        """Takes a layer of a step.
+        """Adds a layer of a step.
 
         largest, mass: its scores [B, M] per page, summed maxima and summed weights. full: its
-        output [B, Hq, Dv]; output(selection): the same over what is selected.
+        output [B, Hq, Dv]; output(selection): the output over a selection.
         """
         place = self.layers.index(layer)
         tokens = self.delta.token_budget // step.page_size * step.page_size
@@ -281,7 +283,7 @@ class _Sums:
         self._before = share
 
     def _choice(self, layer: int, largest: Tensor, step: Step) -> tuple[Selection, Tensor]:
-        """What DELTA chooses by these scores, and its pages as 0 and 1, float64 [B, M]."""
+        """What DELTA selects by these scores, and its pages as 0 and 1, float64 [B, M]."""
         self.delta.on_scores(layer, (largest[:, None],), step)
         assert step.shared_selection is not None
         chosen, step.shared_selection = step.shared_selection, None
@@ -292,7 +294,7 @@ class _Sums:
 def _observe(
     model: Model, sums: _Sums, batch: Batch, layer: int, query: Tensor, options: dict[str, Any]
 ) -> None:
-    """Adds a layer of a decode step, by its queries and its cache."""
+    """Adds a layer of a decode step, from its queries and its cache."""
     step, cache = batch.step, batch.cache
     if step is None or options["window"] is not None:
         return
@@ -329,10 +331,10 @@ def measure(
     block_size: int = BLOCK_SIZE,
     num_stable_layers: int = NUM_STABLE,
 ) -> Stability:
-    """Stable layers over these documents, each a list of token ids.
+    """The stable layers over these documents, each a list of token ids.
 
-    ConfigError for settings that cannot be, for token ids that the model does not know, and if no
-    document has the 11 blocks that an outlier needs.
+    ConfigError for invalid settings, for token ids that the model does not know, and if no document
+    has the 11 blocks that an outlier needs.
     """
     require(is_count(block_size), "block_size", block_size, "at least 1")
     if not all(documents):
@@ -369,10 +371,10 @@ def measure(
 def cut(
     model: Model, texts: Sequence[Prompt], *, block_size: int = BLOCK_SIZE, most: int
 ) -> list[list[int]]:
-    """Texts as documents of at most DOCUMENT_BLOCKS blocks, no more than `most` of them.
+    """Texts as at most `most` documents of at most DOCUMENT_BLOCKS blocks.
 
-    Parts that are too short to say anything are left out; if there are too many, they are taken
-    evenly from all.
+    Parts that are too short are left out; if there are too many parts, they are taken evenly from
+    all.
     """
     size = min(DOCUMENT_BLOCKS * block_size, model.max_length - 1)
     parts: list[list[int]] = []

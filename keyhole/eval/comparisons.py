@@ -1,17 +1,17 @@
-"""Methods beside their controls on the same samples: gains, exact tests, and tables.
+"""Methods compared with their controls on the same samples: gains, exact tests, and tables.
 
     wilson      the share of right answers and its interval
     gain        the difference of two means over the same samples, with its interval
-    p_value     McNemar's exact test: of the samples on which two methods differ, as many would
-                favour either one by chance
+    p_value     McNemar's exact test: the probability that equally good methods split the samples
+                on which they differ at least this unevenly
 
-For scores between right and wrong the test is the sign test, which is the same, and the interval a
-bootstrap over the samples. SciPy computes the tests.
+For scores between right and wrong the test is the sign test, which is the same computation, and the
+interval is a bootstrap over the samples. SciPy computes the tests.
 
-A gain over the recent control is what a method's selection is worth; the distance to the oracle is
-what a better selection could still win. Where the recent control is within 5 points of full
-attention, selecting is worth nothing and methods cannot be told apart: such a setting enters no
-ranking.
+The gain over the recent control is what a method's selection is worth; the distance to the oracle
+is what a better selection could still gain. Where the recent control is within 5 points of full
+attention, selecting is worth nothing and methods cannot be told apart: such a setting is not
+ranked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keyhole.eval.tasks import task_name, told
 #: Standard normal quantile of a 95 % interval.
 _Z = 1.96
 _RESAMPLES = 9999
-#: Numbers of a batch of resamples: thousands of samples would need gigabytes otherwise.
+#: Numbers per batch of resamples; without batches, thousands of samples would need gigabytes.
 _BATCH = 2**20
 
 
@@ -47,7 +47,7 @@ def wilson(right: int, items: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """Mean score minus another one on the same samples: points from -1 to 1, 95 % interval.
+    """Difference of two mean scores on the same samples, from -1 to 1, with its 95 % interval.
 
     better, worse: samples on which the first scored more, and less. p: two-sided.
     """
@@ -62,7 +62,7 @@ class Gain:
 
 
 def gain(scores: Sequence[float], other: Sequence[float]) -> Gain:
-    """`scores` against `other`, sample by sample; both have as many, at least one."""
+    """Compares `scores` with `other`, sample by sample; both have the same length, at least one."""
     assert len(scores) == len(other) >= 1
     better = sum(a > b for a, b in zip(scores, other, strict=True))
     worse = sum(a < b for a, b in zip(scores, other, strict=True))
@@ -83,7 +83,9 @@ def gain(scores: Sequence[float], other: Sequence[float]) -> Gain:
 
 
 def p_value(better: int, worse: int) -> float:
-    """Two-sided, of the exact binomial test that both numbers are as likely; 1 without any."""
+    """Two-sided p value of the exact binomial test that both numbers are equally likely; 1 if both
+    are 0.
+    """
     if better + worse == 0:
         return 1.0
     return float(require_scipy().binomtest(better, better + worse, 0.5).pvalue)
@@ -92,10 +94,10 @@ def p_value(better: int, worse: int) -> float:
 def newcombe(both: int, first: int, second: int, neither: int) -> tuple[float, float]:
     """95 % interval of the difference of two shares of the same samples.
 
-    both, first, second, neither: samples that both have right, only the first, only the second, and
-    none. Newcombe, Improved confidence intervals for the difference between binomial proportions
-    based on paired data, Statistics in Medicine 17 (1998), method 10: Wilson's intervals, and the
-    correlation of the two.
+    both, first, second, neither: numbers of samples that both have right, only the first, only the
+    second, and none. Newcombe, Improved confidence intervals for the difference between binomial
+    proportions based on paired data, Statistics in Medicine 17 (1998), method 10: Wilson's
+    intervals and the correlation of the two.
     """
     n = both + first + second + neither
     share, other = (both + first) / n, (both + second) / n
@@ -116,7 +118,7 @@ def newcombe(both: int, first: int, second: int, neither: int) -> tuple[float, f
 
 
 def require_scipy() -> Any:
-    """scipy.stats; ConfigError that says how to get it if it is not there."""
+    """scipy.stats; ConfigError with the command to install it if it is missing."""
     try:
         from scipy import stats
     except ImportError as error:
@@ -139,22 +141,24 @@ def _bootstrap(differences: np.ndarray) -> tuple[float, float]:
 
 
 TELLING = 0.05
-"""Full attention less the recent control must be more than this, for methods to be compared."""
+"""Methods are compared only where full attention is better than the recent control by more than
+this.
+"""
 RECENT, RANDOM, ORACLE = "recent", "random", "oracle"
-#: What lines that are measured on the same samples have in common.
+#: Fields in which lines that were measured on the same samples agree.
 _SAME = ("model", "fingerprint", "task", "task_settings", "length", "setup")
-#: Points are sums of floats: 5 points are 5 points.
+#: Tolerance for sums of floats, so that 5 points count as 5 points.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A method's line beside others; shares and points from 0 to 1.
+    """A method's line compared with others; shares and points from 0 to 1.
 
-    samples: of all of them, the first ones that every line has. interval: Wilson's, None unless
-    each sample is right or wrong. full: mean score of full attention. controls, lines, gains: mean
-    score and line of each control that was measured, and the gain over it; not of one that is the
-    method itself.
+    samples: the first ones that every line has. interval: Wilson's, None unless each sample is
+    right or wrong. full: mean score of full attention. controls, lines, gains: mean score and line
+    of each control that was measured, and the gain over it; not of a control that is the method
+    itself.
     """
 
     samples: int
@@ -167,7 +171,7 @@ class Comparison:
 
     @property
     def gain(self) -> Gain | None:
-        """Over the recent control."""
+        """The gain over the recent control."""
         return self.gains.get(RECENT)
 
     @property
@@ -178,14 +182,14 @@ class Comparison:
 
     @property
     def can_tell(self) -> bool | None:
-        """Whether methods can be told apart in this setting; None where that was not measured."""
+        """Whether methods can be told apart in this setting; None if that was not measured."""
         recent = self.controls.get(RECENT)
         if self.full is None or recent is None:
             return None
         return self.full - recent > TELLING + ROUNDING
 
     def to_json(self) -> Line:
-        """For `--json`: everything, gains by the name of the control."""
+        """As JSON, with gains by the name of the control."""
         return {
             "samples": self.samples,
             "score": self.score,
@@ -241,7 +245,7 @@ def _paired(
 
 
 def wilson_of(scores: object) -> tuple[float, float] | None:
-    """Wilson's 95 % interval of the share of right answers; None unless each is right or wrong."""
+    """Wilson's 95 % interval of the share of right answers; None unless each score is 0 or 1."""
     if not isinstance(scores, list | tuple) or not scores:
         return None
     if any(score not in (0, 1) for score in scores):
@@ -264,7 +268,7 @@ def _compared(group: Mapping[str, Line]) -> Comparison:
 
 
 def _scores(line: Line) -> list[float]:
-    """One for each sample; none if one of them is no number."""
+    """The score of each sample; [] if one of them is not a number."""
     scores = line.get("scores")
     if not isinstance(scores, list) or not all(
         isinstance(one, int | float) and math.isfinite(one) for one in scores
@@ -294,7 +298,7 @@ def results_table(
 ) -> EvalTable:
     """A row for each line, the refused ones last in their group of task, length and setup.
 
-    A value that a cell does not have is "-".
+    A missing value is shown as "-".
     """
     return laid_out(
         grouped((*measured, *refused)),
@@ -311,7 +315,7 @@ def results_table(
 
 
 def grouped(lines: Iterable[Line]) -> list[Line]:
-    """The lines in groups of task, length and setup, in the order in which these begin."""
+    """The lines grouped by task, length and setup, in order of first appearance."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
         name = f"{line['task']} {line['task_settings']} {line['length']} {line['setup']}"
@@ -320,7 +324,9 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
 
 
 def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> EvalTable:
-    """A row for each line: what it is, and these columns; what all rows share stands above."""
+    """A row for each line: its identity, and these columns; values that all rows share are in the
+    title.
+    """
     cells: dict[str, Text] = {
         "task": _task,
         "length": field_text("length", "{:,} tokens".format),
@@ -341,7 +347,7 @@ def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> EvalTable:
 
 
 def field_text(name: str, text: Callable[[Any], str]) -> Text:
-    """The text of a field; "-" where a line lacks it."""
+    """Shows a field; "-" where a line lacks it."""
 
     def cell(line: Line) -> str:
         value = line.get(name)
@@ -351,13 +357,13 @@ def field_text(name: str, text: Callable[[Any], str]) -> Text:
 
 
 def _task(line: Line) -> str:
-    """The name, and what was set of it: passkey:depth=0.5."""
+    """The name with the changed settings: passkey:depth=0.5."""
     settings = () if line["task"] in FORCED else told(line["task"], line["task_settings"])
     return task_name(line["task"], settings)
 
 
 def _score(line: Line) -> str:
-    """Per cent; a perplexity as it is, less being better."""
+    """The score in percent, or a perplexity as it is."""
     if "error" in line:
         return NOT_EQUAL if line.get("unequal") else "refused"
     if line["task"] == "perplexity":
@@ -365,14 +371,14 @@ def _score(line: Line) -> str:
     return f"{line['score']:.1%}"
 
 
-#: Smaller p values are written so.
+#: Smaller p values are shown as "<0.001".
 _LEAST_P = 0.001
 
 
 def controls_table(measured: Sequence[Line], refused: Sequence[Line]) -> EvalTable:
     """A row for each method; `refused` come last in their group of task, length and setup.
 
-    Shares and gains are in points of a hundred. A value that a cell does not have is "-".
+    Shares and gains are in percentage points. A missing value is shown as "-".
     """
     beside = dict(zip(map(id, measured), compared(measured), strict=True))
     lines = grouped([line for line in (*measured, *refused) if line.get(CONTROL) is None])
@@ -415,14 +421,12 @@ def controls_table(measured: Sequence[Line], refused: Sequence[Line]) -> EvalTab
 
 
 def note(line: Line, found: Comparison | None) -> str:
-    """What a reader has to know of a row: whether it can tell methods apart, and what it reads
-    beside its budget.
-    """
+    """Remarks on a row: whether methods can be told apart, and what is read beyond the budget."""
     parts = []
     if found is not None and found.can_tell is False:
         parts.append("cannot tell")
     if line.get("outside_budget"):
-        parts.append(f"beside the budget: {line['outside_budget']}")
+        parts.append(f"outside the budget: {line['outside_budget']}")
     if line.get("terms_note"):
         parts.append(line["terms_note"])
     return "; ".join(parts)

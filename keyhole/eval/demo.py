@@ -1,12 +1,13 @@
-"""The demonstration: a long recall and a long derivation under three sparse methods, one budget.
+"""The demonstration: a long recall and a long derivation under three sparse methods with one
+budget.
 
 The recall asks for one fact of a long text. The derivation carries out a shuffled program of 40
 steps; each step needs two facts of the prompt and the result of an earlier step that the model
-itself has written, so dropping generated text is as fatal as dropping the prompt. The items are
-those of seed 0, whatever the outcome.
+itself has written, so losing generated text is as harmful as losing the prompt. The items are those
+of seed 0, whatever the outcome.
 
-Each method has a control: the same dense layers, first tokens and budget, and the newest tokens in
-place of a selection. What the two have in common is not due to the selection.
+Each method has a control: the same dense layers, first tokens and budget, and the newest tokens
+instead of a selection. What both achieve is not due to the selection.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class DemoOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """All outcomes, and the policies by name, settled.
+    """All outcomes, and the resolved policies by name.
 
-    dense: the layers that each policy reads in full. controls: of the methods that select; one that
-    does not is its own control, and has none here.
+    dense: the layers that each policy reads in full. controls: of the methods that select; a method
+    without a selection is its own control and has no entry.
     """
 
     outcomes: list[DemoOutcome]
@@ -64,7 +65,7 @@ class Demo:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A method, or the control of the method of that name, and its engine."""
+    """A method or its control, with its engine."""
 
     name: str
     is_control: bool
@@ -79,7 +80,7 @@ def items() -> list[Item]:
 def run(model: Model, asked: list[Item]) -> Demo:
     """Answers all items under every policy and control.
 
-    `model` must know the bundled model's words.
+    `model` must know the bundled model's vocabulary.
     """
     geometry = model.geometry(EngineConfig.page_size)
     entries = []
@@ -103,9 +104,9 @@ def run(model: Model, asked: list[Item]) -> Demo:
 
 
 def traced(model: Model, item: Item) -> tuple[Trace, int]:
-    """What DELTA reads while it answers an item, and the tokens of the prompt.
+    """What DELTA reads while it answers an item, and the number of prompt tokens.
 
-    A separate run, so that recording does not slow the timed one.
+    This is a separate run, because recording slows the steps.
     """
     policy = Traced(_delta(model))
     result = _answer(item, LLM(model, policy=policy))
@@ -113,9 +114,9 @@ def traced(model: Model, item: Item) -> tuple[Trace, int]:
 
 
 def verdicts(outcomes: Sequence[DemoOutcome]) -> list[str]:
-    """What each method's control says of it, a line for all tasks with the same two answers.
+    """What each control shows about its method, one line for all tasks with the same two answers.
 
-    Tasks on which full attention is wrong are left out.
+    Tasks that full attention answers wrongly are left out.
     """
     right = {(one.policy, one.is_control, one.task): one.correct for one in outcomes}
     known = [task for task in _tasks(outcomes) if right.get((Full.name, False, task), True)]
@@ -150,7 +151,9 @@ def _tasks(outcomes: Sequence[DemoOutcome]) -> list[str]:
 
 
 def _policies(model: Model) -> list[Policy]:
-    """The four methods; Quest reads in full what DELTA reads in full without choosing."""
+    """The four methods; Quest reads in full the layers that DELTA reads in full without
+    selecting.
+    """
     geometry = model.geometry(EngineConfig.page_size)
     delta = _delta(model).resolve(geometry)
     quest = Quest(token_budget=BUDGET, full_layers=delta.full_layers or ())
@@ -158,9 +161,9 @@ def _policies(model: Model) -> list[Policy]:
 
 
 def _delta(model: Model) -> Delta:
-    """DELTA with the layers measured for this model, else the first full and the next choosing.
+    """DELTA with the calibrated layers of this model, else layer 0 full and layer 1 selecting.
 
-    The paper's layers are for 28 of them; of 4 they would leave none sparse.
+    The paper's layers are for a model of 28; in one of 4 they would leave no sparse layer.
     """
     if model.calibration is not None:
         return Delta(token_budget=BUDGET)
@@ -168,7 +171,7 @@ def _delta(model: Model) -> Delta:
 
 
 def _answer(item: Item, llm: LLM) -> Result:
-    """Greedy generation with room for the right answer and a little more."""
+    """Greedy generation with room for the right answer and a few more tokens."""
     room = len(item.answer.split()) + 8
     return llm.generate(item.prompt, SamplingParams(max_tokens=room, temperature=0.0))
 

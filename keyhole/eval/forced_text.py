@@ -1,14 +1,14 @@
 """Tasks that force a text through decode steps: perplexity and recall of attention.
 
-Of every window of a text the first part is prefilled densely and the last `CONTINUATION` tokens go
-through decode steps under the policy; nothing is generated. Perplexity counts how likely each next
-token is after such a step; the prediction of the dense prompt, which is the same under every
-policy, does not count.
+The first part of every window of a text is prefilled densely, and the last `CONTINUATION` tokens go
+through decode steps under the policy; nothing is generated. Perplexity measures the likelihood of
+each next token after such a step; the prediction from the dense prompt, which is the same under
+every policy, is not counted.
 
-Recall of attention is the share of full attention's weights on what a policy reads, per layer. The
-same text is forced twice: under the policy, recording what every layer reads, and under full
-attention, whose weights are summed where the policy read. Both see the same tokens, but the
-policy's queries are its own: what it lost before counts, as it does in use.
+Recall of attention is the share of full attention's weights on the tokens that a policy reads, per
+layer. The same text is forced twice: under the policy, recording what every layer reads, and under
+full attention, summing its weights over what the policy read. Both see the same tokens, but the
+policy computes its own queries: its earlier losses affect them, as in real use.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from keyhole.policies.base import Policy, Step
 from keyhole.policies.controls import Full
 
 CONTINUATION = 128
-"""Decode steps of a window; in short ones a quarter of its tokens."""
+"""Decode steps of a window; in short windows, a quarter of its tokens."""
 _SHORTEST = 16
 _MOST_UNKNOWN = 0.1
-"""Share of tokens; the bundled model knows only its own words."""
+"""As a share of all tokens; the bundled model knows only its own vocabulary."""
 _TAKEN = torch.empty(0)
-"""In place of logits that have been read."""
+"""Replaces logits that have been read."""
 
 
 class Windows(Protocol):
-    """Where the tokens come from."""
+    """A source of windows of tokens."""
 
     @property
     def path(self) -> str | None:
-        """The file, for people; None for what is made."""
+        """The file, for display; None for generated text."""
         ...
 
     @property
     def digest(self) -> str:
-        """One word for the text: another one for another text."""
+        """Identifies the text: different for different texts."""
         ...
 
     def windows(self, length: int) -> int:
-        """How many of so many tokens there are. ConfigError if there is none."""
+        """Number of windows of this length. ConfigError if there is none."""
         ...
 
     def window(self, length: int, number: int) -> list[int]:
@@ -71,9 +71,10 @@ class Windows(Protocol):
 
 
 class WindowedText:
-    """The tokens of a file; windows follow each other and do not overlap.
+    """The tokens of a file in consecutive windows that do not overlap.
 
-    Each begins as the tokenizer begins a text. ConfigError for a file that cannot be read.
+    Each window begins with the tokens that the tokenizer puts before a text. ConfigError for a file
+    that cannot be read.
     """
 
     def __init__(self, path: str | Path, model: Model) -> None:
@@ -90,7 +91,7 @@ class WindowedText:
         if unknown > _MOST_UNKNOWN:
             raise ConfigError(
                 f"{unknown:.0%} of --text {self.path!r} is unknown to the tokenizer of "
-                f"{model.name}; give a text in its words"
+                f"{model.name}; give a text in its vocabulary"
             )
         begins = ids[:1] == [model.tokenizer.bos_token_id]
         self._begin, self._ids = ids[:begins], ids[begins:]
@@ -101,7 +102,7 @@ class WindowedText:
         return len(self._begin) + len(self._ids)
 
     def windows(self, length: int) -> int:
-        """How many of so many tokens there are. ConfigError if there is none."""
+        """Number of windows of this length. ConfigError if there is none."""
         right = f"at least {_SHORTEST}, of which a quarter is decoded"
         require(length >= _SHORTEST, "length", length, right)
         number = len(self._ids) // (length - len(self._begin))
@@ -119,7 +120,7 @@ class WindowedText:
 
 
 def forced(window: Sequence[int]) -> Request:
-    """The request that forces a window: its last token is only predicted."""
+    """The request that forces a window; its last token is only predicted."""
     steps = min(CONTINUATION, len(window) // 4)
     start = len(window) - 1 - steps
     return Request(
@@ -128,7 +129,7 @@ def forced(window: Sequence[int]) -> Request:
 
 
 class Likelihood:
-    """Mean negative log-likelihood of each window's tokens, taken as their logits come."""
+    """Mean negative log-likelihood of each window's tokens, accumulated as their logits arrive."""
 
     def __init__(self, windows: Sequence[Sequence[int]]) -> None:
         # The token after the prompt, and after each that is given.
@@ -136,7 +137,9 @@ class Likelihood:
         self._read, self._total = [0] * len(windows), [0.0] * len(windows)
 
     def take(self, left: Mapping[Running, int]) -> None:
-        """Adds what is new, and keeps no logits: a vocabulary for every token would be large."""
+        """Adds the new logits and discards them: one per vocabulary entry and token would be
+        large.
+        """
         for sequence, number in left.items():
             logits = sequence.logits
             for place in range(self._read[number], len(logits)):
@@ -147,7 +150,7 @@ class Likelihood:
             self._read[number] = len(logits)
 
     def nlls(self) -> list[float]:
-        """Per window, in nats a token."""
+        """Per window, in nats per token."""
         pairs = zip(self._total, self._next, strict=True)
         return [total / (len(tokens) - 1) for total, tokens in pairs]
 
@@ -163,7 +166,7 @@ class Perplexity(Workload):
         self._text = text
 
     def available(self, length: int, limit: int) -> int:
-        """As many windows as the text has."""
+        """All windows of the text, at most `limit`."""
         return min(limit, self._text.windows(length))
 
     def measure(
@@ -176,11 +179,11 @@ class Perplexity(Workload):
         return {**likelihood_fields(likelihood.nlls()), **self._costs(served)}
 
     def shown(self, length: int, setup: str) -> Shown:
-        """The first window, without marks: any of it may be needed."""
+        """The first window, without marks, because any of it may be needed."""
         return Shown(dataclasses.replace(forced(self._text.window(length, 0)), keep_logits=False))
 
     def _costs(self, served: Served) -> dict[str, Any]:
-        """Forced tokens count as generated ones: each is a decode step."""
+        """Forced tokens count as generated ones, because each is a decode step."""
         steps = statistics.fmean(len(sequence.given) for sequence in served.sequences)
         return {
             **served.costs(),
@@ -192,13 +195,15 @@ class Perplexity(Workload):
         }
 
     def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-        """nll_over_full: what the policy costs, in nats a token."""
+        """nll_over_full: the cost of the policy, in nats per token."""
         pairs = list(zip(found["nlls"], full["nlls"], strict=False))
         return {"nll_over_full": statistics.fmean(own - other for own, other in pairs)}
 
 
 def likelihood_fields(nlls: list[float]) -> dict[str, Any]:
-    """What a line says of the likelihood: nlls per window in nats a token, and their mean."""
+    """The fields of a line for the likelihood: nlls per window in nats per token, and their
+    mean.
+    """
     scores = [math.exp(-nll) for nll in nlls]
     return {
         "score": statistics.fmean(scores),
@@ -221,18 +226,18 @@ LIBRARY = tuple(
 class Texts:
     """Windows of several files: the first of every file, then the second of each, and so on.
 
-    Files with fewer tokens than a window are left out. ConfigError if that leaves none.
+    Files shorter than a window are skipped. ConfigError if none is left.
     """
 
     def __init__(self, paths: Sequence[str | Path], model: Model, name: str | None = None) -> None:
-        """name: stored with results in place of the paths."""
+        """name: stored with results instead of the paths."""
         self._texts = [WindowedText(path, model) for path in paths]
         self.path: str | None = name or ", ".join(Path(path).name for path in paths)
         joined = " ".join(text.digest for text in self._texts)
         self.digest: str = hashlib.sha256(joined.encode()).hexdigest()[:16]
 
     def windows(self, length: int) -> int:
-        """How many there are of a length."""
+        """Number of windows of this length."""
         return len(self._order(length))
 
     def window(self, length: int, number: int) -> list[int]:
@@ -261,7 +266,7 @@ class Texts:
 
 
 def library(model: Model) -> Windows:
-    """The standard library; ConfigError where this Python has no sources."""
+    """The standard library; ConfigError if this Python has no sources."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [folder / f"{name}.py" for name in LIBRARY]
     there = [path for path in paths if path.is_file()]
@@ -274,11 +279,11 @@ def library(model: Model) -> Windows:
 _FIRST_SEED = 3_000_000
 _NUMBER = 10_000
 _WORDS = range(96, 7674)
-"""As short, and as long, as derivations can be."""
+"""The lengths that derivations can have."""
 
 
 class TinyText:
-    """Windows of a derivation each; the last ones are shorter where derivations end."""
+    """Windows that are derivations; the last ones are shorter where derivations end."""
 
     path = None
     digest = "derivations"
@@ -287,7 +292,7 @@ class TinyText:
         self._tokenizer = model.tokenizer
 
     def windows(self, length: int) -> int:
-        """How many there are. ConfigError for a length without room for a derivation."""
+        """Number of windows. ConfigError for a length without room for a derivation."""
         require(length in _WORDS, "length", length, f"from {_WORDS[0]} to {_WORDS[-1]}")
         return _NUMBER
 
@@ -303,17 +308,16 @@ _Read = tuple[np.ndarray, int]
 
 
 class SampleRows:
-    """Which sample is in which row of a step: a slot belongs to a sample until it is done."""
+    """Which sample is in which row of a step: a slot belongs to one sample until it is finished."""
 
     def __init__(self) -> None:
         self._of_slot: dict[int, int] = {}
 
     def update(self, left: Mapping[Running, int], first: int = 0) -> None:
-        """To be called after every step: before a sequence decodes, it has read its prompt.
+        """Must be called after every step; a sequence reads its prompt before it decodes.
 
-        It keeps its slot to the end: pages for all that is forced are its own from the start.
-
-        first: the number of the sample that `left` counts from.
+        A sequence keeps its slot to the end, because pages for all forced tokens are allocated at
+        the start. first: the number of the sample that `left` counts from.
         """
         self._of_slot |= {s.slot: first + n for s, n in left.items() if s.slot >= 0}
 
@@ -325,13 +329,13 @@ class SampleRows:
 
 @dataclass(eq=False)
 class SampleReads(Trace):
-    """What each sample read at each length, by layer; None is everything."""
+    """What each sample read at each length, by layer; None means everything."""
 
     rows: SampleRows = field(default_factory=SampleRows)
     found: dict[tuple[int, int, int], _Read | None] = field(default_factory=dict)
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
-        """Keeps it on the host."""
+        """Stores the read on the host."""
         read = self.read(layer, selection, step)
         for row, key in enumerate(self.rows.keys(step)):
             self.found[*key, layer] = None if read is None else (read.indices[row], read.unit)
@@ -339,12 +343,12 @@ class SampleReads(Trace):
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(Full):
-    """Full attention that sums its weights where the policy read."""
+    """Full attention that sums its weights over what the policy read."""
 
     reads: SampleReads
     rows: SampleRows = field(default_factory=SampleRows)
     shares: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    """Per sample and layer, a share for every step: the mean over query heads."""
+    """Per sample and layer, a share for every step, mean over query heads."""
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """The weights of each query head."""
@@ -359,9 +363,9 @@ class Judge(Full):
 
 
 def recall(weights: Tensor, indices: np.ndarray, unit: int) -> float:
-    """Share of the weights on what was read, mean over query heads.
+    """Share of the weights on the tokens that were read, mean over query heads.
 
-    weights: float32 [Hq, N]. indices: int [H, n] of entries of `unit` tokens, -1 is padding; H is
+    weights: float32 [Hq, N]. indices: int [H, n] of entries of `unit` tokens, padded with -1; H is
     1, Hkv or Hq.
     """
     heads, length = weights.shape

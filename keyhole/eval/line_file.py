@@ -14,18 +14,18 @@ from keyhole.errors import ConfigError
 Line = dict[str, Any]
 
 GATE, QUESTIONS = "eval-verify", "eval-documents"
-"""What lines of the suite `paper` name as their benchmark that are no cells of tasks."""
-#: Fields by which lines are found without a look at all of them.
+"""The `benchmark` of lines of the suite `paper` that are not cells of tasks."""
+#: Fields by which lines are indexed.
 _INDEXED = ("task", "length", "policy")
-#: What every line begins with, also one that was cut off.
+#: The beginning of every line.
 _BEGIN = b'{"'
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTable:
-    """Heads and rows of texts, the first `left` columns being names.
+    """A table of strings, whose first `left` columns are names.
 
-    title: what all rows have in common. about: what a reader has to know.
+    title: what all rows have in common. about: how to read the table.
     """
 
     title: str
@@ -37,10 +37,10 @@ class EvalTable:
 
 @dataclass(kw_only=True)
 class EvalOutcome:
-    """What came of all cells or questions, in their order.
+    """The outcome of all cells or questions, in order.
 
-    lines: measured now or before; stored: how many cells, or questions, were there before. refused:
-    cells that this model cannot have, with the fields that are known of them, and `error`.
+    lines: measured now or earlier; stored: how many cells, or questions, were measured earlier.
+    refused: cells that this model cannot run, with their known fields and `error`.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -49,11 +49,11 @@ class EvalOutcome:
 
 
 class LineFile:
-    """The lines of a file, which need not be there yet.
+    """The lines of a file, which need not exist yet.
 
-    A last line that was cut off while it was written is left out, and out of the file once another
-    is added. ConfigError for any other line that is no JSON object, and for a file that cannot be
-    read.
+    A last line that was cut off while it was written is ignored, and removed from the file when
+    another line is added. ConfigError for any other line that is not a JSON object, and for a file
+    that cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,11 +65,11 @@ class LineFile:
         *whole, last = data.split(b"\n")
         self.lines = [self._read(text, number) for number, text in enumerate(whole, 1) if text]
         self._size, self._cut_off = len(data), len(last)
-        self._between = b""  # what must stand before the next line
+        self._between = b""  # what to write before the next line
         found = _object(last)
         if found is None and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
-            raise self._wrong(len(whole) + 1)  # not a line of Keyhole's: it would be lost
-        if found is not None:  # somebody's editor left the last line without its end
+            raise self._wrong(len(whole) + 1)  # not written by Keyhole: it would be lost
+        if found is not None:  # an editor removed the newline at the end
             self.lines.append(found)
             self._cut_off, self._between = 0, b"\n"
         self._index: dict[tuple[str, ...], list[Line]] = {}
@@ -79,9 +79,9 @@ class LineFile:
     def find(
         self, wanted: Mapping[str, Any], samples: int, about: Mapping[str, Any] | None = None
     ) -> Line | None:
-        """The newest line that has all these values, and at least so many samples.
+        """The newest line that has all these values, and at least this many samples.
 
-        about: more values, of which one that is None may be missing.
+        about: further values; one that is None may be missing in the line.
         """
         indexed = all(name in wanted for name in _INDEXED)
         lines = self._index.get(_key(wanted), []) if indexed else self.lines
@@ -93,12 +93,12 @@ class LineFile:
         return None
 
     def add(self, line: Line) -> None:
-        """Writes a line behind the others, to the disk at once. ConfigError if it cannot be."""
+        """Appends a line and syncs it to disk. ConfigError if it cannot be written."""
         text = json.dumps(line, allow_nan=False) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
-                if file.tell() == self._size:  # else another run has been here, and mended it
+                if file.tell() == self._size:  # otherwise another run has repaired it
                     file.truncate(self._size - self._cut_off)
                     file.write(self._between)
                 file.write(text.encode())
@@ -107,7 +107,7 @@ class LineFile:
         except OSError as error:
             raise ConfigError(f"{str(self.path)!r} cannot be written: {error}") from error
         self._size, self._cut_off, self._between = -1, 0, b""
-        # As it will be read again: lists for tuples.
+        # As it will be read back: lists instead of tuples.
         self.lines.append(json.loads(text))
         self._index.setdefault(_key(self.lines[-1]), []).append(self.lines[-1])
 
@@ -119,7 +119,8 @@ class LineFile:
 
     def _wrong(self, number: int) -> ConfigError:
         return ConfigError(
-            f"{str(self.path)!r}, line {number} is no JSON object; take it out or name another file"
+            f"{str(self.path)!r}, line {number} is not a JSON object; remove it or name another "
+            "file"
         )
 
 
@@ -130,6 +131,6 @@ def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
 def _object(text: bytes) -> Line | None:
     try:
         found = json.loads(text)
-    except ValueError:  # also for bytes that are no UTF-8
+    except ValueError:  # includes bytes that are not UTF-8
         return None
     return found if isinstance(found, dict) else None

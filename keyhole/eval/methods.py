@@ -1,31 +1,32 @@
 """The policies of an evaluation: methods under budgets, terms, and controls.
 
-A `Method` is a policy as the user names it, under one budget. Terms say how it becomes a policy:
+A `Method` is a policy as the user names it, under one budget. Terms define how it becomes a policy:
 
-    given       as the user writes it, defaults otherwise
+    given       as the user writes it, with defaults otherwise
     equal       the same dense layers, sinks, recency window and budget for all methods
-    published   as each paper, or its authors' code, has it
+    published   as in the paper, or in its authors' code
 
 Controls keep a policy's dense layers and its budget, and replace its selection:
 
-    recent   the sinks and the newest tokens: the score without selecting
-    random   the same number of tokens, drawn at random, the newest among them
+    recent   the sinks and the newest tokens: the score without a selection
+    random   the same number of tokens, drawn at random, including the newest one
     oracle   the tokens with the largest true attention weights of each step, per KV head: the best
-             that a selection can do
+             possible selection
 
 A method that is no better than its recent control owes its score to its dense layers.
 
-Equal terms set a method up by the names of its settings, so a policy of another package that has
-the same names is set up in the same way:
+Equal terms are applied by the names of settings, so a policy of another package that uses the same
+names is set up in the same way:
 
     full_layers                     layers that read everything
     delta_layers, selection_layers, layers that read everything and select for the layers after
     filter_layers                   them: the last layer of the dense set
-    dense_after                     layers after these that read everything: none
+    dense_after                     further layers that read everything: none
     sink_size                       first tokens that are always read
     window_size, or recent_pages    newest tokens, or pages, that are always read
 
-Whatever a method would read beside its budget is a setting that is off by default, or refused.
+Anything that a method could read outside its budget is a setting that is off by default, or
+refused.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _RIGHT = "a number of tokens, at least 1, or a share of the length such as 1/8"
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Tokens that a step may read: a number, or a share of the length."""
+    """The tokens that a step may read: a number, or a share of the length."""
 
     text: str
     tokens: int | None = None
@@ -76,7 +77,9 @@ class Budget:
         raise ConfigError(f"budget {text!r} must be {_RIGHT}")
 
     def at(self, length: int, page_size: int) -> int:
-        """In tokens; a share is whole pages, at least one, so that all methods get as much."""
+        """In tokens; a share is rounded down to whole pages, at least one, so that all methods get
+        the same.
+        """
         if self.share is None:
             assert self.tokens is not None
             return self.tokens
@@ -85,7 +88,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A policy as it was asked for; `label` is how it was written."""
+    """A policy as the user named it; `label` is the name as written."""
 
     label: str
     name: str
@@ -93,13 +96,13 @@ class Method:
     budget: Budget | None = None
 
     def policy(self, length: int, page_size: int) -> Policy:
-        """The policy for a text of so many tokens. ConfigError for what it cannot have."""
+        """The policy for this length. ConfigError for invalid settings."""
         tokens = self.tokens(length, page_size)
         budget = {} if tokens is None else {TOKEN_BUDGET: tokens}
         return make_policy(self.name, {**self.settings, **budget})
 
     def tokens(self, length: int, page_size: int) -> int | None:
-        """The budget in tokens; None for a policy that has none."""
+        """The budget in tokens; None for a policy without one."""
         if self.budget is None:
             return self.settings.get(TOKEN_BUDGET)
         return self.budget.at(length, page_size)
@@ -109,9 +112,9 @@ FULL = Method(label="full", name="full")
 
 
 def under_budgets(given: Sequence[Method], budgets: Sequence[Budget]) -> list[Method]:
-    """Full attention, the reference, and every other policy under every budget.
+    """Full attention as the reference, and every other policy under every budget.
 
-    A policy that brings its own budget, or has none, stands once.
+    A policy that sets its own budget, or has none, appears once.
     """
     found = [FULL]
     for method in given:
@@ -129,10 +132,10 @@ _SINK_SIZE = "sink_size"
 
 
 def controls_of(policy: Policy, geometry: Geometry, seed: int = 0) -> dict[str, Policy]:
-    """The controls of a resolved policy by name; none of one that is dense or has no budget.
+    """The controls of a resolved policy by name; {} for one that is dense or has no budget.
 
-    They keep its dense layers, its sinks and its `token_budget`. What a policy reads beside its
-    budget they do not have. seed: of the random draw.
+    They keep its dense layers, its sinks and its `token_budget`, but not what it reads outside its
+    budget. seed: of the random draw.
     """
     settings = dataclasses.asdict(policy)
     budget = settings.get(TOKEN_BUDGET)
@@ -148,26 +151,26 @@ def controls_of(policy: Policy, geometry: Geometry, seed: int = 0) -> dict[str, 
 
 
 class Terms(ABC):
-    """How a method becomes a policy. `name`: as `--terms` and the lines of a file say it."""
+    """How a method becomes a policy. `name`: its name in `--terms` and in stored lines."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
-        """The policy for a text of so many tokens. ConfigError for what it cannot have."""
+        """The policy for this length. ConfigError for invalid settings."""
 
     def about(self, method: Method, length: int, geometry: Geometry) -> Line:
-        """More fields of the line: `terms_note` is what a reader has to know of this method."""
+        """Further fields of the line: `terms_note` is a remark on this method."""
         return {}
 
 
 class Given(Terms):
-    """As the user writes them."""
+    """The settings that the user gave."""
 
     name = "given"
 
     def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
-        """The settings that were given, defaults otherwise."""
+        """The settings that the user gave, with defaults otherwise."""
         return method.policy(length, geometry.page_size)
 
 
@@ -176,7 +179,9 @@ GIVEN = Given()
 
 @dataclass(frozen=True, kw_only=True)
 class Equal(Terms):
-    """One dense set, sinks, window and budget. None: the defaults of `equal_terms`."""
+    """The same dense layers, sinks, window and budget for all. None: the defaults of
+    `equal_terms`.
+    """
 
     name: ClassVar[str] = "equal"
     dense: tuple[int, ...] | None = None
@@ -184,7 +189,7 @@ class Equal(Terms):
     window: int | None = None
 
     def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
-        """UnequalTermsError for a method that cannot be set up so."""
+        """UnequalTermsError for a method that cannot be set up in this way."""
         budget = method.tokens(length, geometry.page_size)
         if budget is None:
             return method.policy(length, geometry.page_size)
@@ -206,16 +211,18 @@ class Equal(Terms):
 
 
 class Published(Terms):
-    """As each paper, or its authors' code, has it."""
+    """As in each paper, or in its authors' code."""
 
     name = "published"
 
     def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
-        """ConfigError for a method with settings of the user's besides the budget."""
+        """ConfigError if the user set anything but the budget."""
         budget = method.tokens(length, geometry.page_size)
         own = {k: v for k, v in method.settings.items() if k != TOKEN_BUDGET}
         if own:
-            raise ConfigError(f"{method.label}: as published, a method has no other settings")
+            raise ConfigError(
+                f"{method.label}: with --terms published, a method takes no settings but its budget"
+            )
         if budget is None:
             return make_policy(method.name)
         return available_policies()[method.name].as_published(geometry, budget)
@@ -223,11 +230,11 @@ class Published(Terms):
 
 SELECTION_LAYERS = ("delta_layers", "selection_layers", "filter_layers")
 NO_MORE_DENSE = {"dense_after": 0}
-"""Settings that would make more layers dense than are named, and their values that do not."""
+"""Settings that would make further layers dense, with the values that prevent it."""
 _AFTER = "dense_after"
 _FULL_LAYERS, _SINKS, _WINDOW, _PAGES = "full_layers", "sink_size", "window_size", "recent_pages"
 
-#: What a method lacks because of what it is; it takes part all the same.
+#: What a method lacks by its definition; it takes part nevertheless.
 BY_DEFINITION = {
     "streaming_llm": {_WINDOW: "its window is the whole budget but the sinks"},
     "sliding_window": {
@@ -238,7 +245,7 @@ BY_DEFINITION = {
 
 
 class UnequalTermsError(ConfigError):
-    """A method that cannot be set up as the others are."""
+    """A method that cannot be set up like the others."""
 
 
 def equal_terms(
@@ -250,11 +257,11 @@ def equal_terms(
     window: int,
     settings: Mapping[str, Any] | None = None,
 ) -> Policy:
-    """The policy of a name with exactly these dense layers, sinks, window and budget.
+    """The policy with exactly these dense layers, sinks, window and budget.
 
     sinks, window, budget: in tokens; settings: others of the policy. UnequalTermsError for a policy
-    that lacks one of them, has other dense layers then, or reads anything beside its budget;
-    ConfigError for a setting in `settings` that the terms say.
+    that lacks one of these settings, ends up with other dense layers, or reads anything outside its
+    budget; ConfigError if `settings` contains one of them.
     """
     known = available_policies()
     if name not in known:
@@ -286,7 +293,7 @@ def equal_terms(
         raise UnequalTermsError(f"{name} reads everything in layers {found}, not in {dense}")
     beside = policy.outside_budget()
     if beside:
-        raise UnequalTermsError(f"{name} reads beside its budget: {beside}")
+        raise UnequalTermsError(f"{name} reads outside its budget: {beside}")
     return policy
 
 
@@ -296,7 +303,7 @@ def default_dense(geometry: Geometry) -> tuple[int, ...]:
 
 
 def check_dense(dense: tuple[int, ...], geometry: Geometry) -> tuple[int, ...]:
-    """The dense set in order; ConfigError unless all are full-attention layers of the model."""
+    """The dense layers in order; ConfigError unless all are full-attention layers of the model."""
     usable = geometry.full_attention
     good = all(is_count(layer, 0) and layer in usable for layer in dense)
     require(good, "dense_layers", dense, f"full-attention layers, of {usable}")
@@ -308,17 +315,17 @@ def default_window(budget: int, page_size: int) -> int:
     return max(1, budget // 4 // page_size) * page_size
 
 
-#: Fields of a line that say what its cell was measured for; the same cell may serve several.
+#: Fields of a line for the purpose of its cell; the same cell may serve several purposes.
 TERMS, CONTROL, CONTROLS, TUNING = "terms", "control", "controls", "tuning"
 _TOLD = ("method", "dense_layers", "outside_budget", "terms_note")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """A policy that is measured at one length, resolved; `error`: why there is none.
+    """A resolved policy that is measured at one length; `error`: why it could not be made.
 
-    control: which one it is, where it is measured only as a control. about: fields of its line that
-    say what it was measured for, not what was measured.
+    control: its name if it is measured only as a control. about: fields of its line that say why it
+    was measured, not what.
     """
 
     method: Method
@@ -331,17 +338,19 @@ class Condition:
 
     @property
     def known_by(self) -> Line:
-        """The fields of `about` that a stored line must have to be used for this cell."""
+        """The fields of `about` that a stored line must match to be used for this cell."""
         names = (TERMS, CONTROL, *(name for name in (CONTROLS, TUNING) if name in self.about))
         return {name: self.about.get(name) for name in names}
 
     def instead_of(self, line: Line) -> Line:
-        """A line of the same measurement that was made for something else, for this cell."""
+        """A line of the same measurement that was made for another purpose, adapted to this
+        cell.
+        """
         others = (TERMS, CONTROL, CONTROLS, TUNING, *_TOLD)
         return {name: value for name, value in line.items() if name not in others} | self.about
 
     def refused(self, error: KeyholeError) -> Line:
-        """The fields reported of a cell that could not be measured."""
+        """The reported fields of a cell that could not be measured."""
         return {
             "policy": self.method.name,
             "method": self.label,
@@ -354,7 +363,7 @@ class Condition:
 def conditions_at(
     methods: Sequence[Method], terms: Terms, length: int, geometry: Geometry, with_controls: bool
 ) -> list[Condition]:
-    """Every method at a length, each followed by those of its controls that were not there yet."""
+    """Every method at a length, each followed by its controls that have not appeared yet."""
     found: list[Condition] = []
     seen: set[str] = set()
     for method in methods:
@@ -377,7 +386,7 @@ def conditions_at(
 
 
 def settings_of(policy: Policy) -> Line:
-    """A policy as a line names it: {"policy": ..., "settings": ...}, as it is read again."""
+    """A policy as stored in a line: {"policy": ..., "settings": ...}, as it is read back."""
     settings = json.loads(json.dumps(dataclasses.asdict(policy)))
     return {"policy": policy.name, "settings": settings}
 

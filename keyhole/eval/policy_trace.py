@@ -4,10 +4,10 @@
     LLM(model, policy=traced).generate("...")
     traced.trace.pages_read(layer=3)
 
-`Traced` wraps a policy and changes nothing. The record grows with every step, so it is for pictures
-and tests: one sequence or a fixed batch at a time. A selection map has a row for each step and a
-column for each token; neighbours of long ones are merged, so that at most 64 rows of 512 columns
-are stored with a result.
+`Traced` wraps a policy without changing it. The record grows with every step, so it is meant for
+pictures and tests: one sequence or a fixed batch at a time. A selection map has a row for each step
+and a column for each token; neighbouring rows and columns of long ones are merged, so that at most
+64 rows of 512 columns are stored with a result.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyProxy(Policy):
-    """Behaves as `inner`, and has its settings as attributes."""
+    """Behaves like `inner`, and has its settings as attributes."""
 
     capturable: ClassVar[bool | str] = "its observer runs on the host, in every step"
 
     inner: Policy
 
     def __post_init__(self) -> None:
-        # Class variables of a policy; here they are those of the policy inside.
+        # Class variables of a policy; here they are those of the inner policy.
         for name in (
             "name",
             "dense",
@@ -64,12 +64,12 @@ class PolicyProxy(Policy):
         return getattr(self.inner, name)
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the policy inside; everything else stays the same objects."""
+        """Resolves the inner policy; everything else stays the same objects."""
         return dataclasses.replace(self, inner=self.inner.resolve(geometry))
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    """A method that calls the policy inside."""
+    """A method that calls the inner policy."""
 
     @functools.wraps(getattr(Policy, name))
     def hook(self: PolicyProxy, *given: Any, **named: Any) -> Any:
@@ -78,7 +78,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return hook
 
 
-# Every method of a policy: one that was left out would quietly be that of `Policy`.
+# Every method of a policy: one that is left out would silently be that of `Policy`.
 for _name, _method in vars(Policy).items():
     if callable(_method) and not _name.startswith("_") and _name not in vars(PolicyProxy):
         setattr(PolicyProxy, _name, _forwarded(_name))
@@ -87,7 +87,7 @@ abc.update_abstractmethods(PolicyProxy)
 
 @dataclass(eq=False)
 class TracedStep:
-    """One decode step: lengths int32 [B], and per layer what it read (None: everything)."""
+    """One decode step: lengths int32 [B], and what each layer read (None: everything)."""
 
     lengths: np.ndarray
     page_size: int
@@ -103,7 +103,7 @@ class TracedStep:
 
 @dataclass(eq=False)
 class Trace:
-    """The decode steps in their order; only: layers that it keeps, None for all."""
+    """The decode steps in order; only: the layers to record, None for all."""
 
     steps: list[TracedStep] = field(default_factory=list)
     only: frozenset[int] | None = None
@@ -111,7 +111,7 @@ class Trace:
     _shared: tuple[Selection | None, Read | None] | None = None
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
-        """Adds what a layer reads; a step not seen before begins a new row."""
+        """Adds what a layer reads; a new step begins a new row."""
         if self.only is not None and layer not in self.only:
             return
         if step is not self._step:
@@ -119,11 +119,12 @@ class Trace:
         self.steps[-1].reads[layer] = self.read(layer, selection, step)
 
     def read(self, layer: int, selection: Selection | None, step: Step) -> Read | None:
-        """What a layer reads, as positions in the text; None is everything.
+        """What a layer reads, as positions in the sequence; None means everything.
 
-        Without what the layer dropped, or was evicted. Layers that share a selection share a Read.
+        Tokens that the layer dropped or that were evicted are excluded. Layers that share a
+        selection share a Read.
         """
-        if step is not self._step:  # None may be another read in every step: pages were evicted
+        if step is not self._step:  # None may mean another read in every step, as pages are evicted
             self._step, self._shared = step, None
         left = step.retained
         thinned = (left or step).kept_tokens
@@ -137,7 +138,7 @@ class Trace:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that the policy was asked about: those with full attention."""
+        """The layers in which the policy selected: those with full attention."""
         return sorted(self.steps[0].reads) if self.steps else []
 
     def pages_read(self, layer: int, row: int = 0) -> np.ndarray:
@@ -158,19 +159,19 @@ class Trace:
 
 @dataclass(frozen=True)
 class Traced(PolicyProxy):
-    """A policy that behaves as `inner` and leaves a record in `trace`."""
+    """A policy that behaves like `inner` and records its reads in `trace`."""
 
     trace: Trace = field(default_factory=Trace)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
-        """As the policy inside; a layer that scores reads everything."""
+        """As the inner policy; a layer that scores reads everything."""
         requests = self.inner.needs_scores(layer, step)
         if requests and not self.inner.selects_by_own_scores:
             self.trace.record(layer, None, step)
         return requests
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """As the policy inside, recorded."""
+        """As the inner policy, recorded."""
         selection = self.inner.select(layer, query, step)
         self.trace.record(layer, selection, step)
         return selection
@@ -183,7 +184,9 @@ ALL = 255
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What every layer read while one prompt was answered; `steps` of `trace` are decode steps."""
+    """What every layer read while one prompt was answered; the steps of `trace` are decode
+    steps.
+    """
 
     trace: Trace
     prompt_tokens: int
@@ -194,9 +197,9 @@ class Recorded:
 class SelectionMap:
     """Share of each cell's tokens that was read, in 255ths: uint8 [rows, columns].
 
-    Row r stands for the steps from r * steps_per_row, column c for the tokens from
-    c * tokens_per_column; in step s there are `prompt_tokens + 1 + s` tokens, the others are 0.
-    layer, head: None is the mean over all of them. marks: positions that the answer needs.
+    Row r covers the steps from r * steps_per_row on, column c the tokens from c * tokens_per_column
+    on; in step s there are `prompt_tokens + 1 + s` tokens, later ones are 0. layer, head: None is
+    the mean over all of them. marks: positions that the answer needs.
     """
 
     shares: np.ndarray
@@ -210,17 +213,17 @@ class SelectionMap:
 
     @property
     def tokens(self) -> int:
-        """Tokens there are in the last step."""
+        """Number of tokens in the last step."""
         return self.prompt_tokens + self.steps
 
     @property
     def subject(self) -> str:
-        """What of the model it shows: "layer 3, KV head 0"."""
+        """The part of the model: "layer 3, KV head 0"."""
         layer = "all layers" if self.layer is None else f"layer {self.layer}"
         return layer if self.head is None else f"{layer}, KV head {self.head}"
 
     def to_json(self) -> dict[str, Any]:
-        """What a line stores: the fields, with the shares packed (zlib, base64)."""
+        """As stored in a line: the fields, with the shares packed (zlib, base64)."""
         packed = base64.b64encode(zlib.compress(self.shares.tobytes(), 9)).decode()
         return {
             "layer": self.layer,
@@ -235,7 +238,7 @@ class SelectionMap:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> SelectionMap:
-        """The map that a line stores; ConfigError if it is none."""
+        """The map that is stored in a line; ConfigError if it is invalid."""
         try:
             per_column, per_row = stored["tokens_per_column"], stored["steps_per_row"]
             prompt_tokens, steps = stored["prompt_tokens"], stored["steps"]
@@ -254,7 +257,7 @@ class SelectionMap:
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError, zlib.error) as error:
             # binascii.Error is a ValueError.
-            raise ConfigError(f"this is no stored selection map: {error}") from error
+            raise ConfigError(f"this is not a stored selection map: {error}") from error
 
 
 def selection_map(
@@ -264,13 +267,13 @@ def selection_map(
     head: int | None = None,
     marks: Sequence[int] = (),
 ) -> SelectionMap:
-    """The map of a layer, or of all layers that the policy was asked about, of a KV head or all.
+    """The map of one layer or the mean over all recorded ones, and of one KV head or all.
 
-    ConfigError for a layer or a KV head that is not there.
+    ConfigError for a layer or a KV head that does not exist.
     """
     trace = recorded.trace
     if layer is not None and layer not in trace.layers:
-        raise ConfigError(f"layer is {layer}; the policy was asked about {trace.layers}")
+        raise ConfigError(f"layer is {layer}; the policy selected in {trace.layers}")
     layers = trace.layers if layer is None else [layer]
     steps = len(trace.steps)
     tokens = recorded.prompt_tokens + steps
@@ -296,7 +299,7 @@ def selection_map(
 
 
 def _of_head(tokens: np.ndarray, head: int | None) -> np.ndarray:
-    """Share of each token's KV heads that were read, or of one of them: [length].
+    """Share of each token's KV heads that read it, or of one of them: [length].
 
     tokens: bool [Hkv or 1, length]; one list may serve all heads.
     """
@@ -311,10 +314,10 @@ _MOST = 4
 
 
 def mapped_layers(geometry: Geometry) -> tuple[int, ...]:
-    """The layers after each quarter of those with full attention, the last one among them.
+    """The last layer of each quarter of those with full attention.
 
-    The first layers, which many methods read whole, are left out, and every policy is shown in the
-    same ones.
+    The first layers, which many methods read in full, are left out, and every policy is shown in
+    the same layers.
     """
     layers = geometry.full_attention
     ends = (-(-len(layers) * quarter // _MOST) - 1 for quarter in range(1, _MOST + 1))
@@ -324,7 +327,9 @@ def mapped_layers(geometry: Geometry) -> tuple[int, ...]:
 def selection_maps(
     make_engine: MakeEngine, policy: Policy, shown: Shown, layers: tuple[int, ...]
 ) -> list[dict[str, Any]]:
-    """What a line stores: a map for each layer, KV heads together; none without a decode step."""
+    """The maps to store in a line: one for each layer, KV heads together; none without a decode
+    step.
+    """
     traced = Traced(policy, Trace(only=frozenset(layers)))
     (sequence,) = serve(make_engine(traced), [shown.request]).sequences
     recorded = Recorded(traced.trace, len(shown.request.prompt), sequence.detokenizer.text)

@@ -1,7 +1,7 @@
 """Runs an evaluation cell by cell; stored cells are not measured again, refused ones are reported.
 
-Full attention comes first in every group of cells that share task, length and setup: the others are
-read beside it.
+Full attention comes first in every group of cells that share task, length and setup, because the
+others are compared with it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from keyhole.policies.base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class EvalGrid:
-    """All combinations of these are cells; `methods` as `eval_methods.methods` gives them.
+    """All combinations of these are cells; `methods` as returned by `methods.under_budgets`.
 
-    maps: whether lines get selection maps, of each sparse policy under its first budget.
-    terms: how methods become policies. controls: whether each has its controls beside it.
+    maps: whether lines get selection maps, of each sparse policy under its first budget. terms: how
+    methods become policies. controls: whether the controls of each method are measured, too.
     """
 
     workloads: Sequence[Workload]
@@ -53,7 +53,9 @@ class EvalGrid:
         return self.maps and method is next(m for m in self.methods if m.label == method.label)
 
     def groups(self) -> Iterator[Group]:
-        """Cells that differ in the policy alone; where there is no question, setups are one."""
+        """Groups of cells that differ only in the policy; without a question, the setups are the
+        same.
+        """
         for workload in self.workloads:
             for length in self.lengths:
                 samples = workload.available(length, self.samples)
@@ -63,7 +65,7 @@ class EvalGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """What full attention is measured on once, and the policies beside it."""
+    """Cells that share one measurement of full attention."""
 
     workload: Workload
     length: int
@@ -71,7 +73,7 @@ class Group:
     samples: int
 
     def fields(self) -> dict[str, Any]:
-        """As a line has them."""
+        """The fields of a line."""
         return {
             "task": self.workload.name,
             "task_settings": self.workload.settings,
@@ -81,11 +83,11 @@ class Group:
 
 
 class Evaluation:
-    """A grid over a model, and the file that its lines go to.
+    """A grid over a model, and the file of its lines.
 
-    header: how, where and when, for a line. copies: keep the prompts of a group, which every policy
-    begins with; None: every policy computes them. ConfigError, before anything runs, for a length
-    that the model or a task cannot have.
+    header: makes the fields of a line for how, where and when. copies: keep the prompts of a group,
+    with which every policy begins; None: every policy computes them. ConfigError, before anything
+    runs, for a length that the model or a task does not allow.
     """
 
     def __init__(
@@ -100,17 +102,17 @@ class Evaluation:
         self._copies = copies
         for length in grid.lengths:
             require_length(model, length)
-        list(grid.groups())  # asks every task
+        list(grid.groups())  # checks every task
         self._fingerprint = model_digest(model)
         self._geometry = model.geometry(grid.config.page_size)
 
     def run(self) -> EvalOutcome:
-        """Measures the cells that the file lacks and adds each to it as soon as it is done."""
+        """Measures the cells that the file lacks and adds each as soon as it is done."""
         outcome, groups = EvalOutcome(), list(self._grid.groups())
         asked = {length: self._asked(length) for length in self._grid.lengths}
         total = sum(len(asked[group.length]) for group in groups)
         bar = tqdm(total=total, unit="cell", disable=None)
-        gc.freeze()  # what is there now stays, so that `_release` need not look at it each time
+        gc.freeze()  # objects made before need not be visited by `_release` each time
         try:
             with bar:
                 for group in groups:
@@ -127,9 +129,9 @@ class Evaluation:
         return outcome
 
     def missing(self) -> list[tuple[Group, int, int]]:
-        """Every group, how many cells it has, and how many of them the file lacks.
+        """Every group, its number of cells, and how many of them the file lacks.
 
-        Cells that this model cannot have are none.
+        Cells that this model cannot run are not counted.
         """
         found = []
         asked = {length: self._asked(length) for length in self._grid.lengths}
@@ -150,13 +152,15 @@ class Evaluation:
     def _cell(
         self, group: Group, one: Condition, full: Line | None, outcome: EvalOutcome
     ) -> Line | None:
-        """One cell: from the file, measured, or refused (None); full: that of full attention."""
+        """One cell: from the file, measured, or refused (None); full: the line of full
+        attention.
+        """
         try:
             if one.error is not None:
                 raise one.error
             fields = self._fields(group, one.policy)
             stored = self._file.find(fields, group.samples, one.known_by)
-            if stored is None:  # the same policy may have been measured for something else
+            if stored is None:  # the same policy may have been measured for another purpose
                 line = self._file.find(fields, group.samples)
                 line = line and one.instead_of(line)
             else:
@@ -172,7 +176,7 @@ class Evaluation:
             self._release()
         if line is not stored:
             self._file.add(line)
-        if line not in outcome.lines:  # two budgets may be one
+        if line not in outcome.lines:  # two budgets may be equal
             outcome.lines.append(line)
             outcome.stored += not measured
         return line
@@ -191,16 +195,16 @@ class Evaluation:
         return wanted and line.get("selection_maps") is None
 
     def _maps(self, group: Group, policy: Policy) -> list[dict[str, Any]]:
-        """Of the first sample; none where it is answered without a decode step."""
+        """Maps of the first sample; none if it is answered without a decode step."""
         self._release()
         shown = group.workload.shown(group.length, group.setup)
         layers = policy_trace.mapped_layers(self._geometry)
         return policy_trace.selection_maps(self._engine, policy, shown, layers)
 
     def _release(self) -> None:
-        """The next engine takes what memory is free when it is made."""
-        self._model.unwatch()  # what a retrieval head wanted to see
-        gc.collect()  # engine and scheduler know each other
+        """Frees memory: the next engine uses what is free when it is made."""
+        self._model.unwatch()  # hidden states for a retrieval head
+        gc.collect()  # engine and scheduler refer to each other
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -208,7 +212,9 @@ class Evaluation:
         return Engine(self._model, policy, self._grid.config, copies=self._copies)
 
     def _fields(self, group: Group, policy: Policy) -> dict[str, Any]:
-        """What a cell is known by: lines that agree in all of it are the same measurement."""
+        """The fields that identify a cell: lines that agree in all of them are the same
+        measurement.
+        """
         settings = dataclasses.asdict(policy)
         config = self._grid.config
         return as_stored(
@@ -224,7 +230,7 @@ class Evaluation:
 
 
 def require_length(model: Model, length: int) -> None:
-    """ConfigError for a length that a model cannot have."""
+    """ConfigError for a length that the model does not allow."""
     if length > model.max_length:
         raise ConfigError(
             f"length {length} is more than the {model.max_length} tokens that {model.name} takes "

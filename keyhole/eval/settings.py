@@ -9,19 +9,20 @@ from keyhole.errors import UnknownNameError
 
 SETUPS = ("prompt", "question")
 """What is read densely before decoding: the whole prompt (A), or the context without the question,
-which then goes through the policy token by token as the answer does (B)."""
+which then goes through the policy token by token, as the answer does (B).
+"""
 
 FORCED = ("perplexity", "attention_recall")
 """Tasks that force a text through decode steps."""
 
 TASKS = "passkey,qa_2,derive"
-"""The default: one fact, two facts, and what the model itself has written."""
+"""The default: one fact, two facts, and facts that the model itself has written."""
 
 TERMS = {
-    "given": "as --policies says, defaults otherwise",
-    "equal": "--dense-layers, --sinks, --window and a budget that counts everything, for all",
-    "published": "as each paper, or its authors' code, has it",
-    "tuned": "the best of --trials settings on samples that are not used otherwise",
+    "given": "the settings in --policies, defaults otherwise",
+    "equal": "the same --dense-layers, --sinks, --window and total budget for all",
+    "published": "as in each paper or its authors' code",
+    "tuned": "the best of --trials settings on held-out samples",
 }
 """How methods are set up; lines and tables of different terms are never mixed."""
 
@@ -33,7 +34,7 @@ _FOR_TERMS = {
     "tuning_limit": ("tuned",),
 }
 
-#: Names that one flag gives: a,b,c.
+#: Names in one flag: a,b,c.
 Names = tuple[str, ...]
 #: The same for budgets, which may be numbers or shares.
 Budgets = tuple[str, ...]
@@ -41,7 +42,9 @@ Budgets = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """The cells of an evaluation and how they run. tasks, policies: names with their settings."""
+    """The cells of an evaluation and how they run. tasks, policies: names, optionally with
+    settings.
+    """
 
     tasks: str = setting(TASKS, "tasks")
     text: str | None = setting(
@@ -49,12 +52,12 @@ class EvalSettings:
         f"the text of {' and '.join(FORCED)}, and of --suite attention (several files with commas "
         "between); None: derivations of the bundled model",
     )
-    lengths: tuple[int, ...] = setting((2048,), "tokens of a sample, its answer included")
-    limit: int = setting(16, "samples in a cell; of a text, as many as there are")
+    lengths: tuple[int, ...] = setting((2048,), "tokens per sample, including its answer")
+    limit: int = setting(16, "samples per cell; for a text, at most its number of windows")
     setup: Names = setting(  # noqa: RUF009
         ("prompt",),
         "what is read densely before decoding: the whole prompt, or all but the question, which "
-        "then goes through the policy as the answer does; prompt,question: each",
+        "is then decoded under the policy like the answer; prompt,question: both setups",
     )
     policies: str = setting("delta,quest,streaming_llm", "policies to compare")
     budgets: Budgets = setting(  # noqa: RUF009
@@ -63,32 +66,32 @@ class EvalSettings:
     terms: str = setting("given", "; ".join(f"{name}: {about}" for name, about in TERMS.items()))
     dense_layers: tuple[int, ...] | None = setting(
         None,
-        "with --terms equal, layers that read everything, and with --terms tuned as many; None: "
-        "the first two that can",
+        "with --terms equal, the layers that read everything; with --terms tuned, their number; "
+        "None: the first two with full attention",
     )
     sinks: int = setting(16, "with --terms equal, first tokens that are always read")
     window: int | None = setting(
         None,
         "with --terms equal, newest tokens that are always read; None: a quarter of the budget",
     )
-    trials: int = setting(8, "with --terms tuned, settings that are tried of each method")
-    tuning_limit: int = setting(32, "with --terms tuned, samples of a task in each trial")
+    trials: int = setting(8, "with --terms tuned, the number of settings tried for each method")
+    tuning_limit: int = setting(32, "with --terms tuned, samples per task in each trial")
     controls: bool = setting(
         False,
-        "measure each method's controls, too: its dense layers and budget with the newest tokens, "
-        "with random ones, and with those of largest true attention",
+        "also measure each method's controls: its dense layers and budget with the newest tokens, "
+        "with random tokens, and with the tokens of largest true attention",
     )
-    first_seed: int = setting(0, "number of the first sample; another number gives other samples")
+    first_seed: int = setting(0, "number of the first sample; other numbers select other samples")
     maps: bool = setting(
         False,
-        "store what each policy reads of the first sample, step by step, in four layers and under "
-        "its first budget, for the pictures of --html",
+        "store what each policy reads of the first sample under its first budget, step by step in "
+        "four layers, for the pictures of --html",
     )
     batch: int = setting(EngineConfig.max_batch, "samples decoded at once")
     prompt_memory: int | None = setting(
         None,
         "bytes for prompts that are computed once for all policies; "
-        "None: a quarter of what is free",
+        "None: a quarter of the free memory",
     )
 
     def __post_init__(self) -> None:
@@ -103,7 +106,7 @@ class EvalSettings:
         for name, terms in _FOR_TERMS.items():
             value = getattr(self, name)
             usual = value == type(self).__dataclass_fields__[name].default
-            right = f"left out, or given with --terms {' or '.join(terms)}"
+            right = f"left out, or combined with --terms {' or '.join(terms)}"
             require(usual or self.terms in terms, name, value, right)
         require(bool(self.setup), "setup", self.setup, f"one of {SETUPS}, or both")
         for one in self.setup:
@@ -111,10 +114,10 @@ class EvalSettings:
                 raise UnknownNameError("setup", one, SETUPS)
 
 
-#: Texts that the random twin reads, of those that the model reads: what it shows varies little.
+#: Number of texts that the random twin reads; its results vary little.
 TWIN_TEXTS = 4
 
-#: Flags of `keyhole eval` that the suite takes.
+#: Flags of `keyhole eval` that the suite `attention` takes.
 TAKEN = (
     "text",
     "lengths",
@@ -134,15 +137,15 @@ TAKEN = (
 class AttentionSettings(EvalSettings):
     """The settings of an evaluation with the defaults of this suite; policies "": all of them."""
 
-    limit: int = setting(8, "texts in a cell")
-    policies: str = setting("", "methods that are measured; none: all that have a budget")
+    limit: int = setting(8, "texts per cell")
+    policies: str = setting("", "methods to measure; none: all that have a budget")
     budgets: Budgets = setting(  # noqa: RUF009
         ("1/8", "1/16"), "tokens that a step may read, or shares of the length in whole pages"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        right = "given, equal or published: methods are tuned by right answers, which no text has"
+        right = "given, equal or published: tuning needs right answers, which a text does not have"
         require(self.terms != "tuned", "terms", self.terms, right)
 
     @property

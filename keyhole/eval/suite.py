@@ -60,7 +60,7 @@ _FULL_LAYERS = "full_layers"
 
 @dataclass(frozen=True)
 class Share:
-    """A share of the budget in whole pages, at least one; counted in tokens or in pages."""
+    """A share of the budget in whole pages, at least one; in tokens or in pages."""
 
     of_budget: Fraction
     in_pages: bool = False
@@ -73,7 +73,7 @@ class Share:
 
 _SHARES = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2))
 
-#: None is a method's own default. Values that a method cannot have are passed over.
+#: None is a method's own default. Values that a method does not allow are skipped.
 SPACE: Mapping[str, Sequence[Any]] = {
     "sink_size": (0, 16),
     "window_size": tuple(Share(share) for share in _SHARES),
@@ -86,15 +86,15 @@ SPACE: Mapping[str, Sequence[Any]] = {
     "per_head": (True, False),
 }
 
-#: Where the last dense layer stands, as a share of the full-attention layers.
+#: Position of the last dense layer, as a share of the full-attention layers.
 _DEPTHS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
 
 
 def dense_sets(geometry: Geometry, size: int) -> list[tuple[int, ...]]:
-    """A few sets of so many dense layers: the first ones; all but one of these and a deeper one;
-    the same, evenly spread.
+    """A few sets of `size` dense layers: the first ones; all but one of these and a deeper one; the
+    same number, evenly spread.
 
-    The first full-attention layer is in all of them, since a method with selection layers reads
+    The first full-attention layer is in all of them, because a method with selection layers reads
     everything before the first of these.
     """
     usable = geometry.full_attention
@@ -113,7 +113,9 @@ def dense_sets(geometry: Geometry, size: int) -> list[tuple[int, ...]]:
 def layer_settings(
     fields: Collection[str], geometry: Geometry, size: int
 ) -> Iterator[dict[str, Any]]:
-    """Settings that give a policy with these fields `size` dense layers; one that has none: {}."""
+    """Settings that give a policy with these fields `size` dense layers; {} for a policy without
+    such settings.
+    """
     selecting = [name for name in SELECTION_LAYERS if name in fields]
     if _FULL_LAYERS not in fields:
         yield {}
@@ -151,8 +153,8 @@ def combinations(
 class Chosen:
     """The best of a method's trials.
 
-    settings: all that were said, the budget among them. score: on the held-out samples, of which
-    there were `samples` for each task.
+    settings: all settings of the trial, including the budget. score: on the held-out samples,
+    `samples` for each task.
     """
 
     settings: Mapping[str, Any]
@@ -162,18 +164,18 @@ class Chosen:
 
     @property
     def note(self) -> str:
-        """What a table says of it."""
+        """A remark for tables."""
         return f"best of {self.trials} trials on held-out samples ({100 * self.score:.1f} %)"
 
 
 def trials(
     method: Method, length: int, geometry: Geometry, number: int, dense_size: int
 ) -> list[dict[str, Any]]:
-    """Settings to be tried with a budget, at most `number`; the policy's name decides their order.
+    """At most `number` settings to try with a budget; the policy's name determines their order.
 
-    Combinations that this model cannot have are passed over, and those that settle to the same
-    policy count once. What the user has set stays. dense_size: dense layers that each trial has, of
-    a policy whose dense layers can be set.
+    Combinations that this model cannot run are skipped, and those that resolve to the same policy
+    count once. Settings of the user are kept. dense_size: the number of dense layers of each trial,
+    for a policy whose dense layers can be set.
     """
     fields = available_policies()[method.name].__dataclass_fields__
     free = [name for name in fields if name not in (*method.settings, TOKEN_BUDGET)]
@@ -199,7 +201,7 @@ def trials(
 def best_trial(
     tried: Sequence[tuple[Mapping[str, Any], Sequence[Line]]], places: int
 ) -> Chosen | None:
-    """The best of some settings, each with its lines; None if none was measured at all places."""
+    """The best of these settings, each with its lines; None if none was measured at all places."""
     found: Chosen | None = None
     least: tuple[float, float] | None = None
     for settings, lines in tried:
@@ -221,7 +223,7 @@ def _has_size(policy: Policy, free: Collection[str], geometry: Geometry, dense_s
 
 
 HELD_OUT = 1_000_000
-"""Seed of the first sample that settings are chosen on; evaluations begin at 0."""
+"""Seed of the first sample for tuning; evaluations begin at 0."""
 
 #: Label, length and budget of what was tuned.
 Key = tuple[str, int, int | None]
@@ -229,13 +231,13 @@ Key = tuple[str, int, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned(Terms):
-    """Each method with the settings that were best on held-out samples."""
+    """Each method with the settings that scored best on held-out samples."""
 
     name: ClassVar[str] = "tuned"
     chosen: Mapping[Key, Chosen]
 
     def policy(self, method: Method, length: int, geometry: Geometry) -> Policy:
-        """ConfigError for a method of which no trial could be run."""
+        """ConfigError for a method without a successful trial."""
         if not is_tuned(method):
             return method.policy(length, geometry.page_size)
         budget = method.tokens(length, geometry.page_size)
@@ -254,7 +256,7 @@ class Tuned(Terms):
 
 
 def is_tuned(method: Method) -> bool:
-    """Whether there is anything to choose: not without a budget."""
+    """Whether there are settings to tune: only with a budget."""
     return method.budget is not None or TOKEN_BUDGET in method.settings
 
 
@@ -265,10 +267,10 @@ def tune(
     geometry: Geometry,
     evaluate: Callable[[EvalGrid], EvalOutcome],
 ) -> Tuned:
-    """Tries `number` settings of each method of a grid and chooses, by length and budget.
+    """Tries `number` settings of each method of a grid and chooses, for each length and budget.
 
-    grid: over held-out samples. dense_size: how many layers every trial reads densely. evaluate:
-    runs a grid, its lines going to the file of the trials.
+    grid: over held-out samples. dense_size: number of layers that every trial reads densely.
+    evaluate: runs a grid, with its lines going to the file of the trials.
     """
     chosen: dict[Key, Chosen] = {}
     for length in grid.lengths:
@@ -294,7 +296,7 @@ def tune(
 
 
 def sibling(output: str | Path) -> Path:
-    """The file of the trials beside that of an evaluation."""
+    """The file of the trials, next to that of the evaluation."""
     path = Path(output)
     return path.with_name(f"{path.stem}.trials.jsonl")
 
@@ -333,12 +335,13 @@ def evaluate(
     file: LineFile,
     header: Header,
 ) -> EvalOutcome:
-    """Measures what the file lacks of these tasks and methods.
+    """Measures the cells of these tasks and methods that the file lacks.
 
-    With tuned terms, settings are chosen first, by trials in a file beside it. header: how, where
-    and when, for a line. ConfigError for what the model or the tasks cannot have.
+    With tuned terms, settings are chosen first, in trials whose lines go to a second file. header:
+    makes the fields of a line for how, where and when. ConfigError for a case that the model or the
+    tasks do not allow.
     """
-    # Prompts that are gone must not count as memory in use.
+    # Prompts that are no longer needed must not count as memory in use.
     config = EngineConfig(max_batch=settings.batch, prefix_cache=False)
     if settings.dense_layers is not None:
         check_dense(settings.dense_layers, model.geometry(config.page_size))
@@ -361,7 +364,7 @@ def evaluate(
 
 
 def terms_of(settings: EvalSettings) -> Terms:
-    """The terms; tuned ones are known only once the methods have been tuned."""
+    """The terms; tuned terms are known only after tuning."""
     equal = Equal(dense=settings.dense_layers, sinks=settings.sinks, window=settings.window)
     known: dict[str, Terms] = {terms.name: terms for terms in (equal, Published())}
     return known.get(settings.terms, GIVEN)
@@ -376,14 +379,14 @@ def _tuned(
     header: Header,
     copies: SharedPromptCache,
 ) -> Terms:
-    """Chosen on samples with other seeds, whose lines are in a file beside that of the results."""
+    """Settings tuned on samples with other seeds, whose lines are in a second file."""
     for task in tasks:
         if isinstance(task, str):
-            raise ConfigError(f"task {task} has no samples to tune on; leave --terms tuned out")
+            raise ConfigError(f"task {task} has no samples to tune on; choose other --terms")
     if settings.first_seed + settings.limit > HELD_OUT:
         raise ConfigError(
             f"first_seed {settings.first_seed} and limit {settings.limit} reach the samples from "
-            f"{HELD_OUT} on, which settings are tuned on"
+            f"{HELD_OUT} on, which are reserved for tuning"
         )
     held_out = make_workloads(tasks, None, model, HELD_OUT)
     geometry = model.geometry(grid.config.page_size)
@@ -402,11 +405,11 @@ def _tuned(
 def make_workloads(
     parsed: Sequence[Task | str], text: str | None, model: Model, first_seed: int = 0
 ) -> list[Workload]:
-    """A workload for each task of `task_specs.parse`; text: the file of those over one.
+    """A workload for each task of `tasks.parse`; text: the file for tasks that force a text.
 
-    first_seed: of samples that are made from seeds. Without a text, the tasks over one take
-    derivations in the words of the bundled model. ConfigError for a model without a tokenizer, and
-    for a text that cannot be read.
+    first_seed: of samples that are made from seeds. Without a text, tasks that force one use
+    derivations in the vocabulary of the bundled model. ConfigError for a model without a tokenizer,
+    and for a text that cannot be read.
     """
     forced = {cls.name: cls for cls in (Perplexity, AttentionRecall)}
     windows = TinyText(model) if text is None else WindowedText(text, model)

@@ -1,20 +1,20 @@
-"""What `keyhole verify` checks before use: Keyhole's logits, and the recall of a retrieval head.
+"""The checks of `keyhole verify`: Keyhole's logits, and the recall of a retrieval head.
 
 Every run of the engine is compared with transformers' eager attention over the same weights and the
 same tokens: one request alone, requests of awkward lengths in one batch, a prefill in small chunks,
 every token through the decode path, and every policy with a budget that covers the whole length.
-Token ids are random (fixed seed), so that it works without a tokenizer. Quantised weights round
-differently for different numbers of tokens in a call: there the tolerance follows from how far the
-eager model is from itself when it decodes token by token, or starts from embeddings whose last bits
+Token ids are random (fixed seed), so no tokenizer is needed. Quantised weights round differently
+for different numbers of tokens in a call; for them the tolerance is derived from how far the eager
+model is from itself when it decodes token by token, or starts from embeddings whose last bits
 differ.
 
-Recall is the share of the model's attention weights on the selected tokens of a dense run, a mean
+Recall is the share of the model's attention weights on the selected tokens in a dense run, a mean
 over query tokens, full-attention layers and heads. Sinks and the recent window are part of a
 selection and of its budget, as in SpeContext. Two selections need no head:
 
     window    the first tokens and the newest ones
-    best      the tokens with the largest true weights, per KV head and for all layers alike: what
-              one selection for all layers cannot exceed
+    best      the tokens with the largest true weights, per KV head and for all layers together:
+              the upper bound of one selection for all layers
 """
 
 from __future__ import annotations
@@ -66,15 +66,14 @@ _CHUNK = 13
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One way of running, and how far its logits were from the model's own.
+    """One way of running, and the difference of its logits from the model's own.
 
-    difference: largest absolute difference of any logit. error: what is judged. In float32 the
-    difference as a share of the largest logit, where that is above 1. In 16 bits, and with
-    quantised weights, a single rounding may send a token to another expert, so there it is the
-    typical place that counts: per sequence the median over places of the root mean square
-    difference, relative to the logits' own, and of these the worst. same_tokens: share of places
-    where both have the same most likely token.
-    replayed: decode steps that were repeated as CUDA graphs.
+    difference: largest absolute difference of any logit. error: the value that is judged. In
+    float32 it is the difference as a share of the largest logit, if that is above 1. In 16 bits,
+    and with quantised weights, a single rounding may send a token to another expert, so the typical
+    position counts: per sequence the median over positions of the root mean square difference,
+    relative to that of the logits, and of these the worst. same_tokens: share of positions where
+    both have the same most likely token. replayed: decode steps that were replayed as CUDA graphs.
     """
 
     policy: str
@@ -100,8 +99,8 @@ def verify(
 ) -> list[Check]:
     """Runs all checks; see `Check.passed`. device and dtype as in `LLM`, for a model by name.
 
-    length: also a prompt of this many tokens, beyond a sliding window or where RoPE is scaled.
-    ConfigError if the model cannot take it.
+    length: also check a prompt of this many tokens, beyond a sliding window or where RoPE is
+    scaled. ConfigError if the model does not allow it.
     """
     loaded = model if isinstance(model, Model) else load(model, device, dtype)
     prompts = _prompts(loaded, length)
@@ -129,7 +128,7 @@ def verify(
 
 
 class _Eager:
-    """The same weights with transformers' eager attention; remembers what it has computed."""
+    """The same weights with transformers' eager attention; caches its logits."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -148,11 +147,12 @@ class _Eager:
 
     @torch.no_grad()
     def noise(self, tokens: list[int]) -> float:
-        """How far it is from itself: the larger of two differences from all tokens in one call.
+        """Its own noise: the larger of two differences from computing all tokens in one call.
 
-        Decoded token by token, as layers may round by how many tokens are in a call; and with
-        embeddings changed by what a sum in another order changes, as layers that round activations
-        carry that far (bitsandbytes rounds them to bfloat16 on some CPUs).
+        The first is decoding token by token, because layers may round differently for different
+        numbers of tokens in a call. The second changes the embeddings by as much as a sum in
+        another order would, because layers that round activations amplify that (bitsandbytes rounds
+        them to bfloat16 on some CPUs).
         """
         expected = self.logits(tuple(tokens), len(tokens))
         decoded, changed = self._decoded(tokens), self._changed(tokens)
@@ -169,7 +169,7 @@ class _Eager:
         return torch.stack(rows)
 
     def _changed(self, tokens: list[int]) -> Tensor:
-        """Logits [T, vocabulary] of embeddings that are a little off."""
+        """Logits [T, vocabulary] with slightly changed embeddings."""
         generator = torch.Generator().manual_seed(0)
 
         def change(module: object, given: object, out: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class _Eager:
 
 
 def _prompts(model: Model, length: int | None) -> list[list[int]]:
-    """Random prompts of the cruel lengths that the model can take, and of one more length."""
+    """Random prompts of the awkward lengths that the model allows, and of one more length."""
     generator = torch.Generator().manual_seed(0)
     longest = max(1, model.max_length - _NEW_TOKENS)
     lengths = {min(length, longest) for length in _LENGTHS}
@@ -212,7 +212,7 @@ def _prompts(model: Model, length: int | None) -> list[list[int]]:
 
 
 def _covers(cls: type[Policy], budget: int) -> Policy:
-    """The policy with a budget that covers everything, its other settings as they are."""
+    """The policy with a budget that covers everything, and its other settings at their defaults."""
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**({"token_budget": budget} if "token_budget" in names else {}))
 
@@ -225,12 +225,12 @@ def _generate(
     *,
     decoded: bool,
 ) -> tuple[list[tuple[tuple[int, ...], Tensor]], int]:
-    """Greedy runs: the tokens up to the last but one, and the logits after the last of them.
+    """Greedy runs: the tokens except the last, the logits after the final ones, and the number of
+    replayed steps.
 
-    And how many steps were repeated from a recording. decoded: all of a prompt but its first token
-    goes through the decode path.
+    decoded: all of a prompt but its first token goes through the decode path.
     """
-    # With a budget that covers everything any head must do.
+    # With a budget that covers everything, any head must give the same result.
     spare = policy.wants_head and model.head is None
     head = RetrievalHead.random(model.network) if spare else None
     engine = Engine(model, policy, config, head=head)
@@ -261,7 +261,7 @@ def _compare(
     noise: float | None,
     replayed: int,
 ) -> Check:
-    """noise: of quantised weights, as `_Eager.noise` has it; None for others."""
+    """noise: of quantised weights, see `_Eager.noise`; None for others."""
     difference = max(float((ours - right).abs().max()) for ours, right in pairs)
     tolerance = _TOLERANCE[dtype]
     if noise is not None:
@@ -283,7 +283,9 @@ def _compare(
 
 
 def _typical(ours: Tensor, right: Tensor) -> float:
-    """Median over places [T] of the root mean square difference, relative to the logits'."""
+    """Median over positions [T] of the root mean square difference, relative to that of the
+    logits.
+    """
     places = (ours - right).square().mean(1).sqrt()
     return float(places.median() / right.square().mean().sqrt())
 
@@ -293,7 +295,7 @@ WINDOW, BEST = "window", "best"
 
 @dataclass(frozen=True, kw_only=True)
 class RecallText:
-    """Token ids, and the query tokens that are asked: places in them, ascending."""
+    """Token ids, and the positions of the query tokens, ascending."""
 
     token_ids: list[int]
     rows: list[int]
@@ -301,7 +303,7 @@ class RecallText:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallCell:
-    """Mean recall of one chooser over some texts of one length."""
+    """Mean recall of one chooser over texts of one length."""
 
     chooser: str
     length: int
@@ -317,9 +319,9 @@ def measure_recall(
     texts: Mapping[int, Sequence[RecallText]],
     budgets: Iterable[int],
 ) -> list[RecallCell]:
-    """A cell for each chooser, length and smaller budget; each text counts alike.
+    """A cell for each chooser, length and smaller budget; every text has the same weight.
 
-    texts: by the length that they stand for. The model may be loaded for the engine or not.
+    texts: by length. The model may be loaded for the engine or not.
     """
     geometry = model.geometry(EngineConfig.page_size)
     policies = [SpeContext(token_budget=budget).resolve(geometry) for budget in budgets]
@@ -329,19 +331,19 @@ def measure_recall(
     work = [(length, text) for length, some in texts.items() for text in some]
     for length, text in tqdm(work, unit="text", disable=None, leave=False):
         token_ids = torch.tensor(text.token_ids, device=model.device)
-        lesson = teacher.lesson(token_ids, torch.tensor(text.rows, device=model.device))
-        hidden = dict(zip(layers, lesson.hidden, strict=True))
-        scores = {name: _scores(head, lesson, hidden) for name, head in heads.items()}
-        scores[BEST] = lesson.mass
+        targets = teacher.targets(token_ids, torch.tensor(text.rows, device=model.device))
+        hidden = dict(zip(layers, targets.hidden, strict=True))
+        scores = {name: _scores(head, targets, hidden) for name, head in heads.items()}
+        scores[BEST] = targets.mass
         for policy in (policy for policy in policies if policy.token_budget < length):
             budget, first = policy.token_budget, policy.sink_size
             choices = {
-                name: objectives.chosen(of, lesson.rows, budget, first, policy.window_size or 1)
+                name: objectives.chosen(of, targets.rows, budget, first, policy.window_size or 1)
                 for name, of in scores.items()
             }
-            choices[WINDOW] = objectives.recent(lesson.rows, budget, first)
+            choices[WINDOW] = objectives.recent(targets.rows, budget, first)
             for name, choice in choices.items():
-                share = float(objectives.share(lesson.mass, choice).mean())
+                share = float(objectives.share(targets.mass, choice).mean())
                 found.setdefault((name, length, budget), []).append(share)
     return [
         RecallCell(
@@ -356,12 +358,12 @@ def measure_recall(
 
 
 def _scores(
-    head: RetrievalHead, lesson: TeacherTargets, hidden: Mapping[int, torch.Tensor]
+    head: RetrievalHead, targets: TeacherTargets, hidden: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """The head's weights per KV head of the target, as logs: [Hkv, R, n]."""
     own = tuple(hidden[layer] for layer in head.config.feature_layers)
-    logs = objectives.log_weights(head, dataclasses.replace(lesson, hidden=own))
-    return objectives.best(logs, len(lesson.mass))
+    logs = objectives.log_weights(head, dataclasses.replace(targets, hidden=own))
+    return objectives.best(logs, len(targets.mass))
 
 
 HEAD = "head"
@@ -371,9 +373,9 @@ _TEXTS, _QUERIES = 3, 24
 
 
 def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[RecallCell]]:
-    """The head beside the model's weights, and its recall beside that of a window.
+    """The head stored with the model's weights, and its recall next to that of a window.
 
-    ConfigError if the texts are all shorter than what is to be chosen among.
+    ConfigError if all texts are too short.
     """
     assert model.head is not None
     head = RetrievalHead.from_pretrained(model.head, model.network).to(model.device, model.dtype)
@@ -392,7 +394,7 @@ def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[Recall
 
 
 def recall_rows(cells: list[RecallCell]) -> list[list[str]]:
-    """Length, and for each budget the recall of the head and of the window."""
+    """The length, and for each budget the recall of the head and of the window."""
     found = {(c.chooser, c.budget, c.length): c.recall for c in cells}
     return [
         [
@@ -409,7 +411,7 @@ def recall_rows(cells: list[RecallCell]) -> list[list[str]]:
 
 
 def _asked(token_ids: list[int]) -> RecallText:
-    """The query tokens are spread over the second half, as those of generated text are."""
+    """Query tokens spread over the second half, like those of generated text."""
     half, count = len(token_ids) // 2, len(token_ids)
     step = max(1, (count - half) // _QUERIES)
     return RecallText(token_ids=token_ids, rows=list(range(half, count, step)))

@@ -1,7 +1,7 @@
-"""What an evaluation runs in one cell: samples as requests, and what they cost.
+"""What an evaluation runs in one cell: samples as requests, and their costs.
 
-Sparse decoding is evaluated, so a request may bring tokens that are not part of its dense prompt:
-they go through decode steps under the policy, one by one, as generated tokens do.
+Because sparse decoding is evaluated, a request may have tokens that are not part of its dense
+prompt: they go through decode steps under the policy, one by one, as generated tokens do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from keyhole.eval.tasks import Sample, Task, token_counter
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 
-#: Called after each step with the requests that are not done, by their number.
+#: Called after each step with the numbers of the unfinished requests.
 AfterStep = Callable[[dict[Running, int]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Token ids: `prompt` is read densely, `given` under the policy, before anything is chosen."""
+    """Token ids: `prompt` is read densely, then `given` under the policy, before anything is
+    generated.
+    """
 
     prompt: list[int]
     given: list[int]
@@ -40,17 +42,17 @@ class Request:
 
     @property
     def params(self) -> SamplingParams:
-        """Greedy, whatever the model's generation_config says."""
+        """Greedy, regardless of the model's generation_config."""
         return SamplingParams(max_tokens=self.max_tokens, temperature=0.0, repetition_penalty=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The finished requests in their order, and what they cost together.
+    """The finished requests in order, and their total costs.
 
-    step_ms: median of the steps in which no prompt was read, and step_batch: how many requests
-    these had, on average; None if there were none.
-    peak_bytes: the most that the cache held at once: keys, values and the policy's data.
+    step_ms: median of the steps without prompt tokens, and step_batch: the mean number of requests
+    in these; None if there were none. peak_bytes: the largest size of the cache: keys, values and
+    the policy's data.
     """
 
     sequences: list[Running]
@@ -60,11 +62,11 @@ class Served:
 
     @property
     def generated(self) -> list[list[int]]:
-        """The tokens that each request chose itself."""
+        """The tokens that each request generated."""
         return [s.generated[len(s.given) :] for s in self.sequences]
 
     def costs(self) -> dict[str, Any]:
-        """The fields of a line that say what it cost; see docs/evaluation.md."""
+        """The fields of a line for the costs; see docs/evaluation.md."""
         total = sum((s.counters for s in self.sequences), Counters())
         steps = total.steps or None
         return {
@@ -82,7 +84,7 @@ class Served:
 def serve(
     engine: Engine, requests: Sequence[Request], after_step: AfterStep | None = None
 ) -> Served:
-    """Runs all to their end; raises the first error. An interrupt frees all of them."""
+    """Runs all requests to their end; raises the first error. An interrupt frees all of them."""
     left = {
         engine.add(one.prompt, one.params, given=one.given, keep_logits=one.keep_logits): number
         for number, one in enumerate(requests)
@@ -119,22 +121,22 @@ def serve(
 
 
 FIRST_SEED = "first_seed"
-"""Among the settings of a task in a line: the number of its first sample, where that is not 0."""
+"""A setting of a task in a line: the number of its first sample, if that is not 0."""
 
-#: An engine with nothing in it that runs under a policy.
+#: Makes an empty engine that runs under a policy.
 MakeEngine = Callable[[Policy], Engine]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample as a request, and where in its tokens the facts stand that the answer needs."""
+    """A sample as a request, and the positions of the facts that the answer needs."""
 
     request: Request
     marks: tuple[int, ...] = ()
 
 
 class Workload(ABC):
-    """Samples with a score each. `settings`: what besides the name says which samples they are."""
+    """Samples with scores. `settings`: which samples they are, besides the name."""
 
     name: str
     settings: dict[str, Any]
@@ -143,9 +145,9 @@ class Workload(ABC):
 
     @abstractmethod
     def available(self, length: int, limit: int) -> int:
-        """How many samples of so many tokens there are, `limit` at most.
+        """Number of samples of this length, at most `limit`.
 
-        ConfigError if not even one fits.
+        ConfigError if there is none.
         """
 
     @abstractmethod
@@ -159,26 +161,26 @@ class Workload(ABC):
         """The first sample, for pictures."""
 
     def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-        """More fields, from what was measured under full attention, too."""
+        """Further fields, from a comparison with full attention."""
         return {}
 
 
 class Answered(Workload):
-    """A task of the table, answered by generation. first_seed: of its first sample."""
+    """A task that is answered by generation. first_seed: of its first sample."""
 
     def __init__(self, task: Task, model: Model, first_seed: int = 0) -> None:
         if model.tokenizer is None:
             raise ConfigError(f"task {task.name} is text, and {model.name} has no tokenizer")
         self.name = task.name
         self.settings = task.settings
-        if first_seed:  # lines without it are of the samples from 0 on
+        if first_seed:  # lines without it have the samples from 0 on
             self.settings[FIRST_SEED] = first_seed
         self._first_seed = first_seed
         self._task, self._tokenizer = task, model.tokenizer
-        self._made: dict[int, list[Sample]] = {}  # of the length that was asked for last
+        self._made: dict[int, list[Sample]] = {}  # of the last length
 
     def samples(self, length: int, number: int) -> list[Sample]:
-        """The first samples of a length; kept, because all policies get the same ones."""
+        """The first samples of a length; cached, because all policies get the same ones."""
         made = self._made.get(length, [])
         count = token_counter(self._tokenizer)
         made += [
@@ -189,7 +191,7 @@ class Answered(Workload):
         return made[:number]
 
     def available(self, length: int, limit: int) -> int:
-        """As many as one likes."""
+        """The limit; samples are made from seeds."""
         self.samples(length, 1)
         return limit
 
@@ -210,7 +212,7 @@ class Answered(Workload):
     def fields(
         self, asked: Sequence[Sample], requests: Sequence[Request], answers: Sequence[str]
     ) -> dict[str, Any]:
-        """What a line says of these answers, costs aside."""
+        """The fields of a line for these answers, without costs."""
         scores = [
             self._task.score(sample, answer) for sample, answer in zip(asked, answers, strict=True)
         ]
@@ -225,7 +227,7 @@ class Answered(Workload):
         }
 
     def shown(self, length: int, setup: str) -> Shown:
-        """Marked where the needed sentences begin."""
+        """With marks where the needed sentences begin."""
         (sample,) = self.samples(length, 1)
         asked = request(self._tokenizer, sample, setup)
         tokens = [*asked.prompt, *asked.given]
@@ -236,9 +238,10 @@ class Answered(Workload):
 
 
 def request(tokenizer: Any, sample: Sample, setup: str) -> Request:
-    """The same tokens in both setups; what differs is where the dense prompt ends.
+    """The request of a sample; both setups have the same tokens, but the dense prompt ends
+    elsewhere.
 
-    A token that holds letters of the context and of the question belongs to the question.
+    A token with characters of both the context and the question belongs to the question.
     """
     tokens = _ids(tokenizer, sample.prompt)
     end = len(tokens)
@@ -248,11 +251,11 @@ def request(tokenizer: Any, sample: Sample, setup: str) -> Request:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    # Without the warning about length: the engine has its own.
+    # Without the warning about length: the engine checks it.
     return [int(token) for token in tokenizer(text, verbose=False).input_ids]
 
 
 def _common(tokens: list[int], others: list[int]) -> int:
-    """With how many tokens both begin; what a tokenizer puts behind a whole text is none."""
+    """Length of the common prefix; tokens that a tokenizer adds after a text do not count."""
     pairs = zip(tokens, others, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -47,7 +47,7 @@ from keyhole.models.loading import Model, load
 from keyhole.models.locate import TINY, is_tiny
 from keyhole.registry import Spec
 
-# Every forward pass is given its positions: the cache of a compressed prompt is shorter than the
+# Positions are passed to every forward pass: the cache of a compressed prompt is shorter than the
 # prompt, so transformers would derive wrong positions from its length. They are also passed as
 # `cache_position`, by which kvpress recognises a prefill; transformers 5.3 and later ignore this
 # argument but pass it on, and every press fails without it.
@@ -55,10 +55,10 @@ from keyhole.registry import Spec
 
 @dataclass(kw_only=True)
 class PressAnswer:
-    """Generated tokens, the one that ended them included, and what the decode steps cost.
+    """Generated tokens, including the one that ended them, and the cost of the decode steps.
 
-    One entry per step: keys read / keys there (mean over layers), bytes of keys and values read,
-    milliseconds. peak_bytes: the most that the cache held at once.
+    One entry per step: share of keys read (mean over layers), bytes of keys and values read,
+    milliseconds. peak_bytes: the largest size of the cache.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -69,9 +69,10 @@ class PressAnswer:
 
 
 class CompressedModel:
-    """A model that is loaded for this alone: it gets the attention functions of transformers.
+    """A model that is used only here: it gets the attention functions of transformers.
 
-    ModelError for a model that kvpress does not know, or with layers that drop tokens themselves.
+    ModelError for a model that kvpress does not support, or with layers that drop tokens
+    themselves.
     """
 
     def __init__(self, model: Model) -> None:
@@ -94,11 +95,11 @@ class CompressedModel:
     def answer(
         self, press: Press, context: Sequence[int], question: Sequence[int], max_tokens: int
     ) -> PressAnswer:
-        """Greedy, `max_tokens` at most.
+        """Greedy decoding of at most `max_tokens`.
 
-        context: token ids that are pressed once they are computed, densely. question: ids that are
-        computed over what is left; where there are none, the first token is still a dense one.
-        ConfigError where the budget is too small for the question; NumericalError for NaN.
+        context: token ids that are computed densely, then pressed. question: token ids that are
+        computed over the remaining tokens; without a question, the first token is still exact.
+        ConfigError if the budget is too small for the question; NumericalError for NaN.
         """
         self._attend_by(press.attention)
         network, cache, answer = self._model.network, _CountingCache(), PressAnswer()
@@ -125,14 +126,14 @@ class CompressedModel:
             self._model.network.set_attn_implementation(attention)
 
     def _choose(self, logits: Tensor, tokens: list[int], max_tokens: int) -> bool:
-        """Adds the likeliest token; whether it is the last one."""
+        """Adds the most likely token; returns whether it is the last one."""
         if not bool(logits.isfinite().all()):
-            raise NumericalError("the model gave logits that are no numbers")
+            raise NumericalError("the logits are NaN or infinite")
         tokens.append(int(logits.argmax()))
         return tokens[-1] in self._model.eos_token_ids or len(tokens) >= max_tokens
 
     def _forward(self, tokens: Sequence[int], start: int, cache: Any) -> Tensor:
-        """Logits [vocabulary] after the last of these tokens, which stand at `start` and on."""
+        """Logits [vocabulary] after the last of these tokens, which start at position `start`."""
         device = self._model.device
         positions = torch.arange(start, start + len(tokens), device=device)
         out = self._model.network(
@@ -148,9 +149,9 @@ class CompressedModel:
 
 
 class _CountingCache(DynamicCache):  # type: ignore[misc]
-    """A cache that knows what was read of it and how large it was at most.
+    """A cache that counts what is read of it, and its largest size.
 
-    keys_read: keys that attention got, of one KV head, all layers together.
+    keys_read: keys passed to attention, of one KV head, summed over layers.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class _CountingCache(DynamicCache):  # type: ignore[misc]
         self.keys_read = self.bytes_read = self.peak_bytes = 0
 
     def update(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """As in DynamicCache."""
+        """See `DynamicCache`."""
         keys, values = super().update(*given, **named)
         self.keys_read += keys.shape[2]
         self.bytes_read += keys.nbytes + values.nbytes
@@ -168,13 +169,13 @@ class _CountingCache(DynamicCache):  # type: ignore[misc]
 
 
 def _applied(press: Any, network: Any) -> Any:
-    """A context in which kvpress's press works on the network; None does nothing."""
+    """A context in which kvpress's press is active on the network; None has no effect."""
     return contextlib.nullcontext() if press is None else press(network)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PressCell:
-    """What is measured; `samples` are those with the numbers from 0 on."""
+    """The case to measure; `samples` are those with the numbers from 0 on."""
 
     task: Task
     length: int
@@ -189,17 +190,19 @@ class PressCell:
 
 
 class PressEvaluation:
-    """A loaded model for any number of cells."""
+    """The evaluation of any number of cells with a loaded model."""
 
     def __init__(self, model: Model) -> None:
         if model.tokenizer is None:
-            raise ModelError(f"{model.name!r} has no tokenizer, and tasks are texts")
+            raise ModelError(f"{model.name!r} has no tokenizer, which tasks need")
         self._model, self._compressed = model, CompressedModel(model)
         self._fingerprint = model_digest(model)
         self._asked = functools.cache(self._make)  # its samples are the same under every press
 
     def known_by(self, cell: PressCell) -> dict[str, Any]:
-        """What a cell is known by: lines that agree in all of it are the same measurement."""
+        """The fields that identify a cell: lines that agree in all of them are the same
+        measurement.
+        """
         press, asked = cell.press, self._asked(cell.task)
         return as_stored(
             {
@@ -216,7 +219,7 @@ class PressEvaluation:
         )
 
     def line(self, cell: PressCell) -> dict[str, Any]:
-        """Runs a cell; ConfigError, before it runs, for one that cannot be."""
+        """Runs a cell; ConfigError, before it runs, for an invalid one."""
         require_length(self._model, cell.length)
         asked = self._asked(cell.task)
         samples = asked.samples(cell.length, cell.samples)
@@ -252,7 +255,7 @@ class PressEvaluation:
 
 
 def _costs(answers: list[PressAnswer]) -> dict[str, Any]:
-    """Means over all decode steps, the median time of one, and the largest cache."""
+    """Means over all decode steps, their median time, and the largest cache."""
     shares = [share for answer in answers for share in answer.read_shares]
     read = [count for answer in answers for count in answer.bytes_read]
     times = [spent for answer in answers for spent in answer.step_ms]
@@ -274,20 +277,42 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", nargs="?", default=TINY, help="folder, hub id, or tiny: the bundled model")
     add("--presses", default="snapkv,tova", metavar="NAMES", help=f"of {', '.join(presses())}")
-    add("--budgets", default="128,256", metavar="TOKENS", help="kept of a prompt, per KV head")
-    add("--interval", type=int, metavar="TOKENS", help="press again after so many generated tokens")
-    add("--tasks", default="passkey,key_value", metavar="NAMES", help="as of `keyhole eval`")
-    add("--lengths", default="2048", metavar="TOKENS", help="of a sample, its answer included")
+    add(
+        "--budgets",
+        default="128,256",
+        metavar="TOKENS",
+        help="tokens kept of a prompt, per KV head",
+    )
+    add(
+        "--interval",
+        type=int,
+        metavar="TOKENS",
+        help="press again after this many generated tokens",
+    )
+    add("--tasks", default="passkey,key_value", metavar="NAMES", help="tasks of `keyhole eval`")
+    add(
+        "--lengths",
+        default="2048",
+        metavar="TOKENS",
+        help="tokens per sample, including its answer",
+    )
     add("--setup", default="prompt", help=f"what is pressed: {', '.join(SETUPS)} or both")
-    add("--limit", type=int, default=16, metavar="N", help="samples in a cell")
+    add("--limit", type=int, default=16, metavar="N", help="samples per cell")
     add("--device", default="auto")
     add("--dtype", default="auto")
-    add("--output", default="keyhole-eval.jsonl", metavar="FILE", help="where lines are added")
+    add(
+        "--output",
+        default="keyhole-eval.jsonl",
+        metavar="FILE",
+        help="file that lines are added to",
+    )
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what is not there yet, one line each here and in the file."""
+    """Measures the cells that are not stored yet; prints a line for each and adds one to the
+    file.
+    """
     cells, file = list(_cells(arguments)), LineFile(arguments.output)
     evaluation = PressEvaluation(load(arguments.model, arguments.device, arguments.dtype))
     refused = 0
@@ -303,12 +328,12 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         if stored is None:
             file.add(line)
-        print(_told(name, line) + ("" if stored is None else ", there already"), flush=True)
+        print(_told(name, line) + ("" if stored is None else ", stored before"), flush=True)
     return 1 if refused else 0
 
 
 def _told(name: str, line: Mapping[str, Any]) -> str:
-    """A cell for people; without a decode step there is nothing to say of steps."""
+    """A cell for people; step figures only if there was a decode step."""
     if not line["decode_steps"]:
         return f"{name}: score {line['score']:.3f}"
     return (
@@ -318,7 +343,7 @@ def _told(name: str, line: Mapping[str, Any]) -> str:
 
 
 def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
-    """All combinations; ConfigError for what cannot be understood."""
+    """All combinations; ConfigError for invalid arguments."""
     made = [
         make_press(spec.name, budget, _settings(spec), arguments.interval)
         for spec in registry.parse(arguments.presses)
@@ -326,14 +351,14 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
     ]
     bundled = is_tiny(arguments.model)
     parsed = parse(arguments.tasks, bundled=bundled)
-    tasks = answered(parsed, "forces a text; kvpress's presses only answer")
+    tasks = answered(parsed, "forces a text, which is not supported with presses")
     lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
         yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
 
 
 def _settings(spec: Spec) -> dict[str, Any]:
-    """In the types that they have in JSON: kvpress does not say what they may be."""
+    """The settings in their JSON types, because kvpress does not declare types."""
     try:
         return {name: json.loads(value) for name, value in spec.settings}
     except ValueError as error:
@@ -355,7 +380,7 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command, where errors meant for a user are one line."""
+    """The command; errors for users are one line."""
     try:
         return run(_parser().parse_args(arguments))
     except KeyholeError as error:

@@ -61,9 +61,9 @@ except ImportError as error:
     ) from error
 
 _ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig))
-#: What a task's generation_kwargs may hold besides what the harness itself reads.
+#: Fields of a task's generation_kwargs, besides those that the harness itself reads.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-#: In the place of logits that have been read: thousands of them would not fit in memory.
+#: Replaces logits that have been read: thousands of them would not fit in memory.
 _READ = torch.empty(0)
 
 
@@ -71,7 +71,7 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
     """A model of the harness that answers through Keyhole's engine, many requests at once.
 
     pretrained: a folder, a hub id, or a model from `keyhole.models.loading.load`. policy: a name;
-    its settings, and those of `EngineConfig`, follow by their names. batch_size: the harness's;
+    its settings, and those of `EngineConfig`, are passed by their names. batch_size: the harness's;
     1 (its default) and "auto" leave it to max_batch. The others as in the model "hf".
 
     ModelError for the model, ConfigError for settings.
@@ -106,19 +106,19 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
                 raise UnknownNameError(f"setting of keyhole with {chosen.name}", name, known)
         chosen = make_policy(policy, settings)
         if device.startswith("cuda") and not torch.cuda.is_available():
-            device = "auto"  # the harness says "cuda:0" where nobody names a device
+            device = "auto"  # the harness passes "cuda:0" if no device is named
         model = pretrained if isinstance(pretrained, Model) else load(pretrained, device, dtype)
         if tokenizer is not None or add_bos_token is not None:
             model = dataclasses.replace(
                 model, tokenizer=_tokenizer(tokenizer or pretrained, add_bos_token)
             )
         if model.tokenizer is None:
-            raise ModelError(f"{model.name!r} has no tokenizer, and the harness gives texts")
+            raise ModelError(f"{model.name!r} has no tokenizer, which the harness needs")
         longest = model.max_length
         good = max_length is None or (is_count(max_length) and max_length <= longest)
         require(good, "max_length", max_length, f"from 1 to {longest}: {model.length_reason}")
         self._max_length = max_length or longest
-        # The engine wants room for the token after the last, which is never computed here.
+        # The engine needs room for a token after the last one, which is never computed here.
         self._engine = LLM(
             dataclasses.replace(model, max_length=longest + 1),
             policy=chosen,
@@ -140,13 +140,13 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int | None:
-        """The end of a text."""
+        """The token at the end of a text."""
         token: int | None = self.tokenizer.eos_token_id
         return token
 
     @property
     def prefix_token_id(self) -> int | None:
-        """What stands before a text without context."""
+        """The token before a text without context."""
         if self.custom_prefix_token_id is not None:
             return self.custom_prefix_token_id
         begin: int | None = self.tokenizer.bos_token_id
@@ -154,21 +154,21 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Tokens of context and answer together."""
+        """Maximum number of tokens of context and answer together."""
         return self._max_length
 
     @property
     def max_gen_toks(self) -> int:
-        """New tokens where a task does not say how many, as in the model "hf"."""
+        """Default number of new tokens, as in the model "hf"."""
         return 256
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells the harness's stored requests of one tokenizer from another's."""
+        """Distinguishes stored requests of different tokenizers."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness stores with its results: the policy, every "auto" settled."""
+        """What the harness stores with its results: the policy, with every "auto" resolved."""
         policy = self._engine.policy
         return {
             "model_dtype": str(self._engine.model.dtype),
@@ -268,7 +268,7 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
             scores.append(_Score(continuation))
 
         def finish(i: int, sequence: Request) -> None:
-            if requests[i][0] is not None:  # windows of a longer text have none
+            if requests[i][0] is not None:  # windows of a longer text have no key
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], scores[i].answer)
 
         def read(i: int, sequence: Request) -> None:
@@ -287,7 +287,8 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         """Runs requests (prompt, params, given tokens, whether their logits are kept) to their end.
 
-        read: called with its number for every request that a step may have changed; finish: once.
+        read: called with its number for every request that a step may have changed; finish: called
+        once at its end.
         """
         engine, left = self._engine, dict[Request, int]()
         try:
@@ -311,7 +312,7 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
     def _generation(
         self, context: str, given: dict[str, Any]
     ) -> tuple[list[int], SamplingParams, list[str]]:
-        """Prompt, parameters and stop texts of a request to generate."""
+        """Prompt, parameters and stop strings of a generation request."""
         kwargs = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         eos = self.eot_token_id
         ending = None if eos is None else self.tokenizer.decode(eos, skip_special_tokens=False)
@@ -323,18 +324,20 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
         prompt = self._encode(context, False if begun else self.add_bos_token)[
             most - self.max_length :
         ]
-        longest = kwargs.pop("max_length", None)  # prompt and answer, as in transformers
+        longest = kwargs.pop("max_length", None)  # prompt and answer together, as in transformers
         most = most if longest is None else longest - len(prompt)
         if kwargs.pop("num_beams", 1) != 1:
-            raise RequestError(f"num_beams {given['num_beams']!r} must be 1: beams are not built")
+            raise RequestError(
+                f"num_beams {given['num_beams']!r} must be 1: beam search is not supported"
+            )
         for name in kwargs:
             if name not in _SAMPLING:
                 known = ["until", "max_gen_toks", "do_sample", *_SAMPLING]
                 raise UnknownNameError("generation setting", name, known)
-        if not sampled:  # as transformers: all else that is about sampling is without effect
+        if not sampled:  # as in transformers, other sampling settings have no effect
             penalty = kwargs.get("repetition_penalty")
             kwargs = {"temperature": 0.0, "repetition_penalty": penalty}
-        elif "seed" not in kwargs:  # the harness has seeded it
+        elif "seed" not in kwargs:  # seeded by the harness
             kwargs["seed"] = random.getrandbits(32)
         texts, tokens = self._stops(until)
         return (
@@ -344,7 +347,7 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
         )
 
     def _stops(self, until: list[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Stop texts, and the special tokens among them, which never come as text."""
+        """Stop strings, and the special tokens among them, which never appear in the text."""
         special = set(self.tokenizer.all_special_ids)
         texts, tokens = [], []
         for text in filter(None, until):
@@ -356,7 +359,7 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
         return tuple(texts), tuple(tokens)
 
     def _text(self, tokens: list[int], until: list[str]) -> str:
-        """The answer in what was generated: after the thinking, before the first stop text."""
+        """The answer in the generated tokens: after the reasoning, before the first stop string."""
         end = self.think_end_token
         if isinstance(end, int) and end in tokens:
             tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
@@ -390,7 +393,7 @@ register_model("keyhole")(KeyholeLM)
 
 @dataclass
 class _Score:
-    """The log-probability of a continuation, as the logits of its tokens come."""
+    """The log-probability of a continuation, accumulated as the logits of its tokens arrive."""
 
     tokens: list[int]
     read_tokens: int = 0
@@ -398,7 +401,7 @@ class _Score:
     greedy: bool = True
 
     def read(self, logits: list[Tensor]) -> None:
-        """Takes the logits that are new, and puts nothing in their place."""
+        """Reads the new logits and discards them."""
         for place in range(self.read_tokens, len(logits)):
             token, row = self.tokens[place], logits[place]
             self.total += float(row.log_softmax(-1)[token])
@@ -412,7 +415,7 @@ class _Score:
 
 
 def _batch(batch_size: int | str, max_batch_size: int | None) -> int:
-    """How many requests run at once, by the harness's arguments."""
+    """The number of simultaneous requests, from the harness's arguments."""
     if str(batch_size) == "1" or str(batch_size).startswith("auto"):
         return max_batch_size or EngineConfig.max_batch
     if not str(batch_size).isdigit():
@@ -434,7 +437,7 @@ def _tokenizer(name: str | Model, add_bos_token: bool | None) -> Any:
 
 
 def main() -> int:
-    """The harness's command line, where errors meant for a user are one line."""
+    """The harness's command line; errors for users are one line."""
     try:
         cli_evaluate()
     except KeyholeError as error:

@@ -41,12 +41,12 @@ _RATIO = "compression_ratio"
 
 @dataclass(frozen=True)
 class _Offer:
-    """A press's class, and what is true of it.
+    """A press's class and its properties.
 
-    always: how many tokens it always keeps, or the setting that says so. attention: the
-    implementation it needs. decodes: it can press again while decoding. The others cannot: they
-    need queries of more than the newest token, or take the order in the cache, which pressing
-    changes, for positions.
+    always: how many tokens it always keeps, or the setting with this number. attention: the
+    attention implementation that it needs. decodes: it can press again while decoding. The others
+    cannot, because they need the queries of more than the newest token, or take the order in the
+    cache, which pressing changes, for positions.
     """
 
     cls: Any
@@ -77,15 +77,15 @@ _RIGHT: dict[str, _Check] = {
     "use_vnorm": _BOOL,
     "epsilon": (lambda value: is_number(value) and float(str(value)) >= 0, "at least 0"),
 }
-"""What the settings may be; kvpress itself does not say."""
+"""Valid values of the settings, which kvpress does not declare."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Press:
     """A press with all its settings, for any number of prompts.
 
-    budget: tokens of each KV head that are kept of a prompt. interval: generated tokens after which
-    the cache is pressed back to the budget; None: what is generated is kept.
+    budget: tokens of a prompt that are kept per KV head. interval: number of generated tokens after
+    which the cache is pressed back to the budget; None: all generated tokens are kept.
     """
 
     name: str
@@ -95,15 +95,16 @@ class Press:
 
     @property
     def attention(self) -> str:
-        """The implementation of attention that it needs, by transformers' name."""
+        """The attention implementation that it needs, by transformers' name."""
         return _OFFERED[self.name].attention
 
     @property
     def least(self) -> int:
-        """The fewest tokens it can leave: those it always keeps, and one that it chooses.
+        """The smallest number of tokens that can be kept: those that are always kept, and one
+        selected token.
 
-        Down to there, always keeping them is safe: kvpress 0.5.2 gives them the best score of all,
-        and takes any of equals.
+        Down to this number, the tokens that are always kept are safe: kvpress 0.5.2 gives them the
+        highest score, and breaks ties arbitrarily.
         """
         always = _OFFERED[self.name].always
         return 1 + int(self.settings[always] if isinstance(always, str) else always)
@@ -111,8 +112,8 @@ class Press:
     def prefill(self, length: int, question: int) -> Any:
         """The press of kvpress for `length` tokens that a question follows; None: keep all.
 
-        The budget counts the question too, which is kept whole. Raises ConfigError where it is too
-        small for that.
+        The budget includes the question, which is kept whole. Raises ConfigError if it is too small
+        for that.
         """
         if length + question <= self.budget:
             return None
@@ -126,7 +127,7 @@ class Press:
         return self._make(1 - (kept + 0.5) / length)
 
     def decoding(self) -> Any:
-        """The press of kvpress for the steps of one answer; None: press no more."""
+        """The press of kvpress for the decode steps of one answer; None: do not press again."""
         if self.interval is None:
             return None
         return DecodingPress(
@@ -137,12 +138,12 @@ class Press:
         )
 
     def _make(self, ratio: float) -> Any:
-        """A new object for every prompt: some remember things."""
+        """Makes a new object for every prompt, because some presses have state."""
         return _OFFERED[self.name].cls(**{_RATIO: ratio}, **self.settings)
 
 
 def presses() -> tuple[str, ...]:
-    """The names of all presses that are offered."""
+    """The names of the supported presses."""
     return tuple(_OFFERED)
 
 
@@ -152,9 +153,9 @@ def make_press(
     settings: Mapping[str, Any] | None = None,
     interval: int | None = None,
 ) -> Press:
-    """The press of a name; its other settings are kvpress's own.
+    """The press of this name; other settings have kvpress's defaults.
 
-    UnknownNameError for a name or setting that is not there, ConfigError for a wrong value.
+    UnknownNameError for an unknown name or setting, ConfigError for an invalid value.
     """
     if name not in _OFFERED:
         raise UnknownNameError("press", name, _OFFERED)

@@ -29,15 +29,15 @@ STRETCHABLE = ("default", "yarn")
 class HeadConfig:
     """The shape of a retrieval head; ConfigError names an invalid value.
 
-    hidden_size: width of the embedding that it uses. feature_size, feature_layers: width of the
-    target's hidden states and which of them it reads (0: the embeddings, i: the input of layer i);
-    0 and () without features. trained_length: tokens, or the distance between two, that it was
-    trained at. rope_factor: how far YaRN stretches it beyond that; 1 leaves RoPE unchanged.
+    hidden_size: width of its embedding. feature_size, feature_layers: width of the target's hidden
+    states, and which of them it reads (0: the embeddings, i: the input of layer i); 0 and ()
+    without features. trained_length: the longest text, or distance between two tokens, in its
+    training. rope_factor: how far YaRN stretches RoPE beyond that; 1 leaves RoPE unchanged.
 
-    Features of some drafts only: rope_scaling is a RoPE other than the plain one, in transformers'
-    terms (`rope_type`, `factor`, ...); bias of both projections; qk_norm on each head's query and
-    key; input_norm over all features, feature_norms over each of them, both before `fc`;
-    own_embedding if it does not share the target's.
+    Only some drafts have the following: rope_scaling, a RoPE other than the plain one, in
+    transformers' terms (`rope_type`, `factor`, ...); bias of both projections; qk_norm on each
+    head's query and key; input_norm over all features, feature_norms over each of them, both before
+    `fc`; own_embedding if it does not share the target's.
     """
 
     vocab_size: int

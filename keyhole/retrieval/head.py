@@ -1,22 +1,22 @@
 """The retrieval head: the part of a draft model that computes its attention weights.
 
 A draft model imitates its target, so its attention predicts which tokens the target will need, one
-step before the target runs. Of the draft are kept the embedding (shared with the target), the norms
-of its inputs, its projections of queries and keys with RoPE, and with features the layer that fuses
-them; no values, no output projection, no MLP, no logits.
+step before the target runs. The head keeps the draft's embedding (shared with the target), the
+norms of its inputs, its query and key projections with RoPE and, with features, the layer that
+fuses them; it has no values, output projection, MLP or logits.
 
 Source: SpeContext (section 4.1, "Implementation Details"), on EAGLE-3's draft (Li et al., 2025).
 Cost per step: one token through two projections, and one layer of keys to score.
 
 Positions. At its step i the draft reads token i + 1 together with the target's features of position
-i, and rotates by i. The head's token j is therefore the draft's step j - 1: key and query of token
-j come from its embedding and from the features of position j - 1, known before the target runs
-token j. The head rotates by the token's own position j: every pair has the same distance as in the
-draft, and RoPE depends only on distances. Token 0, which the draft never reads, has no features
-before it: zeros.
+i, and rotates by i. The head's token j is therefore the draft's step j - 1: query and key of token
+j come from its embedding and from the features of position j - 1, which are known before the target
+runs token j. The head rotates by the token's own position j: every pair has the same distance as in
+the draft, and RoPE depends only on distances. Token 0, which the draft never reads, has no previous
+features; they are zeros.
 
-Differences from the paper: it does not say what replaces the target's features. Here either the
-features are used ("tokens+features"), or only the embedding's half of the projections is kept
+Differences from the paper: the paper does not say what replaces the target's features. Here either
+the features are used ("tokens+features"), or only the embedding's half of the projections is kept
 ("tokens").
 """
 
@@ -45,7 +45,7 @@ from keyhole.retrieval.target import Target, distinct_feature_layers
 __all__ = ["INPUTS", "HeadConfig", "RetrievalHead"]
 
 
-# Rotary positions of a retrieval head: plain, as its draft was trained, or stretched by YaRN.
+# RoPE of a retrieval head: plain, as its draft was trained, or stretched by YaRN.
 #
 # YaRN (Peng et al., ICLR 2024, section 3.4): slow frequencies are divided by the factor, fast ones
 # are kept, and logits are scaled by (0.1 ln(factor) + 1)^2. The formulas are transformers' own.
@@ -54,8 +54,8 @@ __all__ = ["INPUTS", "HeadConfig", "RetrievalHead"]
 def frequencies(config: HeadConfig) -> tuple[Tensor, float]:
     """Radians per position of each pair of dimensions, float32 [D / 2], and an attention factor.
 
-    By the latter, 1 without YaRN, transformers multiplies queries and keys; here its square is in
-    `RetrievalHead.scale`.
+    The attention factor, 1 without YaRN, is a factor of queries and keys in transformers; here its
+    square is in `RetrievalHead.scale`.
     """
     D, theta = config.head_dim, config.rope_theta
     scaling = dict(config.rope_scaling or {})
@@ -76,17 +76,16 @@ def frequencies(config: HeadConfig) -> tuple[Tensor, float]:
         ),
         rope_parameters=scaling | {"rope_theta": theta},
     )
-    turns, attention_factor = ROPE_INIT_FUNCTIONS[kind](one_head, torch.device("cpu"))
-    return turns.float(), float(attention_factor)
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](one_head, torch.device("cpu"))
+    return inv_freq.float(), float(attention_factor)
 
 
-def rotate(x: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
-    """Every head of x [..., heads, D] rotated to its position, int64 [...]; in x's dtype.
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotates every head of x [..., heads, D] to its position, int64 [...]; in x's dtype.
 
-    turns: as `frequencies` gives them. Halves are paired, (0, D / 2), (1, D / 2 + 1), ..., as in
-    Llama.
+    inv_freq: from `frequencies`. Halves are paired, (0, D / 2), (1, D / 2 + 1), ..., as in Llama.
     """
-    angles = positions[..., None, None].float() * turns
+    angles = positions[..., None, None].float() * inv_freq
     cos, sin = angles.cos(), angles.sin()
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
@@ -104,10 +103,10 @@ def group_weights(
     """Softmax weights, the largest of each group: float32 [B, groups, N].
 
     query [B, heads, D], key_pages [P, Hkv, page_size, D] of the head; page_table int32 [B, M],
-    lengths int32 [B]; N = M * page_size. The head's query heads meet `groups` lists of the target
-    by ratio (SpeContext, section 4.2): the largest weight where several meet one, a copy where one
-    serves several. there: the existing tokens, where some were dropped (stored documents); the
-    softmax covers these alone, and the others score -1.
+    lengths int32 [B]; N = M * page_size. The head's query heads are mapped to `groups` lists of the
+    target by ratio (SpeContext, section 4.2): if several heads map to one list, their largest
+    weight is taken; if one maps to several, it is copied. there: the existing tokens, if some were
+    dropped (stored documents); the softmax covers only these, and the others score -1.
     """
     batch, heads, dim = query.shape
     kv_heads = key_pages.shape[1]
@@ -116,7 +115,7 @@ def group_weights(
         weights = _scores(query, key_pages, page_table, lengths, scale, there)
         weights = weights.unflatten(1, (lists, -1)).amax(2)
     else:
-        # Query heads that share keys but not a list: each part of them as a sequence of its own.
+        # Query heads that share keys but not a list: each part of them is treated as a sequence.
         parts = lists // kv_heads
         query = query.view(batch, kv_heads, parts, -1, dim).transpose(1, 2).flatten(2, 3)
         if there is not None:
@@ -152,12 +151,12 @@ def _scores(
 class RetrievalHead(nn.Module):
     """Queries and keys of tokens, scored against each other as in attention.
 
-    embedding: [vocab_size or more, hidden_size]. It is shared, without gradients and outside of the
-    head's parameters, unless the config says that it is the head's own; the head computes on its
+    embedding: [vocab_size or more, hidden_size]. It is shared, without gradients and not among the
+    head's parameters, unless the config says that the head has its own; the head computes on its
     device and, until it is cast, in its dtype.
 
-    dropped_share: the share of the draft's parameters that the head left out; None if there was
-    no draft.
+    dropped_share: the share of the draft's parameters that the head does not have; None if there
+    was no draft.
     """
 
     def __init__(self, config: HeadConfig, embedding: Tensor) -> None:
@@ -219,7 +218,7 @@ class RetrievalHead(nn.Module):
         dimensions before T.
         """
         query, key = self.project(token_ids, fused)
-        return self.turned(query, positions), self.turned(key, positions)
+        return self.rotated(query, positions), self.rotated(key, positions)
 
     def project(self, token_ids: Tensor, fused: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result of `forward` before rotation, independent of positions."""
@@ -233,8 +232,8 @@ class RetrievalHead(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key
 
-    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys of `project` [T, heads, D] at their positions, int64 [T]."""
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries or keys from `project` [T, heads, D], rotated to their positions, int64 [T]."""
         return rotate(x, positions, self._frequencies)
 
     def check_length(self, length: int) -> None:
@@ -247,8 +246,8 @@ class RetrievalHead(nn.Module):
                 else ("not stretched; give from_eagle3 a max_length")
             )
             warnings.warn(
-                f"the retrieval head was trained at {trained} tokens and is to choose among "
-                f"{length}: heads choose worse beyond their trained length (RoPE {stretched})",
+                f"the retrieval head was trained at {trained} tokens and has to select among "
+                f"{length}: heads select worse beyond their trained length (RoPE {stretched})",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -264,10 +263,10 @@ class RetrievalHead(nn.Module):
     ) -> RetrievalHead:
         """Prunes an EAGLE-3 draft, a folder or hub id, to a head for the network `target`.
 
-        It is on the device of the target's embedding, in its dtype. max_length: the longest
-        sequence that it selects from; beyond the trained length YaRN stretches its RoPE, with a
+        The head is on the device of the target's embedding, in its dtype. max_length: the longest
+        sequence that it selects from; beyond the trained length, YaRN stretches its RoPE, with a
         warning. ModelError for a draft that cannot be read or was made for another target,
-        ConfigError for a setting that cannot be.
+        ConfigError for an invalid setting.
         """
         require(max_length is None or is_count(max_length), "max_length", max_length, "at least 1")
         require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
@@ -301,7 +300,7 @@ class RetrievalHead(nn.Module):
     def save_pretrained(self, path: str | Path) -> None:
         """Writes the folder `path`, config.json and model.safetensors, without shared tensors.
 
-        Replaces a head that is there. ConfigError if it cannot be written.
+        Replaces an existing head. ConfigError if it cannot be written.
         """
         head_files.write(path, self.config, self.dropped_share, dict(self.named_parameters()))
 
@@ -309,10 +308,10 @@ class RetrievalHead(nn.Module):
     def random(
         cls, target: nn.Module, *, inputs: str = "tokens+features", seed: int = 0
     ) -> RetrievalHead:
-        """Random weights in the shape of `target`: the baseline of the tables.
+        """A head with random weights for `target`, as a baseline.
 
-        Queries and keys of unit variance, so that its selections are spread out; the same on each
-        device.
+        Queries and keys have unit variance, so that its selections are spread out; they are the
+        same on each device.
         """
         require(inputs in INPUTS, "inputs", inputs, " or ".join(INPUTS))
         shape = Target.of(target)
@@ -340,8 +339,8 @@ class RetrievalHead(nn.Module):
         return head
 
     def _set_frequencies(self) -> None:
-        turns, self._attention_factor = frequencies(self.config)
-        self._frequencies = turns.to(self.q.weight.device)
+        inv_freq, self._attention_factor = frequencies(self.config)
+        self._frequencies = inv_freq.to(self.q.weight.device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         nn.Module._apply(self, fn, recurse)

@@ -1,17 +1,15 @@
-"""Reads and writes the files of a head or of an EAGLE-3 draft model.
+"""Reads and writes the files of a head, and prunes EAGLE-3 draft models to heads.
 
-Reads and writes the folder of a head or a draft model; errors name the file or tensor.
-
-Reads an EAGLE-3 draft model: the tensors that a retrieval head keeps, and their names.
+Errors name the file or tensor.
 
 EAGLE-3 (Li et al., 2025, section 3.1) drafts with one Transformer layer over the pairs (embedding
-of a token, fused hidden states of the target at the position before). A head keeps the weights of
+of a token, fused hidden states of the target at the previous position). A head keeps the weights of
 its queries and keys. Tensors are called `midlayer.*` in the authors' layout and `layers.0.*` in
 that of the speculators library, whose config holds the layer's in `transformer_layer_config`.
 
-`d2t` and `t2d` (the draft's smaller output vocabulary), `norm_before_residual` and `norm_output`
-change nothing in the layer's queries and keys, and are not read. Of a draft with several layers the
-first is kept: the only one that sees embeddings.
+`d2t` and `t2d` (the draft's smaller output vocabulary), `norm_before_residual` and `norm_output` do
+not affect the layer's queries and keys, and are not read. Of a draft with several layers, the first
+is kept: the only one that sees embeddings.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ _BESIDE = {"model_type", "dropped_share"}
 def write(
     path: str | Path, config: HeadConfig, dropped_share: float | None, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Writes config.json and model.safetensors into the folder, replacing a head that is there.
+    """Writes config.json and model.safetensors into the folder, replacing an existing head.
 
-    A folder that was left half-written has no config.json. ConfigError if it cannot be written.
+    A partially written folder has no config.json. ConfigError if it cannot be written.
     """
     folder = Path(path)
     text = {"model_type": KIND, **asdict(config), "dropped_share": dropped_share}
@@ -101,7 +99,7 @@ class HeadCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> HeadCheckpoint:
-        """From a folder or a hub id; ModelError if it is not there or cannot be read."""
+        """Opens a folder or a hub id; ModelError if it is missing or cannot be read."""
         name = str(path)
         folder = _folder(name)
         config = _config(folder, name)
@@ -117,7 +115,9 @@ class HeadCheckpoint:
         return cls(name, config, shapes, read)
 
     def tensor(self, key: str, *shape: int) -> Tensor:
-        """The tensor `key` on the CPU; ModelError unless it is there, of that shape, and floats."""
+        """The tensor `key` on the CPU; ModelError unless it exists, with this shape and a float
+        dtype.
+        """
         right = f"{key} {list(shape)}"
         if key not in self.shapes:
             raise ModelError(f"checkpoint {self.name!r} has no tensor {right}")
@@ -290,7 +290,7 @@ def dropped_share(shapes: Mapping[str, tuple[int, ...]], head: nn.Module) -> flo
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """One level of names: those of the layer and of `eagle_config` beside the others."""
+    """The config flattened: fields of the layer and of `eagle_config` on the top level."""
     inner = config.get("transformer_layer_config"), config.get("eagle_config")
     for part in inner:
         config = config | part if isinstance(part, dict) else config
@@ -315,7 +315,7 @@ def _count(
 
 
 def _has(draft: HeadCheckpoint, fields: dict[str, Any], name: str, tensor: str) -> bool:
-    """Whether the draft is of a variant: as its config says or, if that is silent, its tensors."""
+    """Whether the draft has a variant: by its config or, if that does not say, by its tensors."""
     said = fields.get(name)
     return tensor in draft.shapes if said is None else bool(said)
 
@@ -356,7 +356,7 @@ def _feature_layers(
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from the words of transformers before and after version 5."""
+    """rope_theta and rope_scaling, from the fields of transformers before and after version 5."""
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     require(isinstance(given, dict), "rope_parameters", given, "an object")
     rope = dict(given)

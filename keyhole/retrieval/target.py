@@ -35,7 +35,7 @@ class Target:
         config: Any = network.config
         embed: Any = network.get_input_embeddings()  # type: ignore[operator]
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
-        if config.model_type == "gpt_bigcode":  # says it in a word of its own
+        if config.model_type == "gpt_bigcode":  # a field of its own
             kv_heads = 1 if config.multi_query else heads
         else:
             kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -91,14 +91,16 @@ class Target:
 def feature_layers(num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs EAGLE-3 reads in a model of this depth: low, middle, high.
 
-    (2, n // 2, n - 3), as vLLM has it where a draft's config names none. Some of them coincide in
-    models of less than 7 layers.
+    (2, n // 2, n - 3), as in vLLM if a draft's config names none. Some of them coincide in models
+    with fewer than 7 layers.
     """
     return (2, num_layers // 2, num_layers - 3)
 
 
 def distinct_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """The same, spread out where they would coincide: for heads not pruned from a draft."""
+    """The same layers, spread out if they would coincide: for heads that are not pruned from a
+    draft.
+    """
     layers = feature_layers(num_layers)
     if num_layers < 7:
         layers = (min(1, num_layers - 1), num_layers // 2, num_layers - 1)

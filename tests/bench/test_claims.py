@@ -35,7 +35,7 @@ def test_equal_and_tuned_terms_have_three_lengths_and_budgets_and_every_method()
 def test_layers_that_move_and_layers_that_are_below_give_the_same_tokens() -> None:
     found = adaptive_layers.run(load(keyhole.tiny(), "cpu"), 256, 2, 48, 0.5)
     assert [part["lengths"][0] < part["lengths"][1] for part in found] == [True] * 4
-    below = [part["layers_below"] for part in found]
+    below = [part["offloaded_layers"] for part in found]
     assert below[0][0] < below[-1][1]
     first = found[0]["moved_bytes"]
     assert first["adaptive"] < first["all below"]

@@ -233,7 +233,7 @@ def test_without_a_peer_nothing_is_compared_and_that_is_said(
     monkeypatch.setattr(bench_decode, "fitting", lambda *_, **__: ([], []))
     found = decode.run(settings(systems=("full",)), lambda *given: reported.append(given))
     assert [(r["system"], r["ratio_to_peer"]) for r in found["results"]] == [("full", None)]
-    assert reported[0][1] == ["at 64 tokens no baseline was there to compare logits with"]
+    assert reported[0][1] == ["at 64 tokens there was no baseline to compare logits with"]
 
 
 def test_unknown_systems_are_named() -> None:

@@ -103,7 +103,7 @@ def test_one_of_which_no_step_was_repeated_is_refused(
     system = ours(weights, texts)
     recorder.cache = system.engine.cache
     assert system.engine.why_not_replayed is None
-    with pytest.raises(NotRecordedError, match="no step was of the kind"):
+    with pytest.raises(NotRecordedError, match="no step was of a kind"):
         checked("quest", system.engine, 0, CUDA)
 
 
@@ -122,8 +122,8 @@ def test_an_engine_that_was_told_not_to_is_not_refused(
     policy = Delta(token_budget=32)
     with Loading(None, weights.keyhole, policy, None, "", graphs=False) as system:
         system.start(ForcedText(prompt=texts[0], answer=[1, 2]))
-        assert system.launches("above") == said(0, "graphs=False")
-        assert checked("above", system.engine, 0, CUDA) == said(0, "graphs=False")
+        assert system.launches("resident") == said(0, "graphs=False")
+        assert checked("resident", system.engine, 0, CUDA) == said(0, "graphs=False")
 
 
 def test_peers_say_what_they_do(

@@ -71,9 +71,9 @@ def test_numbers_add_up(line: dict[str, Any], policy: str, layers: int) -> None:
     above, elastic = results[RESIDENT], results[ELASTIC]
     waiting, everything = results[NO_OVERLAP], results[NO_ELASTIC]
     assert above["moved_bytes"] is above["hit_rate"] is above["stall_ms"] is None
-    assert above["ratio_to_above"] == 1
+    assert above["ratio_to_resident"] == 1
     for result in (elastic, waiting, everything):
-        assert result["layers_below"] == layers
+        assert result["offloaded_layers"] == layers
         assert result["steps_timed"] == 3
         assert result["step_ms"] > 0
         assert result["stall_ms"] > 0
@@ -105,7 +105,7 @@ def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
         (policy, system) for policy in ("spe_context", "quest") for system in SYSTEMS
     ]
     for result in large:
-        assert (result["layers_below"] > 0) == (result["system"] != RESIDENT)
+        assert (result["offloaded_layers"] > 0) == (result["system"] != RESIDENT)
         if result["system"] != RESIDENT:
             assert result["moved_bytes"] > 0
             assert result["relative_error"] == 0
@@ -122,7 +122,7 @@ def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: P
     results = {result["system"]: result for result in found}
     assert list(results) == [*SYSTEMS, "torch_flash"]
     # The head's keys and the buffers take the room of some layers, not of all.
-    (below,) = {results[name]["layers_below"] for name in SYSTEMS if name != RESIDENT}
+    (below,) = {results[name]["offloaded_layers"] for name in SYSTEMS if name != RESIDENT}
     assert 0 < below < 4
     assert results["torch_flash"]["step_ms"] > 0
     assert results["torch_flash"]["relative_error"] < 0.1
@@ -199,7 +199,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr(measure, "read_bandwidth", lambda _: pytest.fail("too late"))
     for given, error in (
-        ({"budgets": (64, 1024)}, "words 120 must be so many that"),
+        ({"budgets": (64, 1024)}, "words 120 must be large enough"),
         ({"policies": ("delta", "nobody")}, "unknown policy 'nobody'"),
     ):
         with pytest.raises((ConfigError, UnknownNameError), match=error):

@@ -117,4 +117,4 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
 
 def test_a_place_without_a_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == 2
-    assert "does not answer as a server" in capsys.readouterr().err
+    assert "does not respond like a server" in capsys.readouterr().err

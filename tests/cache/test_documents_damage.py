@@ -260,7 +260,7 @@ def test_a_changed_text_is_named_and_its_record_stays(store: DocumentStore) -> N
     for start in (False, True):
         again = DocumentStore(store._catalogue.place.url, MODEL) if start else store
         with pytest.raises(
-            RecordError, match=r"'a': its text has changed; .* adding the right text again"
+            RecordError, match=r"'a': its text has changed; .* add the right text again"
         ):
             again.source("a")
         [problem] = again.verify()
@@ -275,7 +275,7 @@ def test_a_changed_text_is_named_and_its_record_stays(store: DocumentStore) -> N
 
 def test_a_text_that_is_gone_is_named_until_the_next_start(store: DocumentStore) -> None:
     text_of(store, "a").unlink()
-    with pytest.raises(RecordError, match="document 'a': its text is gone"):
+    with pytest.raises(RecordError, match="document 'a': its text is missing"):
         store.source("a")
     [problem] = store.verify()
     assert (problem.name, problem.kind) == ("a", "source")

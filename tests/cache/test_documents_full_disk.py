@@ -50,7 +50,7 @@ assert store.source("0") == "text 0"
 try:
     store.add("3", "text 3", make_record(3))
 except StorageFullError as error:
-    assert "make room on the disk" in str(error)
+    assert "free disk space" in str(error)
 else:
     raise AssertionError("there was room")
 assert [info.name for info in store.list()] == ["0", "1", "2"]

@@ -61,7 +61,9 @@ def test_the_least_recently_used_record_leaves(place: str | Path, size: int) -> 
     assert total(store) <= 3 * size + size // 2
     assert [info.name for info in store.list()] == list("01234")
     assert store.source("1") == "text 1"
-    with pytest.raises(RecordError, match="document '1': it has no record, which made room") as e:
+    with pytest.raises(
+        RecordError, match="document '1': it has no record, because it was evicted"
+    ) as e:
         store.open("1")
     assert e.value.kind == "missing"
     assert store.verify() == []
@@ -183,7 +185,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     store = DocumentStore(tmp_path, MODEL)
     fill(store, 0, 1)
     with files_at_most(100_000):
-        with pytest.raises(CapacityError, match="cannot be written: File too large; all that was"):
+        with pytest.raises(CapacityError, match="cannot be written: File too large; the store is"):
             store.add("big", "text", make_record(2, n=1500))
         with pytest.raises(CapacityError):
             store.add("0", "other", make_record(2, n=1500), overwrite=True)
@@ -252,7 +254,7 @@ def test_a_failure_at_any_step_loses_nothing(
 def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r"documents cannot be kept at '.*/file/x': NotADirectory"
+        ConfigError, match=r"documents cannot be stored at '.*/file/x': NotADirectory"
     ):
         DocumentStore(tmp_path / "file" / "x", MODEL)
 

@@ -169,9 +169,9 @@ def test_a_foreign_record_is_named_by_the_field_that_differs(store: DocumentStor
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("", "has no text"),
-        ([], "has no text"),
-        ("a\ud800", "no Unicode text: surrogates not allowed at character 1"),
+        ("", "a document is empty"),
+        ([], "a document is empty"),
+        ("a\ud800", "not valid Unicode: surrogates not allowed at character 1"),
         (b"bytes", "is bytes; decode"),
         ([1, -1], "token id -1"),
         ([1, "a"], "token id 'a'"),

@@ -243,7 +243,7 @@ def test_too_few_bytes_are_told(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
     real = MemoryFileSystem.cat_file
     with store.open("x") as stored:
         monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *a, **n: real(*a, **n)[:-1])
-        with pytest.raises(RecordError, match="15999 bytes came where 16000 were asked for"):
+        with pytest.raises(RecordError, match="15999 bytes arrived where 16000 were requested"):
             stored.rows(2, 19_000, 19_500)
 
 

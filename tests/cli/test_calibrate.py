@@ -27,8 +27,8 @@ def test_recall_is_printed_and_layers_are_written(path: str, run: Run, tmp_path:
     assert "llama-0: optimal placement by mass over 6 decode steps, token_budget 32" in ran.out
     for line in (
         "0      everything",
-        "1      everything, and chooses",
-        "2      the choice of layer 1",
+        "1      everything, and selects",
+        "2      the selection of layer 1",
     ):
         assert line in ran.out
     assert Calibration.load(layers).delta_layers == (1,)

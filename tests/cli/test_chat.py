@@ -26,7 +26,7 @@ def answers(path: str) -> list[str]:
 
 
 def kept(err: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\| (\d+) of \d+ prompt tokens kept", err)]
+    return [int(number) for number in re.findall(r"\| (\d+) of \d+ prompt tokens cached", err)]
 
 
 def test_the_second_turn_knows_the_first(path: str, run: Run) -> None:
@@ -53,7 +53,7 @@ def test_reset_forgets_and_quit_ends(path: str, run: Run) -> None:
     assert ran.status == 0
     first = answers(path)[0]
     assert ran.out == f"{first}\n{first}\n"
-    assert "forgotten" in ran.err
+    assert "new conversation" in ran.err
     assert "error: unknown command '/rest'" in ran.err
 
 

@@ -168,8 +168,8 @@ def test_a_server_has_all_its_settings_in_a_yaml_file(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("serve: {port: [}", "cannot be read"),
-        ("- a\n- b\n", "must have names"),
-        ("1: 2\n", "must have names"),
+        ("- a\n- b\n", "must be a table"),
+        ("1: 2\n", "must be a table"),
         ("serve: {policy: {token_budget: 4}}", "must have a name"),
         ("serve: {portt: 4}", "did you mean 'port'"),
         ("serve: {policy: !!python/name:os.system }", "cannot be read"),

@@ -68,7 +68,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "utf-16 without a mark": (FAQ.encode("utf-16-le"), "a zero byte at position 1; extract"),
     "latin-1": ("eins\nzwei für drei".encode("latin-1"), "byte 0xfc at position 11, line 2; if"),
     "garbage": (bytes(range(255, 0, -1)), "byte 0xff at position 0, line 1"),
-    "a picture": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is no text: a zero byte at position 8"),
+    "a picture": (
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+        "is not text: it has a zero byte at position 8",
+    ),
     "nothing": (b"", "is empty; a document needs at least one word"),
     "blanks": (b"\xef\xbb\xbf \n\t", "is empty"),
 }
@@ -102,7 +105,7 @@ def test_what_is_no_text_is_refused_and_nothing_is_stored(
         (("x", "."), "file '.' cannot be read: Is a directory; give its files"),
         (("x",), "the following arguments are required: FILE; see `keyhole documents add --help`"),
         (("x", "-", "faq.md"), 'stdin ("-") is one document; add it alone'),
-        (("x", "one/faq.md", "two/faq.md"), "two files would be document 'x/faq.md'"),
+        (("x", "one/faq.md", "two/faq.md"), "two files would both become document 'x/faq.md'"),
         (("x\ny", "one/faq.md"), "document name 'x\\ny' must be printable text in one line"),
         (("x", "one/faq.md", "--block-size", "0"), "block_size 0 must be at least 1"),
         (("x", "one/faq.md", "--limit", "much"), "--limit 'much' is not a size"),
@@ -184,7 +187,7 @@ def test_a_limit_makes_room_but_not_of_pinned_ones(documents: Documented, tmp_pa
     ]
     ran = documents("ask", "which?", "--documents", "b", *FEW)
     assert ran.status == 2
-    assert "document 'b': it has no record, which made room for others" in ran.err
+    assert "document 'b': it has no record, because it was evicted or removed" in ran.err
 
 
 # What is there.

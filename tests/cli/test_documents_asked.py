@@ -43,7 +43,7 @@ def test_an_answer_streams_and_its_counters_follow(stored: Documented, llm: LLM)
     assert "first token after" in first
     ratio, again = (f"{100 * x:.1f} %" for x in (reused.sequence_ratio, reused.recompute_ratio))
     left = f"{reused.tokens_not_computed} tokens not computed"
-    assert second.startswith(f"2 documents | {ratio} kept | {again} computed again | {left} | ")
+    assert second.startswith(f"2 documents | {ratio} kept | {again} recomputed | {left} | ")
     assert second.endswith(" read from the store")
     one, two = reused.shares
     assert third == f"share of middle blocks kept: handbook {one:.2f}, faq {two:.2f}"
@@ -154,7 +154,7 @@ def test_200_documents_of_one_token(documents: Documented, tmp_path: Path, llm: 
     assert documents("add", "n", *files).status == 0
     ran = documents("ask", "Which?", "--documents", "n/", *FEW)
     assert ran.status == 0
-    assert "200 documents | 100.0 % kept | 100.0 % computed again" in ran.err
+    assert "200 documents | 100.0 % kept | 100.0 % recomputed" in ran.err
     assert "share of middle blocks kept: 200 with 0" in ran.err
     every = [f"n/{number:03}" for number in range(200)]
     assert ran.out == llm.ask("Which?", every, reuse="recompute", params=PARAMS).text + "\n"
@@ -164,7 +164,7 @@ def test_200_documents_of_one_token(documents: Documented, tmp_path: Path, llm: 
 
 
 def test_a_damaged_record_is_named_and_repaired(stored: Documented, tmp_path: Path) -> None:
-    assert stored("verify").out == "3 documents checked, all are right\n"
+    assert stored("verify").out == "3 documents checked, no problems\n"
     for record in records(tmp_path)[:2]:
         data = bytearray(record.read_bytes())
         data[-3] ^= 255

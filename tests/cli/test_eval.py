@@ -246,8 +246,11 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
         (("--lengths", "448,4096"), "length 4096 is more than the 512 tokens that llama-0 takes"),
         (("--lengths", "100"), "length 100 is too short for passkey: it needs at least"),
         (("--terms", "equa"), "unknown terms 'equa'; did you mean 'equal'?"),
-        (("--sinks", "4"), "sinks 4 must be left out, or given with --terms equal"),
-        (("--trials", "4", "--terms", "equal"), "trials 4 must be left out, or given with --terms"),
+        (("--sinks", "4"), "sinks 4 must be left out, or combined with --terms equal"),
+        (
+            ("--trials", "4", "--terms", "equal"),
+            "trials 4 must be left out, or combined with --terms",
+        ),
         (("--terms", "equal", "--dense-layers", "9"), "dense_layers (9,) must be full-attention"),
         (("--terms", "equal", "--window", "0"), "window 0 must be at least 1 token"),
         (("--first-seed", "-1"), "first_seed -1 must be at least 0"),

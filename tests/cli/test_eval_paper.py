@@ -222,7 +222,6 @@ def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(
         (("--lengths", "64"), "no task has texts of 64 tokens"),
         (("--tasks", "perplexity"), "task perplexity forces a text, which this suite does not do"),
         (("--terms", "tuned"), "terms 'tuned' must be given, equal or published"),
-        (("--suite", "papers"), "unknown suite 'papers'; did you mean 'paper'?"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(

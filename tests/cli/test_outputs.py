@@ -60,7 +60,7 @@ def test_a_file_of_others_stays_as_it_is(line: str, run: Run) -> None:
     Path(name).write_text("a letter")
     ran = run(*line.split())
     assert (ran.status, ran.out) == (2, "")
-    assert f"'{name}' is there and not " in ran.err
+    assert f"'{name}' exists and is not " in ran.err
     assert Path(name).read_text() == "a letter"
 
 
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
     monkeypatch.setattr(terminal.tempfile, "TemporaryFile", refuse)
     ran = run(*line.split())
     assert (ran.status, ran.out) == (2, "")
-    assert "nothing can be written to" in ran.err
+    assert "is not writable" in ran.err
     assert "Permission denied" in ran.err
 
 
@@ -133,5 +133,5 @@ def test_the_last_line_of_somebody_else_is_not_taken_for_half_a_line(run: Run) -
     Path("lines.jsonl").write_text(f"{ours}\nmy notes")
     ran = run("eval", "--output", "lines.jsonl")
     assert ran.status == 2
-    assert "'lines.jsonl', line 2 is no JSON object" in ran.err
+    assert "'lines.jsonl', line 2 is not a JSON object" in ran.err
     assert Path("lines.jsonl").read_text() == f"{ours}\nmy notes"

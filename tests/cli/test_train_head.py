@@ -53,9 +53,9 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
     monkeypatch.setattr(Distiller, "train_step", interrupted)
     ran = run(*command, *OPTIONS)
     assert ran.status == 130
-    assert "stopped after 400 of 600 tokens; the same command with --resume goes on" in ran.err
+    assert "stopped after 400 of 600 tokens; the same command with --resume continues" in ran.err
     monkeypatch.setattr(Distiller, "train_step", step)
-    assert "holds a run that is not finished" in run(*command, *OPTIONS).err
+    assert "holds an unfinished run" in run(*command, *OPTIONS).err
     ran = run(*command, "--resume", "--device", "cpu", "--json")
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)

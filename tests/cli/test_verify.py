@@ -58,7 +58,7 @@ def test_recorded_steps_are_named(path: str, run: Run, monkeypatch: pytest.Monke
     found = [CHECK, dataclasses.replace(CHECK, replayed=3)]
     monkeypatch.setattr(verify, "verify", lambda model, length: found)
     ran = run("verify", "--model", path, "--device", "cpu")
-    assert ran.out.splitlines()[0].endswith(", decode steps repeated as CUDA graphs")
+    assert ran.out.splitlines()[0].endswith(", decode steps replayed as CUDA graphs")
 
 
 def test_one_difference_is_exit_status_1(
@@ -84,7 +84,7 @@ def test_the_recall_of_a_head_is_told(
     path = make_model("llama", tmp_path, tokenizer=True, max_position_embeddings=600)
     network = load(path, "cpu").network
     RetrievalHead.random(network).save_pretrained(Path(path) / HEAD_FOLDER)
-    assert "give --data FILE to see" in run("verify", "--model", path, "--device", "cpu").out
+    assert "give --data FILE to measure" in run("verify", "--model", path, "--device", "cpu").out
     data = tmp_path / "text.txt"
     data.write_text("attention is all you read, and keys are many. " * 40)
     ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))

@@ -40,10 +40,10 @@ def test_any_text_that_has_tokens_is_stored_and_answers_as_a_prefill_would(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lamp \udcff", "no Unicode text: surrogates not allowed at character 5"),
+        ("lamp \udcff", "not valid Unicode: surrogates not allowed at character 5"),
         (b"lamp", "text, a list of token ids, .*, not bytes"),
         (None, "text, a list of token ids, .*, not None"),
-        ({"prompt_token_ids": []}, "has no text"),
+        ({"prompt_token_ids": []}, "a document is empty"),
         ({"prompt_token_ids": [5, -1]}, "token id -1"),
         ({"text": "lamp"}, "the one key 'prompt_token_ids'"),
     ],

@@ -112,7 +112,7 @@ def test_a_policy_of_another_package_is_set_up_by_the_names_of_its_settings(thei
 
 
 def test_what_reads_beside_its_budget_is_refused(theirs: None) -> None:
-    with pytest.raises(UnequalTermsError, match="theirs reads beside its budget: all of it"):
+    with pytest.raises(UnequalTermsError, match="theirs reads outside its budget: all of it"):
         equal_terms("theirs", GEOMETRY, **TERMS, settings={"beside": "all of it"})
 
 

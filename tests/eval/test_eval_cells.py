@@ -206,7 +206,9 @@ def test_as_published_nothing_else_can_be_set(model: Model) -> None:
     method = Method(
         label="mine", name="quest", settings={"sink_size": 4}, budget=Budget.parse("64")
     )
-    with pytest.raises(ConfigError, match="mine: as published, a method has no other settings"):
+    with pytest.raises(
+        ConfigError, match="mine: with --terms published, a method takes no settings"
+    ):
         Published().policy(method, 256, geometry)
 
 

@@ -8,7 +8,7 @@ from keyhole.drawing import matplotlib
 from keyhole.eval.report import charts
 from keyhole.eval.report.cells import Cell, cells
 from keyhole.eval.report.page import render
-from keyhole.eval.report.plot_style import looks
+from keyhole.eval.report.plot_style import method_styles
 from tests.eval.eval_lines import full, line
 from tests.eval.test_comparisons import control, method
 from tests.eval.test_report_page import page, texts
@@ -32,7 +32,7 @@ def lines(recent: int = 10, own: int = 30, **fields: Any) -> list[dict[str, Any]
 
 
 def style(found: list[Cell]) -> Any:
-    return looks((cell.policy, cell.name) for cell in found)
+    return method_styles((cell.policy, cell.name) for cell in found)
 
 
 def test_controls_are_part_of_a_cell_and_no_cells() -> None:
@@ -95,7 +95,7 @@ def test_the_page_shows_gains_beside_scores() -> None:
     assert row["Score %"].startswith("75.0 ")
     assert (row["Recent %"], row["Random %"], row["Oracle %"]) == ("25.0", "5.0", "95.0")
     assert (row["Gain points"], row["To oracle points"]) == (gain, "20.0")
-    assert row["Note"] == "beside the budget: the prompt"
+    assert row["Note"] == "outside the budget: the prompt"
     labels = [str(svg["aria-label"]) for svg in found.svgs]
     assert sum(label.startswith("Points over the recent control") for label in labels) == 1
     assert found.faults == []
@@ -107,7 +107,7 @@ def test_what_cannot_tell_is_never_best_and_in_no_mean() -> None:
     scores, gains = texts(found.tables[0]), texts(found.tables[1])
     assert scores[2] == ["■ delta", "128", "75.0", "100.0 (cannot tell)", "–"]
     assert gains[1][3:] == ["+2.5 -7 to 13, p 1.000 (cannot tell)", "–"]
-    assert texts(found.tables[3])[2][-2] == "cannot tell; beside the budget: the prompt"
+    assert texts(found.tables[3])[2][-2] == "cannot tell; outside the budget: the prompt"
 
 
 def test_terms_are_never_in_one_table() -> None:

@@ -73,7 +73,7 @@ def test_what_others_added_meanwhile_stays(tmp_path: Path, there: str) -> None:
 def test_any_other_damage_is_said_with_its_line(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(f"{json.dumps(FIRST)}\n\n{wrong}\n{json.dumps(FIRST)}\n")
-    with pytest.raises(ConfigError, match="line 3 is no JSON object"):
+    with pytest.raises(ConfigError, match="line 3 is not a JSON object"):
         LineFile(path)
 
 

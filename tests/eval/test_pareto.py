@@ -13,7 +13,7 @@ from keyhole.drawing import matplotlib
 from keyhole.errors import ConfigError
 from keyhole.eval.report import charts
 from keyhole.eval.report.cells import cells
-from keyhole.eval.report.plot_style import looks
+from keyhole.eval.report.plot_style import method_styles
 from tests.eval.eval_lines import full, line
 
 
@@ -61,7 +61,9 @@ def test_marks_stand_where_the_numbers_are() -> None:
     found = cells([full(), line(), line(budget=64, bytes_per_step=1e6, score=0.25)])
     pyplot = matplotlib()[0]
     figure, axis = pyplot.subplots()
-    texts = charts.draw_pareto(axis, found, looks((cell.policy, cell.name) for cell in found))
+    texts = charts.draw_pareto(
+        axis, found, method_styles((cell.policy, cell.name) for cell in found)
+    )
     drawn = {
         artist.get_gid(): (artist.get_xdata()[0], artist.get_ydata()[0])
         for artist in axis.lines

@@ -139,7 +139,7 @@ def test_recency_by_budget_and_lists_by_budget() -> None:
 def test_layers_that_move_beside_all_of_them_offloaded() -> None:
     part = {
         "lengths": [700, 1000],
-        "layers_below": [0, 3],
+        "offloaded_layers": [0, 3],
         "moved_bytes": {"adaptive": 2048.0, "all below": 4096.0},
         "ratio": 0.9,
         "low": 0.8,

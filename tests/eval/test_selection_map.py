@@ -105,7 +105,7 @@ def test_what_is_no_map_is_refused(change: dict[str, Any]) -> None:
     shares = np.zeros((2, 6), np.uint8)
     stored = SelectionMap(shares=shares, prompt_tokens=4, steps=2).to_json()
     assert SelectionMap.from_json(stored).shares.shape == (2, 6)
-    with pytest.raises(ConfigError, match="no stored selection map"):
+    with pytest.raises(ConfigError, match="not a stored selection map"):
         SelectionMap.from_json(stored | change)
 
 

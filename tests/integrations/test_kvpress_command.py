@@ -134,7 +134,7 @@ def test_what_is_there_is_not_measured_again(
         file.write('{"benchmark": "ev')  # of a run that was killed
     assert main([*asked, "--budgets", "64,96"]) == 0
     assert measured == [("knorm", n, s, 1) for n in (64, 96) for s in ("prompt", "question")]
-    assert capsys.readouterr().out.count(", there already\n") == 2
+    assert capsys.readouterr().out.count(", stored before\n") == 2
     assert main([*asked, "--budgets", "96", "--limit", "2"]) == 0
     assert main([*asked, "--budgets", "96", "--presses", "knorm,keydiff"]) == 0
     assert measured[4:] == [
@@ -152,7 +152,10 @@ def test_what_is_there_is_not_measured_again(
         ("--presses snapvk", "unknown press 'snapvk'; did you mean 'snapkv'?"),
         ("--presses snapkv:window_size", "'snapkv:window_size' must be a name, or a name with"),
         ("--presses snapkv:window_size=x", "'snapkv:window_size=x' must be numbers, true or false"),
-        ("--presses tova --tasks passkey,perplexity", "task perplexity forces a text; kvpress's"),
+        (
+            "--presses tova --tasks passkey,perplexity",
+            "task perplexity forces a text, which is not",
+        ),
         ("--budgets 65,12", "budget 12 must be a whole number of tokens, at least 65 for snapkv"),
         ("--budgets 1/8", "--budgets '1/8' must be whole numbers"),
         ("--budgets 256 --tasks tiny_paskey", "unknown task 'tiny_paskey'; did you mean"),

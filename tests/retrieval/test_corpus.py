@@ -28,10 +28,10 @@ def test_texts_are_read_in_every_form(tmp_path: Path) -> None:
     [
         ("", "has no text of 64 tokens or more (the longest of 0 has 0)"),
         ('"short"', "has no text of 64 tokens or more (the longest of 1 has 6)"),
-        ('"fine"\n{', "line 2 is no JSON"),
+        ('"fine"\n{', "line 2 is not JSON"),
         ('{"text": 1}', "line 1 must be a JSON string or list of token ids"),
         ("[1, 2.5]", "line 1 must be a JSON string or list of token ids"),
-        ("[1, 272]", "line 1 has the token id 272, the model knows 0 to 271"),
+        ("[1, 272]", "line 1 has the token id 272; the model's are 0 to 271"),
         ("[-1]", "line 1 has the token id -1"),
     ],
 )

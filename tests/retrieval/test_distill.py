@@ -58,10 +58,10 @@ def of(objective: str, start: str) -> TrainingConfig:
 @pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
 def test_a_few_steps_lower_the_loss(network: Any, objective: str, inputs: str) -> None:
     layers = None if inputs == "tokens" else (1, 2, 3)
-    recipe = dataclasses.replace(
+    config = dataclasses.replace(
         RECIPE, objective=objective, inputs=inputs, feature_layers=layers, tokens=12_000
     )
-    distiller = Distiller(network, Texts(), recipe)
+    distiller = Distiller(network, Texts(), config)
     losses = []
     while not distiller.finished:
         losses.append(distiller.train_step().loss)
@@ -73,8 +73,8 @@ def test_a_few_steps_lower_the_loss(network: Any, objective: str, inputs: str) -
 @pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
 def test_a_selection_goes_on_from_a_head(network: Any, inputs: str, tmp_path: Path) -> None:
     RetrievalHead.random(network, inputs=inputs).save_pretrained(tmp_path)
-    recipe = dataclasses.replace(of("selection", str(tmp_path)), feature_layers=None)
-    config = Distiller(network, Texts(), recipe).head.config
+    config = dataclasses.replace(of("selection", str(tmp_path)), feature_layers=None)
+    config = Distiller(network, Texts(), config).head.config
     assert (config.inputs, config.objective) == (inputs, "selection")
     assert config.trained_length == 512  # of the head that it began with
 
@@ -82,14 +82,14 @@ def test_a_selection_goes_on_from_a_head(network: Any, inputs: str, tmp_path: Pa
 @pytest.mark.slow
 def test_a_choice_learns_to_change_less(network: Any, start: str) -> None:
     """The true choice, not the soft one of training, on texts that were not trained on."""
-    recipe = dataclasses.replace(of("selection", start), tokens=12_000)
-    distiller = Distiller(network, Texts(), recipe)
+    config = dataclasses.replace(of("selection", start), tokens=12_000)
+    distiller = Distiller(network, Texts(), config)
     rng = Random("others")
-    lessons = [distiller._lesson(rng, 96) for _ in range(12)]
+    targets = [distiller._targets(rng, 96) for _ in range(12)]
 
     @torch.no_grad()
     def changed() -> float:
-        losses = [selection_loss(distiller.head, network, x, 20, 1e-3)[0] for x in lessons]
+        losses = [selection_loss(distiller.head, network, x, 20, 1e-3)[0] for x in targets]
         return float(sum(losses))
 
     before = changed()
@@ -102,13 +102,13 @@ def test_a_choice_learns_to_change_less(network: Any, start: str) -> None:
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     network: Any, start: str, objective: str, tmp_path: Path
 ) -> None:
-    recipe = of(objective, start)
-    whole = train.train(network, Texts(), recipe, tmp_path / "whole")
+    config = of(objective, start)
+    whole = train.train(network, Texts(), config, tmp_path / "whole")
     asked = iter([False, False, True])
-    part = train.train(network, Texts(), recipe, tmp_path / "part", stop=lambda: next(asked))
+    part = train.train(network, Texts(), config, tmp_path / "part", stop=lambda: next(asked))
     assert (part.finished, part.steps) == (False, 2)
-    assert train.recipe_of(tmp_path / "part") is not None
-    rest = train.train(network, Texts(), recipe, tmp_path / "part", resume=True)
+    assert train.config_of(tmp_path / "part") is not None
+    rest = train.train(network, Texts(), config, tmp_path / "part", resume=True)
     assert (rest.finished, rest.steps) == (True, whole.steps)
     heads = [RetrievalHead.from_pretrained(tmp_path / x, network) for x in ("whole", "part")]
     for one, other in zip(*(head.parameters() for head in heads), strict=True):
@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> 
 
 def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
     train.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
-    with pytest.raises(ConfigError, match="holds a run that is not finished; resume it"):
+    with pytest.raises(ConfigError, match="holds an unfinished run; resume it"):
         train.train(network, Texts(), RECIPE, tmp_path / "run")
     other = dataclasses.replace(RECIPE, seed=1)
     with pytest.raises(ConfigError, match="seed 1 must be 0, as in the run"):
@@ -139,7 +139,7 @@ def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> No
     (tmp_path / "run" / train.SNAPSHOT).write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot be read"):
         train.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
-    with pytest.raises(ConfigError, match="holds no run that could be resumed"):
+    with pytest.raises(ConfigError, match="holds no run to resume"):
         train.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
     RetrievalHead.random(network).save_pretrained(tmp_path / "head")
     with pytest.raises(ConfigError, match="holds a finished head; choose another"):
@@ -151,8 +151,8 @@ def test_nan_stops_a_training_and_nothing_is_lost(
 ) -> None:
     good = Distiller._loss
 
-    def bad(self: Distiller, lesson: Any, rng: Random) -> Any:
-        loss, found = good(self, lesson, rng)
+    def bad(self: Distiller, targets: Any, rng: Random) -> Any:
+        loss, found = good(self, targets, rng)
         return (loss * float("nan") if self.step == 3 else loss), found
 
     monkeypatch.setattr(Distiller, "_loss", bad)

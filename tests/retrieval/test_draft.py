@@ -21,14 +21,14 @@ LAYERS = (1, 2, 3)
 
 def made(kind: str = "llama") -> tuple[Any, Draft, TeacherTargets]:
     network = make_network(make_config(kind))
-    recipe = TrainingConfig(objective="eagle", length=64, feature_layers=LAYERS, learning_rate=1e-3)
-    draft = Distiller(network, Texts(), recipe).module
+    config = TrainingConfig(objective="eagle", length=64, feature_layers=LAYERS, learning_rate=1e-3)
+    draft = Distiller(network, Texts(), config).module
     assert isinstance(draft, Draft)
     for weight in (draft.o.weight, draft.down.weight):  # zero at first
         torch.nn.init.normal_(weight, std=0.2)
     text = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
-    lesson = Teacher(network, LAYERS).lesson(text, torch.tensor([4, 11, 27]), logit_steps=3)
-    return network, draft, lesson
+    targets = Teacher(network, LAYERS).targets(text, torch.tensor([4, 11, 27]), logit_steps=3)
+    return network, draft, targets
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -77,40 +77,43 @@ class PlainDrafter:
 
 
 def test_unrolled_steps_are_those_of_a_plain_drafter() -> None:
-    network, draft, lesson = made()
-    found = draft.unroll(lesson, 3)
-    states = torch.cat([h.double() for h in lesson.hidden], -1)
+    network, draft, targets = made()
+    found = draft.unroll(targets, 3)
+    states = torch.cat([h.double() for h in targets.hidden], -1)
     fused = states @ draft.head.fc.weight.detach().double().T
-    for number, row in enumerate(lesson.rows.tolist()):
+    for number, row in enumerate(targets.rows.tolist()):
         plain = PlainDrafter(network, draft)
         for j in range(row + 1):
             before = fused[j - 1] if j else torch.zeros_like(fused[0])
-            hidden, logits = plain.step(int(lesson.token_ids[j]), j, before)
+            hidden, logits = plain.step(int(targets.token_ids[j]), j, before)
         for step in range(3):
             if step:
                 at = row + step
-                hidden, logits = plain.step(int(lesson.token_ids[at]), at, hidden)
+                hidden, logits = plain.step(int(targets.token_ids[at]), at, hidden)
             difference = (found[step][number].detach().double() - logits).abs().max()
             assert float(difference) < 1e-4 * float(logits.abs().max())
 
 
 def test_the_loss_is_the_weighted_cross_entropy_of_the_steps() -> None:
-    _, draft, lesson = made()
-    assert lesson.logits is not None
+    _, draft, targets = made()
+    assert targets.logits is not None
     total = weight = 0.0
-    for step, logits in enumerate(draft.unroll(lesson, 3)):
-        wanted, found = lesson.logits[:, step].double().softmax(-1), logits.double().log_softmax(-1)
+    for step, logits in enumerate(draft.unroll(targets, 3)):
+        wanted, found = (
+            targets.logits[:, step].double().softmax(-1),
+            logits.double().log_softmax(-1),
+        )
         total += DECAY**step * -(wanted * found).sum(-1).mean().item()
         weight += DECAY**step
-    assert eagle_loss(draft, lesson).item() == pytest.approx(total / weight, rel=1e-5)
+    assert eagle_loss(draft, targets).item() == pytest.approx(total / weight, rel=1e-5)
 
 
 @pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
 def test_the_pruned_head_gives_the_layers_products(inputs: str) -> None:
-    _, draft, lesson = made("llama_group3")
+    _, draft, targets = made("llama_group3")
     head = draft.prune(inputs)
-    ids, places = lesson.token_ids, torch.arange(len(lesson.token_ids))
-    fused = draft.head.fuse(lesson.hidden)
+    ids, places = targets.token_ids, torch.arange(len(targets.token_ids))
+    fused = draft.head.fuse(targets.hidden)
     query, key, _ = draft.project(ids, places, fused)
     if inputs == "tokens":  # what the layer gives where the features' half adds nothing
         with torch.no_grad():

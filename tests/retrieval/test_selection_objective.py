@@ -32,16 +32,16 @@ def lesson_of(network: Any, head: RetrievalHead) -> TeacherTargets:
     ids = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(START, LENGTH)
     teacher = Teacher(network, head.config.feature_layers)
-    return teacher.lesson(ids, rows, logit_steps=1, keep_cache=True)
+    return teacher.targets(ids, rows, logit_steps=1, keep_cache=True)
 
 
-def plain_weights(head: RetrievalHead, lesson: TeacherTargets) -> torch.Tensor:
+def plain_weights(head: RetrievalHead, targets: TeacherTargets) -> torch.Tensor:
     """The head's softmax weights [heads, R, n] in float64, row after row."""
     fused = None
     if head.config.uses_features:
-        states = head.fuse(lesson.hidden)
+        states = head.fuse(targets.hidden)
         fused = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
-    query, key = head(lesson.token_ids, torch.arange(LENGTH), fused)
+    query, key = head(targets.token_ids, torch.arange(LENGTH), fused)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1).detach().double()
     query = query.detach().double()
     found = torch.zeros(query.shape[1], LENGTH - START, LENGTH, dtype=torch.float64)
@@ -53,10 +53,10 @@ def plain_weights(head: RetrievalHead, lesson: TeacherTargets) -> torch.Tensor:
 
 
 def plain_divergence(
-    network: Any, head: RetrievalHead, lesson: TeacherTargets, budget: int, heat: float
+    network: Any, head: RetrievalHead, targets: TeacherTargets, budget: int, heat: float
 ) -> float:
     """By a mask in transformers' eager attention, and sums over words."""
-    weights = plain_weights(head, lesson)
+    weights = plain_weights(head, targets)
     groups = network.config.num_key_value_heads
     scores = weights.unflatten(0, (groups, -1)).amax(1).log()
     newest = max(1, min(64, budget // 4))
@@ -69,12 +69,12 @@ def plain_divergence(
             mask[g, row, 4 : row - newest + 1] = gate.log().float()
     mask = mask.repeat_interleave(network.config.num_attention_heads // groups, 0)
     with torch.no_grad():
-        wanted = network(lesson.token_ids[None]).logits[0, START:].double().log_softmax(-1)
-        found = network(lesson.token_ids[None], attention_mask=mask[None]).logits[0, START:]
+        wanted = network(targets.token_ids[None]).logits[0, START:].double().log_softmax(-1)
+        found = network(targets.token_ids[None], attention_mask=mask[None]).logits[0, START:]
     found = found.double().log_softmax(-1)
     total = weight = 0.0
     for row in range(START, LENGTH - 1):
-        follows = int(lesson.token_ids[row + 1])
+        follows = int(targets.token_ids[row + 1])
         likely = math.exp(wanted[row - START, follows])
         old, new = (tilted(x[row - START].tolist(), follows) for x in (wanted, found))
         total += likely * sum(math.exp(x) * (x - y) for x, y in zip(old, new, strict=True))
@@ -95,21 +95,21 @@ def tilted(logs: list[float], token: int) -> list[float]:
 def test_the_loss_is_that_of_plain_loops(kind: str, inputs: str, heat: float) -> None:
     network = make_network(make_config(kind))
     head = RetrievalHead.random(network, inputs=inputs)
-    lesson = lesson_of(network, head)
-    loss, logs = selection_loss(head, network, lesson, 20, heat)
-    rest = ATTENTION * attention_loss(head, lesson)[0].item()
-    wanted = plain_divergence(network, head, lesson, 20, heat)
+    targets = lesson_of(network, head)
+    loss, logs = selection_loss(head, network, targets, 20, heat)
+    rest = ATTENTION * attention_loss(head, targets)[0].item()
+    wanted = plain_divergence(network, head, targets, 20, heat)
     assert wanted > 1e-3
     assert loss.item() - rest == pytest.approx(wanted, rel=1e-3)
-    torch.testing.assert_close(logs.double().exp(), plain_weights(head, lesson), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logs.double().exp(), plain_weights(head, targets), atol=1e-5, rtol=0)
 
 
 def test_a_budget_of_everything_leaves_the_attention_alone() -> None:
     network = make_network(make_config("llama"))
     head = RetrievalHead.random(network)
-    lesson = lesson_of(network, head)
-    loss, _ = selection_loss(head, network, lesson, LENGTH, 0.5)
-    rest = ATTENTION * attention_loss(head, lesson)[0].item()
+    targets = lesson_of(network, head)
+    loss, _ = selection_loss(head, network, targets, LENGTH, 0.5)
+    rest = ATTENTION * attention_loss(head, targets)[0].item()
     assert loss.item() == pytest.approx(rest, abs=1e-5)
 
 

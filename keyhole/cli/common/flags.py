@@ -37,7 +37,7 @@ _METAVARS = {
     "Budgets": "N,1/N",
 }
 
-#: What may be given several times, and one of it.
+#: Kinds of settings whose flag can be repeated, with its metavar.
 _REPEATED = {"tuple[str, ...]": "TEXT", "Mapping[int, float]": "ID=X"}
 
 
@@ -49,6 +49,18 @@ def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
         return
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+
+
+def add_data(
+    parser: argparse.ArgumentParser, what: str, line: str = "string or list of token ids"
+) -> None:
+    """--data; what: the texts in the file, line: the JSON in a line of it."""
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help=f"{what}: a JSON {line} per line of a .jsonl file, or the whole of any other file; "
+        "default: texts of the bundled model's world",
+    )
 
 
 def add_settings(
@@ -66,7 +78,7 @@ def add_settings(
 
 
 def settings_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """The settings among the arguments that were given, in the types of their fields."""
+    """The settings that were given, in the types of their fields."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {name: getattr(arguments, name, None) for name in fields}
     return {
@@ -110,7 +122,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 
 def add_reuse(parser: argparse.ArgumentParser) -> None:
     """--reuse."""
-    what = "what a prompt keeps and computes of documents"
+    what = "what a prompt keeps and recomputes of stored documents"
     _add_method(parser, "reuse", "sam_kv", what, reuse_names())
 
 
@@ -157,12 +169,12 @@ def load_model(arguments: argparse.Namespace) -> Model:
 
 
 def is_bundled(model: str | None) -> bool:
-    """Whether a command's MODEL is the one that comes with Keyhole, which is its default."""
+    """Whether the model is the bundled one, which is the default."""
     return model is None or is_tiny(model)
 
 
 def require_server(command: str) -> None:
-    """ConfigError unless the packages of the extra `keyhole[serve]` are there."""
+    """ConfigError unless the packages of the extra `keyhole[serve]` are installed."""
     if not all(map(importlib.util.find_spec, ("fastapi", "fastapi_offline", "uvicorn"))):
         raise ConfigError(f"keyhole {command} needs more packages: pip install 'keyhole[serve]'")
 
@@ -174,7 +186,7 @@ def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:
     """
     policy = make_policy(arguments.policy)
     settings = settings_of(arguments, EngineConfig)
-    EngineConfig(**settings)  # says what is wrong with them
+    EngineConfig(**settings)  # checks them before the model is loaded
     model = load_model(arguments)
     require_depth(arguments.policy, model.geometry(EngineConfig.page_size).num_layers)
     from keyhole.llm import LLM
@@ -183,7 +195,7 @@ def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:
 
 
 def quiet() -> None:
-    """Turns progress bars of libraries off where stderr is not a terminal."""
+    """Turns off the progress bars of libraries if stderr is not a terminal."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         from transformers.utils import logging
@@ -192,14 +204,14 @@ def quiet() -> None:
 
 
 def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
-    """A flag whose value stays text until `settings_of`; absent is None."""
+    """A flag whose value stays text until `settings_of` reads it; None if it was not given."""
     flag, text = _flag(field.name), _help(field)
     if field.type == "bool":
         _add_switch(group, field.name, field, text)
         return
     text = text.replace("%", "%%")
     if kind_of(field) in _REPEATED:
-        text += "; may be given several times"
+        text += "; can be repeated"
         metavar = _REPEATED[kind_of(field)]
         group.add_argument(flag, dest=field.name, metavar=metavar, action="append", help=text)
     else:
@@ -207,7 +219,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
 
 
 def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str) -> None:
-    """A flag without a value, which says the opposite of the default."""
+    """A flag without a value, which sets the opposite of the default."""
     flag = _flag("no_" + name) if field.default else _flag(name)
     text = f"turn this off: {text}" if field.default else text
     const = str(not field.default)
@@ -221,7 +233,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def _with_default(text: str, field: dataclasses.Field[Any]) -> str:
-    """The help with the default after it; what None means is said by the help itself."""
+    """The help followed by the default; the help itself says what None means."""
     text = text.replace("None: ", "default: ")
     plain = field.default in (None, ()) or isinstance(field.default, bool)
     return text if plain else f"{text}; default: {terminal.setting(field.default)}"

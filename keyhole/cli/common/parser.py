@@ -34,7 +34,9 @@ _METHODS = ("policy", "reuse")
 
 
 def read_config(given: Sequence[str]) -> dict[str, Any]:
-    """The file that a command line or the environment names; nothing if none is named."""
+    """The values of the configuration file that the command line or the environment names; {} if
+    none is named.
+    """
     path, flag = os.environ.get(_VARIABLE), _VARIABLE
     for here, after in zip(given, [*given, ""][1:], strict=True):
         if here == _FLAG or here.startswith(f"{_FLAG}="):
@@ -47,12 +49,14 @@ def read_config(given: Sequence[str]) -> dict[str, Any]:
         said = " ".join(str(error).split())
         raise ConfigError(f"{flag} {path!r} cannot be read: {said}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"{flag} {path!r} must have names of commands and flags, and values")
+        raise ConfigError(
+            f"{flag} {path!r} must be a table of commands and flags with their values"
+        )
     for name, value in found.items():
         if not isinstance(value, Mapping) and name not in _SHARED:
             raise ConfigError(
                 f"{flag} {path!r}: {name} must be in the table of a command, such as [generate]; "
-                f"alone stand {', '.join(_SHARED)}"
+                f"only {', '.join(_SHARED)} can be outside of a table"
             )
     return dict(found)
 
@@ -70,7 +74,7 @@ def _parsed(path: Path) -> Any:
 
 
 def apply_config(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> None:
-    """Makes what the file says of a command the defaults of its flags."""
+    """Makes the values of a file for a command the defaults of its flags."""
     own: Any = config
     for name in parser.prog.split()[1:]:
         own = own.get(name, {})
@@ -94,7 +98,7 @@ def apply_config(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> 
 
 
 def _value(action: argparse.Action, name: str, value: Any) -> Any:
-    """What the flag would have given: most are text until they are read as settings."""
+    """The value as the flag would give it: mostly text, until it is read as a setting."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} {value!r} in the config file must be true or false")
@@ -129,7 +133,7 @@ def _shown(value: Any) -> str:
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Docstrings as they stand, defaults where there are any, flags and help in two columns."""
+    """Shows docstrings unwrapped, defaults, and flags with their help in two columns."""
 
     def __init__(self, prog: str, **sizes: Any) -> None:
         super().__init__(prog, **{"max_help_position": 30, **sizes})
@@ -147,9 +151,9 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and exit.
+    """Raises ConfigError instead of printing the usage and exiting, as argparse does.
 
-    fill: adds the arguments once they are needed, so that the others pay nothing for them.
+    fill: adds the arguments when they are needed, so that other commands do not pay for them.
     config: values for flags of this parser and its commands, from a file.
     """
 
@@ -165,7 +169,7 @@ class Parser(argparse.ArgumentParser):
         self._fill, self.config = fill, config
 
     def error(self, message: str) -> NoReturn:
-        """Turns argparse's message into an error like all others."""
+        """Raises argparse's message as a ConfigError."""
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
     def filled(self) -> Parser:
@@ -176,11 +180,11 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def parse_known_args(self, *given: Any, **named: Any) -> Any:
-        """As argparse does it; leftovers belong to the parser that found them."""
+        """As in argparse; leftovers belong to the parser that found them."""
         return super(Parser, self.filled()).parse_known_args(*given, **named)
 
     def format_help(self) -> str:
-        """As argparse does it."""
+        """As in argparse."""
         return super(Parser, self.filled()).format_help()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -189,7 +193,7 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def commands(self) -> dict[str, Parser]:
-        """The parsers of all commands by name; none for one without."""
+        """The parsers of the commands by name; empty if there are none."""
         found = [a for a in self.filled()._actions if isinstance(a, argparse._SubParsersAction)]
         return dict(found[0].choices) if found else {}
 
@@ -202,9 +206,9 @@ def add_command(
     config: Mapping[str, Any],
     run: str = "run",
 ) -> None:
-    """A command from a module or class with `add_arguments` and `run`.
+    """Adds a command from a module or class with `add_arguments` and `run`.
 
-    config: values for its flags. run: what the arguments call the latter.
+    config: values for its flags. run: the name under which the arguments hold the command's `run`.
     """
 
     def fill(parser: Parser) -> None:
@@ -212,9 +216,9 @@ def add_command(
         parser.add_argument(
             "--config",
             metavar="FILE",
-            help="TOML or YAML with values for flags; default: $KEYHOLE_CONFIG",
+            help="TOML or YAML file with values for flags; default: $KEYHOLE_CONFIG",
         )
-        parser.add_argument("--debug", action="store_true", help="show where an error came from")
+        parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
         apply_config(parser, config)
         parser.set_defaults(parser=parser, **{run: command.run})
         parser.usage = _usage(parser)
@@ -224,7 +228,7 @@ def add_command(
 
 
 def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> None:
-    """Refuses what no argument of a command took, with the nearest flag."""
+    """Refuses arguments that no command took, and suggests the nearest flag."""
     if not leftover:
         return
     flag = leftover[0].partition("=")[0]
@@ -256,7 +260,7 @@ def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> No
 
 
 def _usage(command: argparse.ArgumentParser) -> str:
-    """The usage of a command without the list of its flags, which follows anyway."""
+    """The usage of a command without its flags, which are listed below it anyway."""
     places = []
     for action in command._get_positional_actions():
         many = f"{action.metavar} ..." if action.nargs in ("+", "*") else str(action.metavar)

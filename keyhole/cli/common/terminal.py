@@ -1,6 +1,6 @@
-"""What a command prints and writes: colours, tables, JSON, streamed answers, and checked files.
+"""Output of commands: colours, tables, JSON, streamed answers, and checked files.
 
-Output files are checked before a command's work begins, and no file of anything else is
+Output files are checked before a command's work begins. A file that Keyhole did not write is never
 overwritten.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from keyhole.reuse.base import Reuse
 
 
-#: What a word of a result means, wherever it stands alone: in a cell, at the start of a line.
+#: Colours of words of a result that stand alone: in a cell, or at the start of a line.
 MARKS = {
     "met": "green",
     "exact": "green",
@@ -42,7 +42,7 @@ ERROR = "bold red"
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """The text as it is written to a stream: styled on a terminal, else unchanged."""
+    """The text, styled if the stream is a terminal."""
     if not style or not stream.isatty():
         return text
     from rich.console import Console  # only here, so that `documents list` pays nothing for it
@@ -62,7 +62,8 @@ def table(
     left: int = 1,
     stream: TextIO | None = None,
 ) -> str:
-    """Columns as wide as their content; the first `left` are left-aligned, the others right.
+    """A table whose columns are as wide as their content; the first `left` are left-aligned, the
+    others right-aligned.
 
     stream: where it will be printed, for colours; None: stdout.
     """
@@ -91,7 +92,7 @@ def error(text: str) -> None:
 
 
 def status(text: str) -> None:
-    """Says on a terminal what the user waits for; nothing where stderr is a pipe or a file."""
+    """Prints a status line to stderr if it is a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 
@@ -113,7 +114,7 @@ def sentence(method: Policy | Reuse) -> str:
 
 
 def every_setting(method: Policy | Reuse) -> str:
-    """`sentence` with what is off, too."""
+    """Like `sentence`, including the settings that are off."""
     return _named(method, dataclasses.asdict(method))
 
 
@@ -148,16 +149,16 @@ def count(number: int, noun: str) -> str:
 
 
 def setting(value: object) -> str:
-    """The value of a setting as one would type it: 0,1 for (0, 1)."""
+    """The value of a setting as it is typed: 0,1 for (0, 1)."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-#: What a shell says of a program that Ctrl-C ended.
+#: The exit status of a program that Ctrl-C ended, by the convention of shells.
 INTERRUPTED = 130
 
 
 class Interrupt:
-    """Remembers the first of these signals in `seen`; a second one raises KeyboardInterrupt."""
+    """Records the first of these signals in `seen`; a second one raises KeyboardInterrupt."""
 
     seen = False
 
@@ -179,9 +180,9 @@ class Interrupt:
 
 
 def answer(llm: LLM, sequence: Request, *, silent: bool = False) -> Result:
-    """The result of a request that was submitted, printed as it comes unless `silent`.
+    """The result of a submitted request, printed as it is generated unless `silent`.
 
-    After Ctrl-C its finish_reason is "abort". Raises what ended the request if that was an error.
+    After Ctrl-C its finish_reason is "abort". Raises the error that ended the request, if any.
     """
     result = None
     for piece in _pieces(llm, sequence):
@@ -195,13 +196,13 @@ def answer(llm: LLM, sequence: Request, *, silent: bool = False) -> Result:
 
 
 def abort(llm: LLM, sequences: Iterable[Request]) -> None:
-    """Ends requests; what they have stays."""
+    """Ends requests; their tokens so far are kept."""
     for sequence in sequences:
         llm.engine.abort(sequence)
 
 
 def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
-    """The pieces of a request, the result in the last; a bar tells how far its prompt is."""
+    """The pieces of a request, the last one with the result; a progress bar shows the prompt."""
     from tqdm.auto import tqdm
 
     from keyhole.engine.sequence import piece_of
@@ -214,7 +215,7 @@ def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
                 if interrupt.seen:
                     llm.engine.abort(sequence)
                 elif not sequence.is_finished and len(sequence.generated) == given:
-                    llm.engine.step()  # other requests of the batch have steps of their own
+                    llm.engine.step()  # other requests of the batch may have taken the step
                 piece = piece_of(sequence, given)
                 if piece is None:
                     bar.update(min(sequence.num_computed, total) - bar.n)
@@ -230,10 +231,10 @@ def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class OutputKind:
-    """What a file holds.
+    """A kind of output file.
 
-    name: as errors say it. starts: the first bytes of such a file by the ending of its name; the
-    ending "" is for every name.
+    name: for error messages. starts: the first bytes of such a file, by file ending; the ending ""
+    stands for all names.
     """
 
     name: str
@@ -255,7 +256,9 @@ PAGE = OutputKind(
 
 
 class Output(NamedTuple):
-    """A file that a command will write; flag: what named it. Nothing is checked without a path."""
+    """A file that a command will write; flag: the flag that named it. Without a path nothing is
+    checked.
+    """
 
     flag: str
     path: str | Path | None
@@ -263,7 +266,9 @@ class Output(NamedTuple):
 
 
 def check_outputs(*outputs: Output) -> None:
-    """ConfigError unless every file can be written, is of its kind if it is there, and no other."""
+    """ConfigError unless every file can be written; an existing file must be of the same kind, and
+    no two flags may name one file.
+    """
     flags: dict[Path, str] = {}
     for flag, path, kind in outputs:
         if path is None:
@@ -275,7 +280,7 @@ def check_outputs(*outputs: Output) -> None:
 
 
 def check_output_folder(flag: str, path: str | Path) -> None:
-    """ConfigError unless this is a folder that can be written to, or one can be made there."""
+    """ConfigError unless this folder is writable or can be created."""
     place = Path(path)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -300,7 +305,7 @@ def _check_output(flag: str, path: str | Path, kind: OutputKind) -> None:
     except OSError as error:
         raise ConfigError(f"{shown} cannot be written: {error.strerror}") from error
     if not start.startswith(found):
-        raise ConfigError(f"{shown} is there and not {kind.name}; it stays as it is")
+        raise ConfigError(f"{shown} exists and is not {kind.name}; it was not changed")
     return None
 
 
@@ -312,5 +317,5 @@ def _require_folder(flag: str, path: str | Path, folder: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{flag} {str(path)!r}: nothing can be written to {str(folder)!r}: {error.strerror}"
+            f"{flag} {str(path)!r}: the folder {str(folder)!r} is not writable: {error.strerror}"
         ) from error

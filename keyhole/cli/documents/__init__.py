@@ -1,7 +1,7 @@
-"""Stores documents once, as a model reads each of them alone, and answers questions over them.
+"""Stores documents, each encoded once and alone by a model, and answers questions over them.
 
-What is stored survives restarts, and several processes may use it at once. A name that ends in "/"
-means all documents below it: `--documents handbook/` for handbook/a.md and handbook/b.md.
+Stored documents survive restarts, and several processes may use them at once. A name that ends in
+"/" means all documents below it: `--documents handbook/` for handbook/a.md and handbook/b.md.
 """
 
 from __future__ import annotations

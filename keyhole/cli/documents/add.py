@@ -1,8 +1,8 @@
-"""Encodes files and stores them, each alone: one file as NAME, several as NAME/FILENAME each.
+"""Encodes and stores files, each alone: one file as NAME, several as NAME/FILENAME.
 
-Files are UTF-8 text; all are read before the first is encoded. A text that is stored under its name
-already is not encoded again, so that after an interruption the same command goes on. Ask over all
-documents of several files with `--documents NAME/`.
+Files are UTF-8 text; all are read before the first is encoded. A text that is already stored under
+its name is not encoded again, so an interrupted command can be repeated. To ask over all of several
+files, use `--documents NAME/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keyhole.config import EngineConfig, is_count, require
 from keyhole.documents.source import BLOCK_SIZE
 from keyhole.errors import ConfigError
 
-#: What a text in another encoding begins with; the longer marks first.
+#: Byte order marks of other encodings, the longer ones first.
 _MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
@@ -28,10 +28,10 @@ _MARKS = {
 
 
 def read_documents(name: str, files: Sequence[str]) -> dict[str, str]:
-    """Name -> text of each document: of one file `name` itself, of several `name`/FILENAME.
+    """Name -> text of each document: one file gets `name` itself, several get `name`/FILENAME.
 
-    "-" is stdin. ConfigError for what cannot be read, is no UTF-8 text, or is empty, and for two
-    files that would get one name. All files are read before the first is encoded.
+    "-" is stdin. ConfigError for a file that cannot be read, is not UTF-8 text or is empty, and for
+    two files that would get the same name. All files are read before the first is encoded.
     """
     if len(files) == 1:
         return {name: _text(files[0])}
@@ -42,7 +42,8 @@ def read_documents(name: str, files: Sequence[str]) -> dict[str, str]:
         document = f"{name.rstrip('/')}/{Path(file).name}"
         if document in texts:
             raise ConfigError(
-                f"two files would be document {document!r}; add {file!r} under another name"
+                f"two files would both become document {document!r}; add {file!r} under another "
+                "name"
             )
         texts[document] = _text(file)
     return texts
@@ -69,7 +70,8 @@ def _decoded(data: bytes, what: str, file: str) -> str:
     zero = data.find(0)
     if zero >= 0:
         raise ConfigError(
-            f"{what} is no text: a zero byte at position {zero}; extract its text first, or, if it "
+            f"{what} is not text: it has a zero byte at position {zero}; extract its text "
+            "first, or, if it "
             f"is UTF-16, {_convert('UTF-16', file)}"
         )
     try:
@@ -96,18 +98,20 @@ def _convert(encoding: str, file: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents add`."""
-    parser.add_argument("name", metavar="NAME", help="what questions call it")
+    parser.add_argument("name", metavar="NAME", help="name of the document")
     parser.add_argument("files", nargs="+", metavar="FILE", help='UTF-8 text; "-" is stdin')
     parser.add_argument("--pin", action="store_true", help="never evict it")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace what has this name and another text"
+        "--overwrite",
+        action="store_true",
+        help="replace a document of this name that has another text",
     )
     parser.add_argument(
         "--block-size",
         type=int,
         default=BLOCK_SIZE,
         metavar="N",
-        help="tokens of a block, by which methods choose",
+        help="tokens per block, the unit that methods select",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_store(parser)
@@ -117,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a line per document as it is stored."""
+    """Prints one line per stored document."""
     size = arguments.block_size
     require(is_count(size), "block_size", size, "at least 1")
     texts = read_documents(arguments.name, arguments.files)
@@ -126,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in texts:
         check_name(name)
     documents = open_llm(arguments).documents
-    # Beside one JSON object on stdout, lines still show how far a long run has come.
+    # With --json the lines go to stderr, where they show the progress of a long run.
     stream = sys.stderr if arguments.json else sys.stdout
     stored = []
     for number, (name, text) in enumerate(texts.items(), start=1):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keyhole.reuse.base import Reuse
 
 
-# Documents whose P is written out; of more, those that want something.
+# Documents whose P is listed; of more documents, only those with P > 0.
 _MOST_SHARES = 16
 
 
@@ -46,19 +46,19 @@ def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """--documents, and what stands around them."""
+    """--documents, and the text around them."""
     parser.add_argument(
         "--documents",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="stored documents, in their order; NAME/ is all below it",
+        help="stored documents, in this order; NAME/ means all below it",
     )
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="what stands before them")
-    parser.add_argument("--separator", default="", metavar="TEXT", help="what stands between two")
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="text before the documents")
     parser.add_argument(
-        "--chat", action="store_true", help="make them a message of the model's chat template"
+        "--separator", default="", metavar="TEXT", help="text between two documents"
     )
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
 
 
 def _run_ask(arguments: argparse.Namespace) -> int:
@@ -101,14 +101,14 @@ def _run_ask(arguments: argparse.Namespace) -> int:
 
 
 def closing_lines(number: int, reused: Reused | None, stats: Stats) -> list[str]:
-    """What the prompt took from the store, for people; number: of documents."""
+    """What the prompt used of the store, for people; number: of documents."""
     what = terminal.count(number, "document")
     if reused is None:
-        return [f"{what} computed like any prompt, {stats.cached_prompt_tokens} tokens known"]
+        return [f"{what} computed like any prompt, {stats.cached_prompt_tokens} tokens cached"]
     parts = [
         what,
         f"{100 * reused.sequence_ratio:.1f} % kept",
-        f"{100 * reused.recompute_ratio:.1f} % computed again",
+        f"{100 * reused.recompute_ratio:.1f} % recomputed",
         f"{terminal.count(reused.tokens_not_computed, 'token')} not computed",
         f"{bytes_text(reused.bytes_read)} read from the store",
     ]
@@ -132,7 +132,7 @@ def _shares(names: Any, shares: tuple[float, ...]) -> str:
 
 
 def reused_object(reused: Reused | None) -> dict[str, Any] | None:
-    """What was reused for JSON, its maps of tokens as runs."""
+    """What was reused, as JSON: maps of tokens as runs."""
     if reused is None:
         return None
     return {**vars(reused), "kept": _runs(reused.kept), "recomputed": _runs(reused.recomputed)}
@@ -240,7 +240,7 @@ def _draw_document(llm: LLM, info: DocumentInfo, path: str) -> None:
 
 
 def _subtitle(reuse: Reuse, reused: Reused) -> str:
-    """The method with what was set of it, and what it kept."""
+    """The method with the settings that differ from their defaults, and what it kept."""
     fields = dataclasses.fields(reuse)
     values = {field.name: getattr(reuse, field.name) for field in fields}
     changed = [
@@ -252,7 +252,7 @@ def _subtitle(reuse: Reuse, reused: Reused) -> str:
     return (
         f"{reuse.name}{settings}: "
         f"{100 * reused.sequence_ratio:.1f} % kept, "
-        f"{100 * reused.recompute_ratio:.1f} % computed again"
+        f"{100 * reused.recompute_ratio:.1f} % recomputed"
     )
 
 
@@ -264,7 +264,7 @@ def _show_question(arguments: argparse.Namespace, llm: LLM, reuse: Reuse) -> int
     names = names if arguments.name in names else [arguments.name, *names]
     if reuse.exact:
         raise ConfigError(
-            f"reuse method {reuse.name!r} computes everything, so there is nothing to draw"
+            f"reuse method {reuse.name!r} recomputes everything, so there is nothing to draw"
         )
     result = llm.ask(
         arguments.question,
@@ -300,11 +300,11 @@ def _show_question(arguments: argparse.Namespace, llm: LLM, reuse: Reuse) -> int
 class Ask:
     """Answers a question over stored documents and streams the text; the counters follow on stderr.
 
-    Documents follow each other in the order given, between --prefix and the question, which is an
-    argument or comes on stdin ("-", or nothing and a pipe). --reuse says what is kept of what is
-    stored and what is computed again, --policy what each step of the answer reads of that. With
-    --json, `kept` and `recomputed` list, per layer, the runs [start, stop) of tokens, all documents
-    in a row.
+    The prompt is --prefix, then the documents in the given order, then the question, which is an
+    argument or read from stdin ("-", or no argument and a pipe). --reuse sets what is kept and
+    recomputed of the stored documents, --policy what each step of the answer reads of that. With
+    --json, `kept` and `recomputed` list, per layer, the runs [start, stop) of tokens that were kept
+    and recomputed, over all documents in order.
     """
 
     add_arguments = staticmethod(_add_ask_arguments)
@@ -312,11 +312,11 @@ class Ask:
 
 
 class Show:
-    """Says what is stored of a document, and draws what a question keeps of it.
+    """Describes a stored document, and draws what a question keeps of it.
 
     Without --question: its size, use and blocks; --output adds a picture of how much each block
-    matters in each layer. With --question: the blocks that each layer keeps, drops and computes
-    again for that question over --documents; NAME stands first unless it is among them.
+    matters in each layer. With --question: the blocks that each layer keeps, drops and recomputes
+    for this question over --documents; NAME comes first unless it is among them.
     """
 
     add_arguments = staticmethod(_add_show_arguments)

@@ -1,4 +1,4 @@
-"""Lists, removes and verifies stored documents; and what all actions share."""
+"""Lists, removes and verifies stored documents; and helpers of all actions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="PLACE",
-        help="folder or URL where documents are; default: in the user's cache folder",
+        help="folder or URL of the documents; default: in the user's cache folder",
     )
 
 
@@ -61,7 +61,7 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
     """
     policy = make_policy(arguments.policy) if "policy" in arguments else None
     settings = flags.settings_of(arguments, EngineConfig)
-    EngineConfig(**settings)  # says what is wrong with them
+    EngineConfig(**settings)  # checks them before the model is loaded
     limit = getattr(arguments, "limit", None)
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
     model = flags.load_model(arguments)
@@ -91,9 +91,9 @@ def place(arguments: argparse.Namespace) -> str:
 
 
 def expand(given: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Names, in order; one that ends in "/" becomes all that begin with it, sorted.
+    """The names in order; one that ends in "/" is replaced by all names that begin with it, sorted.
 
-    UnknownNameError if there are none; other names are taken as they are.
+    UnknownNameError if there are none; other names are not checked.
     """
     known = sorted(known)
     names: list[str] = []
@@ -179,13 +179,15 @@ def _yes(value: bool) -> str:
 
 def _add_remove_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents remove`."""
-    parser.add_argument("names", nargs="+", metavar="NAME", help="NAME/ is all documents below it")
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help="NAME/ means all documents below it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_store(parser)
 
 
 def _run_remove(arguments: argparse.Namespace) -> int:
-    """Prints what was removed."""
+    """Prints the removed names."""
     store = open_store(arguments)
     names = list(dict.fromkeys(expand(arguments.names, (info.name for info in store.list()))))
     for name in names:
@@ -202,9 +204,9 @@ def _run_remove(arguments: argparse.Namespace) -> int:
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents verify`."""
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="default: all documents; NAME/ is all below it"
+        "names", nargs="*", metavar="NAME", help="default: all documents; NAME/ means all below it"
     )
-    parser.add_argument("--repair", action="store_true", help="encode again what is wrong")
+    parser.add_argument("--repair", action="store_true", help="encode damaged records again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_store(parser)
     add_limit(parser)
@@ -232,7 +234,7 @@ def _run_verify(arguments: argparse.Namespace) -> int:
         left = [problem for problem in wrong if problem.kind != "source"]
         print(f"{checked} checked, {terminal.count(len(wrong), 'problem')}{_advice(bool(left))}")
     else:
-        print(f"{checked} checked, all are right")
+        print(f"{checked} checked, no problems")
     return 1 if wrong else 0
 
 
@@ -245,7 +247,7 @@ def _repair(documents: Documents, problems: list[Problem]) -> list[str]:
             continue
         try:
             documents.verify([name], repair=True)
-        except KeyholeError as error:  # the others are repaired all the same
+        except KeyholeError as error:  # continue with the others
             terminal.error(f"{name}: {error}")
             continue
         repaired.append(name)
@@ -255,13 +257,14 @@ def _repair(documents: Documents, problems: list[Problem]) -> list[str]:
 def _advice(repairable: bool) -> str:
     if repairable:
         return "; --repair encodes them again"
-    return "; what has lost its text must be added again with --overwrite, or removed"
+    return "; a document whose text is damaged must be added again with --overwrite, or removed"
 
 
 class List:
-    """Lists what is stored. Without --model no model is loaded, and nothing is said of its records.
+    """Lists the stored documents. Without --model no model is loaded, and nothing is shown of its
+    records.
 
-    With it, tokens and blocks are as that model counts them, and `encoded` says whether it can
+    With --model, tokens and blocks are as this model counts them, and `encoded` says whether it can
     answer over a document at once; if not, `keyhole documents verify --repair` encodes it.
     """
 
@@ -270,7 +273,7 @@ class List:
 
 
 class Remove:
-    """Forgets documents, with what all models have stored of them. No model is loaded.
+    """Removes documents, with the records of all models. No model is loaded.
 
     Nothing is removed if one of the names is unknown.
     """
@@ -280,12 +283,12 @@ class Remove:
 
 
 class Verify:
-    """Reads all that is stored of documents, compares it with its digests, and reports what is
+    """Reads everything stored of the documents, compares it with its digests, and reports what is
     wrong.
 
-    Damaged records and those of another model (revision, dtype, RoPE, tokenizer) are named with
-    what differs. --repair encodes them again from their texts; only a damaged text cannot be
-    repaired. Exit status 1 if something is wrong and was not repaired.
+    For damaged records and records of another model (revision, dtype, RoPE, tokenizer), the
+    differences are named. --repair encodes them again from their texts; only a damaged text cannot
+    be repaired. Exit status 1 if something is wrong and was not repaired.
     """
 
     add_arguments = staticmethod(_add_verify_arguments)

@@ -253,6 +253,6 @@ class PlacedHead:
 
     def _put(self, keys: Tensor, positions: np.ndarray, pages: PageList) -> None:
         head: RetrievalHead = self._head_runner.head
-        keys = head.turned(keys, torch.from_numpy(positions).to(self._device))
+        keys = head.rotated(keys, torch.from_numpy(positions).to(self._device))
         slots = torch.from_numpy(pages.slots(positions)).to(self._device)
         self._head_runner.put(keys, slots)

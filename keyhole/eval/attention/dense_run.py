@@ -1,11 +1,11 @@
-"""Forces texts through decode steps of the dense model and shows what policies would read.
+"""Forces texts through decode steps of the dense model and records what policies would read.
 
-In every layer with full attention each policy of `Candidates` selects by the layer's own queries,
-and attention over its selection is computed by the code that decode steps run. The model itself
-continues with the output of full attention, so that what a policy would lose in a layer changes
-nothing in the layers after it.
+In every layer with full attention, each policy of `Candidates` selects by the layer's own queries,
+and attention over its selection is computed by the code of decode steps. The model itself continues
+with the output of full attention, so a policy's loss in one layer does not change the layers after
+it.
 
-Measures take one decode step of B sequences and return one number for each, float64 [B].
+Measures take one decode step of B sequences and return one number per sequence, float64 [B].
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def mass_kept(weights: Tensor, tokens: Tensor) -> Tensor:
-    """Share of the attention weights on what is read, mean over query heads.
+    """Share of the attention weights on the tokens that are read, mean over query heads.
 
     weights: float32 [B, Hq, N], 0 past the sequence. tokens: bool [B, H, N]; H divides Hq.
     """
@@ -49,14 +49,15 @@ def mass_kept(weights: Tensor, tokens: Tensor) -> Tensor:
 
 
 def output_error(full: Tensor, found: Tensor) -> Tensor:
-    """||found - full|| / ||full|| over all heads of a layer; [B, Hq, Dv] each."""
+    """||found - full|| / ||full|| over all heads of a layer, [B, Hq, Dv] each."""
     full, found = full.double().flatten(1), found.double().flatten(1)
     error: Tensor = (found - full).norm(dim=1) / full.norm(dim=1)
     return error
 
 
 def tokens_read(tokens: Tensor, num_kv_heads: int) -> Tensor:
-    """Tokens read per KV head, mean over KV heads; what two query heads of one read counts once.
+    """Tokens read per KV head, mean over KV heads; a token that several query heads of a KV head
+    read counts once.
 
     tokens: bool [B, H, N].
     """
@@ -67,7 +68,7 @@ def tokens_read(tokens: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def found_again(wanted: Tensor, among: Tensor) -> Tensor:
-    """Share of what is wanted that is found, mean over lists; bool [..., H, N] each, [...]."""
+    """Share of the wanted entries that are found, mean over lists; bool [..., H, N] each, [...]."""
     shares: Tensor = (wanted & among).sum(-1).double() / wanted.sum(-1)
     return shares.mean(-1)
 
@@ -79,7 +80,7 @@ def page_sums(scores: Tensor, page_size: int) -> Tensor:
 
 
 def members(indices: Tensor, count: int) -> Tensor:
-    """Lists of entries [B, H, n], -1 being padding, as bool [B, H, count]."""
+    """Lists of entries [B, H, n], padded with -1, as bool [B, H, count]."""
     found = torch.zeros(*indices.shape[:2], count + 1, dtype=torch.bool, device=indices.device)
     found.scatter_(2, indices.long().where(indices >= 0, count), True)
     return found[..., :count]
@@ -90,7 +91,7 @@ def _per_query_head(tokens: Tensor, weights: Tensor) -> Tensor:
 
 
 class Retained:
-    """Per sequence, by its slot, the generated pages that are left."""
+    """The generated pages that remain of each sequence, by its slot."""
 
     def __init__(self, policy: Policy, page_size: int) -> None:
         self._policy = policy
@@ -100,7 +101,9 @@ class Retained:
         self._generated: dict[int, list[int]] = {}
 
     def view(self, step: Step) -> RetainedPages:
-        """What is left for the newest tokens of a step; notes pages that they begin."""
+        """The remaining pages for the newest tokens of a step; records pages that these tokens
+        begin.
+        """
         slots, size = step.sequences.slots.tolist(), self._size
         position = np.asarray(step.sequences.host_lengths) - 1
         for slot, place, fresh in zip(
@@ -136,7 +139,9 @@ class Retained:
         )
 
     def evict(self, step: Step, victims: Tensor) -> None:
-        """Takes out the pages of sequences that are due; victims int64 [B], as of `after_step`."""
+        """Removes a page of each sequence that is due; victims int64 [B], as returned by
+        `after_step`.
+        """
         assert step.retained is not None
         for row, slot in enumerate(step.sequences.slots.tolist()):
             if step.retained.due[row]:
@@ -150,13 +155,13 @@ class Retained:
         self._generated[slot] = []
 
 
-#: Is shown every full-attention layer of a decode step: its number and queries [B, Hq, D].
-Look = Callable[[int, "Tensor", Step], None]
+#: Called with every full-attention layer of a decode step: its number and queries [B, Hq, D].
+LayerObserver = Callable[[int, "Tensor", Step], None]
 
 
 @dataclass(eq=False)
 class StepView:
-    """Of the step that runs: how each policy sees it. retained: of the policies that evict."""
+    """Each policy's view of the current step. retained: of the policies that evict."""
 
     steps: list[Step] = field(default_factory=list)
     retained: dict[int, Retained] = field(default_factory=dict)
@@ -164,9 +169,9 @@ class StepView:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates(Policy):
-    """Full attention, observed by `policies`; `progress` holds their views of the step.
+    """Full attention, with `policies` that observe it; `progress` holds their views of the step.
 
-    look: called by every full-attention layer of a decode step, before its attention.
+    observe: called by every full-attention layer of a decode step, before its attention.
     """
 
     name: ClassVar[str] = "candidates"
@@ -174,7 +179,7 @@ class Candidates(Policy):
     capturable: ClassVar[bool | str] = "its policies are called by the host, in every step"
 
     policies: tuple[Policy, ...] = ()
-    look: Look | None = None
+    observe: LayerObserver | None = None
     progress: StepView = field(default_factory=StepView)
 
     def __post_init__(self) -> None:
@@ -185,7 +190,7 @@ class Candidates(Policy):
         object.__setattr__(self, "shares_pages", shares)
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Settles the policies; finds those that evict."""
+        """Resolves the policies; finds those that evict."""
         settled = tuple(one.resolve(geometry) for one in self.policies)
         retained = {
             number: Retained(one, geometry.page_size)
@@ -209,33 +214,33 @@ class Candidates(Policy):
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
     ) -> None:
-        """Brings the side data of every policy up to date."""
+        """Updates the side data of every policy."""
         for number, one in enumerate(self.policies):
             own = _own(number, data)
             if own:
                 one.on_append(key_pages, own, pages, filled)
 
     def reusable(self, known: int, page_size: int) -> int:
-        """What all of them can use."""
+        """The length that all of them can reuse."""
         return min([known, *(one.reusable(known, page_size) for one in self.policies)])
 
     def on_prompt_queries(
         self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
     ) -> None:
-        """Shows them to every policy that reads queries."""
+        """Passes the queries to every policy that reads them."""
         for number, one in enumerate(self.policies):
             if one.reads_queries:
                 own = dataclasses.replace(queries, data=_own(number, queries.data))
                 one.on_prompt_queries(layer, own, options)
 
     def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
-        """Shows them to every policy that reads queries, each with its own step."""
+        """Passes the queries to every policy that reads them, each with its own step."""
         for one, own in zip(self.policies, self.progress.steps, strict=True):
             if one.reads_queries:
                 one.on_queries(layer, query, own, options)
 
     def before_step(self, step: Step) -> None:
-        """Makes a step for each policy, and lets it select before the first layer."""
+        """Makes a step for each policy, and lets each select before the first layer."""
         retained = self.progress.retained
         self.progress.steps = [
             dataclasses.replace(
@@ -254,13 +259,13 @@ class Candidates(Policy):
             one.before_step(own)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """Everything, after a look."""
-        if self.look is not None:
-            self.look(layer, query, step)
+        """Selects everything, after calling `observe`."""
+        if self.observe is not None:
+            self.observe(layer, query, step)
         return None
 
     def after_step(self, step: Step) -> Tensor | None:
-        """Notes the pages that each evicting policy evicts; the cache keeps them."""
+        """Records the pages that each evicting policy evicts; the cache keeps them."""
         for number, (one, own) in enumerate(zip(self.policies, self.progress.steps, strict=True)):
             victims = one.after_step(own)
             if victims is not None:
@@ -285,7 +290,7 @@ def _own(number: int, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Reading:
     """What a policy would read of each sequence in a layer, and attention over it.
 
-    tokens: bool [B, H, N], H being 1, Hkv or Hq; None: everything. output: [B, Hq, Dv].
+    tokens: bool [B, H, N], with H = 1, Hkv or Hq; None: everything. output: [B, Hq, Dv].
     """
 
     tokens: Tensor | None
@@ -296,7 +301,7 @@ class Reading:
 class LayerStep:
     """One layer of one decode step under full attention.
 
-    samples: int64 [B], which text each row is. weights: float32 [B, Hq, N], 0 past the sequence.
+    samples: int64 [B], the text of each row. weights: float32 [B, Hq, N], 0 past the sequence.
     output: [B, Hq, Dv]. readings: one for each policy. step: as the dense model sees it.
     """
 
@@ -329,7 +334,7 @@ class ObservedModel(Model):
         return cls(**own, observe=observe)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-        """As of `Model`."""
+        """See `Model`."""
         assert self.observe is not None
         batch.observer = functools.partial(self.observe, batch)
         return super().forward(token_ids, positions, batch, rows)
@@ -345,10 +350,11 @@ def run(
     copies: SharedPromptCache | None = None,
     head: RetrievalHead | None = None,
 ) -> None:
-    """Serves the requests by the dense model; `take` gets every full-attention layer of each step.
+    """Serves the requests with the dense model; `take` gets every full-attention layer of each
+    step.
 
-    Samples are numbered in the order of the requests. copies: prompts that are known already.
-    head: for policies that want one; None: that beside the weights.
+    Samples are numbered in the order of the requests. copies: prompts that were computed before.
+    head: for policies that need one; None: the head stored with the weights.
     """
     rows = SampleRows()
     seen: list[Any] = []
@@ -356,11 +362,11 @@ def run(
     def observe(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> None:
         seen[:] = batch, {name: value for name, value in options.items() if name != "window"}
 
-    def look(layer: int, query: Tensor, step: Step) -> None:
+    def look_at(layer: int, query: Tensor, step: Step) -> None:
         batch, options = seen
         take(_layer_step(model, batch, layer, query, options, rows))
 
-    candidates = Candidates(policies=tuple(policies), look=look)
+    candidates = Candidates(policies=tuple(policies), observe=look_at)
     observed = ObservedModel.of(model, observe)
     engine = Engine(observed, candidates, config, head=head, copies=copies)
     try:
@@ -405,7 +411,7 @@ def _layer_step(
 
 
 def expanded(model: Model, geometry: Geometry, layer: int, output: Tensor) -> Tensor:
-    """A layer's output; of MLA, values of each head from latents that all heads share."""
+    """A layer's output; for MLA, the values of each head computed from the shared latents."""
     if not geometry.layers[layer].shared_values:
         return output
     return attention.expand(model.network.base_model.layers[layer].self_attn, output)
@@ -414,7 +420,7 @@ def expanded(model: Model, geometry: Geometry, layer: int, output: Tensor) -> Te
 def _tokens(selection: Selection | None, step: Step, count: int) -> Tensor | None:
     """Which of `count` tokens of each sequence a selection reads, bool [B, H, count].
 
-    None: everything. Under a policy that evicts, a selection counts only the pages that are left.
+    None: everything. Under a policy that evicts, a selection counts only the remaining pages.
     """
     left, size = step.retained, step.page_size
     if left is None and selection is None:

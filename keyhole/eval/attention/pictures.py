@@ -1,7 +1,8 @@
 """The suite's page, and its curves as PNG files. Needs matplotlib.
 
-A panel per method shows its error by layer beside that of its controls; another picture the overlap
-with other layers and with later steps, beside chance, the newest entries and the random twin.
+One picture has a panel per method, with its error by layer and that of its controls. The other
+shows the overlap with other layers and with later steps, next to chance, the newest entries and the
+random twin.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from keyhole.eval.attention.tables import (
 from keyhole.eval.line_file import Line
 from keyhole.eval.report.cells import runs_of
 from keyhole.eval.report.page import environment, save_page, style_sheet
-from keyhole.eval.report.plot_style import FILL, SVG_STYLE, Look, inline_svg, looks
+from keyhole.eval.report.plot_style import FILL, SVG_STYLE, MethodStyle, inline_svg, method_styles
 
 #: Inches of a panel, panels beside each other, and inches for title and legend.
 _PANEL = (2.25, 1.75)
@@ -50,7 +51,7 @@ _LISTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How to draw a picture: its name, inches, what it shows in words, and `draw(figure)`."""
+    """A picture: name, size in inches, description, and the function `draw(figure)`."""
 
     name: str
     size: tuple[float, float]
@@ -85,7 +86,7 @@ def drawings(place: AttentionSetting) -> list[Drawing]:
 
 
 def _losses(figure: Any, place: AttentionSetting, rows: list[SummaryRow]) -> None:
-    style = looks((row.line["policy"], row.name) for row in rows)
+    style = method_styles((row.line["policy"], row.name) for row in rows)
     columns = min(len(rows), _COLUMNS)
     lines = math.ceil(len(rows) / columns)
     axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
@@ -111,7 +112,7 @@ def _losses(figure: Any, place: AttentionSetting, rows: list[SummaryRow]) -> Non
     )
 
 
-def _loss(axis: Any, row: SummaryRow, look: Look, twin: SummaryRow | None) -> None:
+def _loss(axis: Any, row: SummaryRow, look: MethodStyle, twin: SummaryRow | None) -> None:
     layers = row.line["layers"]
     axis.set_title(row.name)
     axis.grid(axis="y")
@@ -131,7 +132,7 @@ def _loss(axis: Any, row: SummaryRow, look: Look, twin: SummaryRow | None) -> No
 
 
 def _by_layer(line: Line, who: str) -> list[float]:
-    """The error in every layer, mean over texts; nothing where the policy is dense."""
+    """The error in every layer, mean over texts; NaN where the policy is dense."""
     rows = line["losses"][who]["error"]
     return [
         math.nan if layer in line["dense_layers"] else sum(one[i] for one in rows) / len(rows)

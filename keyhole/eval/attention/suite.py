@@ -1,9 +1,9 @@
 """Runs the suite `attention` cell by cell; stored cells are not measured again.
 
-A cell is a policy with its controls at one length and budget, or the overlap of top lists there.
-Every cell is measured on the model and then on its random twin: the same architecture with the
-weights that training begins with. The twin has learnt nothing, so whatever its attention shows
-comes from shapes, positions and chance. Each measurement becomes one line of a file.
+A cell is a policy with its controls at one length and budget, or the overlap of top lists at a
+length and budget. Every cell is measured on the model and then on its random twin: the same
+architecture with newly initialised weights. The twin has learnt nothing, so whatever its attention
+shows comes from shapes, positions and chance. Each measurement becomes one line of a file.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ class AttentionCell:
 
     @property
     def label(self) -> str:
-        """What is measured."""
+        """The name of the measurement."""
         return self.method.label if self.method else OVERLAP
 
     @property
     def controls(self) -> dict[str, Line]:
-        """Policies and settings of the controls, as a line has them."""
+        """Policies and settings of the controls, as stored in a line."""
         return {name: settings_of(one) for name, one in self.policies.items() if name != METHOD}
 
     @property
     def known(self) -> Line:
-        """What a line of this cell is known by, besides the steps that it saw."""
+        """The fields that identify a line of this cell, besides those for the steps that it saw."""
         if self.method is None:
             return {"measured": OVERLAP, "budget": self.budget}
         return {
@@ -93,7 +93,7 @@ class AttentionCell:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGrid:
-    """Every method under every budget at every length, on as many of `texts` windows as there are.
+    """Every method under every budget at every length, on at most `texts` windows.
 
     terms: how methods become policies.
     """
@@ -107,7 +107,7 @@ class AttentionGrid:
     terms: Terms = GIVEN
 
     def samples(self, cell: AttentionCell, weights: str) -> int:
-        """Texts of a cell; the random twin reads fewer."""
+        """Number of texts of a cell; the random twin reads fewer."""
         texts = min(self.texts, self.windows.windows(cell.length))
         return texts if weights == TRAINED else min(texts, TWIN_TEXTS)
 
@@ -142,7 +142,7 @@ class AttentionGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun:
-    """A model, and the windows of text that it is forced through.
+    """A model, and the windows of text that are forced through it.
 
     is_twin: its weights are random, and so are those of a retrieval head.
     """
@@ -154,7 +154,9 @@ class CellRun:
     copies: SharedPromptCache
 
     def loss(self, cell: AttentionCell, known: Mapping[str, Any]) -> Line:
-        """What the policy of a cell and its controls lose; known: controls measured before."""
+        """What the policy of a cell and its controls lose; known: controls that were measured
+        before.
+        """
         geometry = self.model.geometry(self.config.page_size)
         policies = {name: one for name, one in cell.policies.items() if name not in known}
         sums = LossSums(
@@ -170,7 +172,7 @@ class CellRun:
         }
 
     def overlap(self, cell: AttentionCell) -> Line:
-        """The overlap of top lists, for each of their kinds."""
+        """The overlap of top lists of each kind."""
         size = self.config.page_size
         assert cell.budget is not None
         require(cell.budget >= size, "budget", cell.budget, f"at least one page of {size} tokens")
@@ -196,7 +198,7 @@ class CellRun:
             torch.cuda.empty_cache()
 
     def _head(self, policy: Policy) -> RetrievalHead:
-        """The head of a policy; of the twin a random one. ConfigError where the model has none."""
+        """The head of a policy; for the twin, a random one. ConfigError if the model has none."""
         head = load_head(policy, self.model)
         return RetrievalHead.random(self.model.network) if self.is_twin else head
 
@@ -206,10 +208,11 @@ SEED = 0
 
 @contextmanager
 def random_twin(model: Model) -> Iterator[Model]:
-    """A model of the same config, initialised as transformers does; on the same device.
+    """A model of the same config on the same device, initialised as transformers does.
 
-    It has the model's tokenizer and calibrations; a retrieval head would be another model's. On a
-    GPU the model itself is in the memory of the host meanwhile: the two need not fit side by side.
+    It has the model's tokenizer and calibrations, but no retrieval head, which was made for the
+    trained weights. On a GPU the model itself is moved to the host's memory in the meantime, since
+    the two need not fit together.
     """
     moved = model.device.type == "cuda"
     if moved:
@@ -236,10 +239,11 @@ def _make(model: Model) -> Model:
 
 
 class AttentionSuite:
-    """A grid over a model, and the file that its lines go to.
+    """A grid over a model, and the file of its lines.
 
-    header: how, where and when, for a line. copies: keep the prompts, with which every cell begins.
-    ConfigError, before anything runs, for a length that the model or the texts cannot have.
+    header: makes the fields of a line for how, where and when. copies: keeps the prompts, with
+    which every cell begins. ConfigError, before anything runs, for a length that the model or the
+    texts do not allow.
     """
 
     def __init__(
@@ -259,9 +263,9 @@ class AttentionSuite:
         self._digest = model_digest(model)
 
     def run(self) -> EvalOutcome:
-        """Measures the cells that the file lacks and adds each to it as soon as it is done."""
+        """Measures the cells that the file lacks and adds each as soon as it is done."""
         outcome, cells = EvalOutcome(), self._grid.cells(self._geometry)
-        gc.freeze()  # what is there now stays, and need not be looked at after each cell
+        gc.freeze()  # objects made before need not be visited after each cell
         try:
             with tqdm(total=2 * len(cells), unit="cell", disable=None) as bar:
                 for weights in (TRAINED, RANDOM):
@@ -275,7 +279,7 @@ class AttentionSuite:
         return outcome
 
     def _weights(self, weights: str, cells: list[AttentionCell]) -> Any:
-        """The model, or its twin; the twin is not made if all of its lines are there."""
+        """The model or its twin; the twin is not made if all of its lines are stored."""
         missing = any(cell.error is None and self._stored(cell, weights) is None for cell in cells)
         if weights == RANDOM and missing:
             return random_twin(self._model)
@@ -298,7 +302,7 @@ class AttentionSuite:
             outcome.refused.append(known | told)
             return
         finally:
-            gc.collect()  # engine and scheduler know each other
+            gc.collect()  # engine and scheduler refer to each other
         outcome.lines.append(line)
         outcome.stored += stored is not None
 
@@ -326,7 +330,7 @@ class AttentionSuite:
     def _controls(
         self, cell: AttentionCell, weights: str, samples: int
     ) -> dict[str, dict[str, Any]]:
-        """Controls of a cell that another cell has measured, by name: the settings are the same."""
+        """Controls with the same settings that were measured for another cell, by name."""
         common = self._common(cell, weights) | {"samples": samples}
         found: dict[str, dict[str, Any]] = {}
         for line in self._file.lines:
@@ -342,11 +346,13 @@ class AttentionSuite:
         return self._file.find(self._known(cell, weights), self._grid.samples(cell, weights))
 
     def _known(self, cell: AttentionCell, weights: str) -> Line:
-        """What a cell is known by: lines that agree in all of it are the same measurement."""
+        """The fields that identify a cell: lines that agree in all of them are the same
+        measurement.
+        """
         return self._common(cell, weights) | cell.known
 
     def _common(self, cell: AttentionCell, weights: str) -> Line:
-        """What cells have in common that see the same steps."""
+        """The fields that cells share if they see the same steps."""
         return {
             "suite": "attention",
             "fingerprint": self._digest,

@@ -120,7 +120,7 @@ class LossSums:
         self.repeats = SelectionPersistence(samples, device)
 
     def take(self, seen: LayerStep) -> None:
-        """Adds a layer of a step. Of the first policy also what it reads again later."""
+        """Adds a layer of a step; for the first policy, also what it reads again in later steps."""
         place = self._place[seen.layer]
         rows = seen.samples
         self._steps[rows, place] += 1
@@ -138,7 +138,7 @@ class LossSums:
             self._sums[:, number, rows, place] += found
 
     def means(self) -> list[Loss]:
-        """One for each policy."""
+        """The losses of each policy."""
         mass, error, read = (self._sums / self._steps).unbind(0)
         return [
             Loss(mass=_listed(mass[i]), error=_listed(error[i]), read=_listed(read[i]))
@@ -147,7 +147,7 @@ class LossSums:
 
 
 def _listed(values: Tensor) -> list[list[float]]:
-    """In six digits, which is what float32 carries."""
+    """As lists, in six digits, the precision of float32."""
     return [[float(f"{value:.6g}") for value in row] for row in values.tolist()]
 
 
@@ -158,10 +158,10 @@ _SINKS = {"pages": 1, "head_pages": 1, "head_tokens": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Of one kind of lists. between_layers: [L][L], the share of a layer's list (column) that is in
-    another's (row), over the full-attention layers in their order. by_distance: [texts][L - 1], the
-    same by how many of these layers lie between, 1 for neighbours. by_steps: [texts][64]. newest:
-    per text. chance: over all.
+    """The overlap of one kind of lists. between_layers: [L][L], the share of a layer's list
+    (column) that is in another's (row), over the full-attention layers in order. by_distance:
+    [texts][L - 1], the same by the distance of the layers, 1 for neighbours. by_steps: [texts][64].
+    newest: per text. chance: over all texts.
     """
 
     between_layers: list[list[float]]
@@ -172,7 +172,7 @@ class Overlap:
 
 
 class _List(NamedTuple):
-    """Entries of each sequence in a layer, bool [B, H, n], and how many there are, [B]."""
+    """Entries of each sequence in a layer, bool [B, H, n], and the number of valid ones, [B]."""
 
     chosen: Tensor
     valid: Tensor
@@ -243,7 +243,9 @@ class OverlapSums:
 
 
 def kinds(geometry: Geometry) -> Sequence[str]:
-    """The kinds of lists of a model: those per KV head only where all layers have as many."""
+    """The kinds of lists of a model: lists per KV head only if all layers have the same number of
+    heads.
+    """
     heads = {geometry.layers[layer].num_kv_heads for layer in geometry.full_attention}
     return KINDS if len(heads) == 1 else KINDS[:1]
 

@@ -1,6 +1,6 @@
 """The suite's stored lines as tables: error of the output, mass kept, layers, overlap.
 
-Means are over sparse layers and steps, intervals over texts: each text is one observation, since
+Means are over sparse layers and steps, intervals over texts: each text is one observation, because
 its steps and layers are not independent. A policy is compared with its controls text by text.
 """
 
@@ -16,12 +16,12 @@ from keyhole.eval import comparisons
 from keyhole.eval.attention.suite import LOSS, METHOD, OVERLAP, RANDOM, TRAINED
 from keyhole.eval.line_file import EvalTable, Line
 
-#: A policy that reads so much more than its control cannot be compared with it.
+#: A policy that reads more than this, relative to its control, cannot be compared with it.
 _MORE = 1.02
 
 
 class Estimate(NamedTuple):
-    """A mean over texts, and half the width of its 95 % interval; None with a single text."""
+    """A mean over texts, and half the width of its 95 % interval; None for a single text."""
 
     mean: float
     half: float | None
@@ -41,11 +41,10 @@ class Estimate(NamedTuple):
 class SummaryRow:
     """A policy at one length and budget on one kind of weights, over its sparse layers.
 
-    mass, error: of the policy (METHOD) and of each control. read: tokens of the policy, and of its
-    controls. gain: the share of its recent control's error that it avoids; None where it has no
-    control, or reads more. way: how far it gets from its recent control to the oracle, 1 being the
-    oracle; None where the oracle is no better. repeats: share of a selection that is selected again
-    in the next step.
+    mass, error: of the policy (METHOD) and of each control. read: tokens read by each of them.
+    gain: the share of the recent control's error that the policy avoids; None without a control, or
+    if it reads more. way: how far it gets from its recent control (0) to the oracle (1); None where
+    the oracle is no better. repeats: share of a selection that the next step selects again.
     """
 
     line: Line
@@ -58,7 +57,7 @@ class SummaryRow:
 
     @property
     def name(self) -> str:
-        """As it was asked for."""
+        """The name as the user wrote it."""
         return str(self.line["method"])
 
     @property
@@ -74,7 +73,7 @@ class SummaryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSetting:
-    """What is compared with each other: all but the method. Rows by method and kind of weights.
+    """Rows that can be compared with each other, by method and kind of weights.
 
     overlaps: the line of the top lists, by kind of weights.
     """
@@ -89,7 +88,7 @@ class AttentionSetting:
 
     @property
     def methods(self) -> list[str]:
-        """Methods in their order."""
+        """The methods in order."""
         return list(dict.fromkeys(name for name, _ in self.rows))
 
     def row(self, method: str, weights: str = TRAINED) -> SummaryRow | None:
@@ -98,7 +97,8 @@ class AttentionSetting:
 
 
 def places(lines: Iterable[Line]) -> list[AttentionSetting]:
-    """The lines, sorted into what is compared; of two that measure the same the last one counts.
+    """The lines grouped into comparable settings; of two lines that measure the same, the last one
+    counts.
 
     Overlaps belong to every setting of their length and budget.
     """
@@ -167,7 +167,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def curve(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """The mean over texts of values that stand below each other, None where no text has one."""
+    """The mean over texts at each position, None where no text has a value."""
     found: list[float | None] = []
     for column in zip(*rows, strict=True):
         there = [value for value in column if value is not None]
@@ -195,7 +195,7 @@ def _way(error: dict[str, list[float]]) -> Estimate | None:
 
 
 NOTHING = "-"
-#: Steps and distances that the table of overlaps shows; the pictures show all.
+#: Steps that the table of overlaps shows; the pictures show all.
 _STEPS = (1, 8, 64)
 _NAMES = {
     "pages": "pages, one list",
@@ -205,9 +205,10 @@ _NAMES = {
 HOW_TO_READ = (
     "gain: the share of the recent control's error that the method avoids (same dense "
     "layers, sinks and budget, newest tokens elsewhere), with a 95 % interval over texts. better, "
-    "worse: the interval leaves out 0. twin too: so it does with random weights, where nothing was "
-    "learnt, and the gain is no result. way: how far the method comes from that control to the "
-    "oracle."
+    "worse: the interval excludes 0. twin too: so does the interval with random weights, which "
+    "have "
+    "learnt nothing, so the gain is no result. way: how far the method gets from that control to "
+    "the oracle."
 )
 
 
@@ -218,14 +219,14 @@ def tables(place: AttentionSetting) -> list[EvalTable]:
 
 
 def title(place: AttentionSetting) -> str:
-    """What all tables of a place have in common."""
+    """The title of all tables of a setting."""
     budget = "no budget" if place.budget is None else f"budget {place.budget:,}"
     parts = [f"{place.length:,} tokens", budget, f"terms {place.terms}", place.texts]
     return ", ".join(part for part in parts if part)
 
 
 def verdict(row: SummaryRow, twin: SummaryRow | None = None) -> str:
-    """What the interval of the gain says; twin: the same method with random weights."""
+    """What the interval of the gain shows; twin: the same method with random weights."""
     if row.reads_more:
         return "reads more"
     if row.gain is None:
@@ -286,7 +287,7 @@ def _masses(place: AttentionSetting) -> EvalTable:
 
 
 def _layers(place: AttentionSetting) -> EvalTable:
-    """A row per layer, a column per method: its error, and that of its recent control."""
+    """One row per layer, one column per method: its error and that of its recent control."""
     rows_of = {name: place.row(name) for name in place.methods}
     there = {name: row for name, row in rows_of.items() if row is not None}
     layers: list[int] = next(iter(there.values())).line["layers"] if there else []

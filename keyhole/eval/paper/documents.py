@@ -1,9 +1,9 @@
 """Questions over stored documents under every reuse method: one line for each question.
 
 The documents of a question are encoded and stored one by one, then every method answers it from the
-store. `recompute`, which computes the whole prompt as if nothing was stored, is the reference.
-`no_documents`, the question alone, is the control: a method that is no better than that makes no
-use of what it keeps.
+store. `recompute`, which computes the whole prompt as if nothing were stored, is the reference.
+`no_documents`, the question alone, is the control: a method that is no better makes no use of what
+it keeps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _END = "done"
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentQuestion:
-    """The pieces that `LLM.ask` makes a prompt of.
+    """The pieces from which `LLM.ask` builds a prompt.
 
     names: of the documents, unique over all samples, so that one store can hold many.
     """
@@ -47,9 +47,9 @@ class DocumentQuestion:
 
 
 def question_of(sample: Sample) -> DocumentQuestion:
-    """The sample in pieces; joined, they are its prompt.
+    """The pieces of a sample; joined, they are its prompt.
 
-    ConfigError for a sample whose context is not documents with the same text between them.
+    ConfigError for a sample whose context is not documents with the same separator between them.
     """
     edges, end = [], 0
     for document in sample.documents:
@@ -59,7 +59,7 @@ def question_of(sample: Sample) -> DocumentQuestion:
     between = {sample.context[before:start] for start, before in edges[1:]}
     if not edges or any(start < 0 for start, _ in edges) or len(between) > 1:
         raise ConfigError(
-            f"task {sample.task} cannot be asked of stored documents: its text is not documents "
+            f"task {sample.task} cannot use stored documents: its context is not documents "
             "with the same separator between them"
         )
     place = f"{sample.task}-{sample.length}-{sample.seed}"
@@ -75,8 +75,8 @@ def question_of(sample: Sample) -> DocumentQuestion:
 def scores(task: Task, sample: Sample, generated: str) -> dict[str, float]:
     """Token F1, exact match, and the task's own score, each from 0 to 1.
 
-    F1 and exact match are SQuAD's, of the first line that was written; for the words of the bundled
-    model, of what stands before the word that ends an answer.
+    F1 and exact match are SQuAD's, computed on the first line of the answer; for the bundled model,
+    on the words before the word that ends an answer.
     """
     if task.text == TINY:
         answer, right = (
@@ -98,10 +98,11 @@ NO_DOCUMENTS = "no_documents"
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentGrid:
-    """Questions: `samples` of them at every place, a task and the tokens of all its documents.
+    """`samples` questions at every place, which is a task and the total length of its documents in
+    tokens.
 
-    first_seed: number of the first question. methods: reuse methods by name; `NO_DOCUMENTS` comes
-    on top.
+    first_seed: number of the first question. methods: reuse methods by name; `NO_DOCUMENTS` is
+    added.
     """
 
     places: Sequence[tuple[Task, int]]
@@ -111,15 +112,15 @@ class DocumentGrid:
 
     @property
     def seeds(self) -> range:
-        """Numbers of the questions of a place."""
+        """Numbers of the questions at a place."""
         return range(self.first_seed, self.first_seed + self.samples)
 
 
 class DocumentEvaluation:
-    """A grid of questions over a model with a tokenizer, and the file that their lines go to.
+    """A grid of questions for a model with a tokenizer, and the file of their lines.
 
-    header: how, where and when, for a line. ConfigError, before anything runs, for a length that
-    the model or a task cannot have.
+    header: makes the fields of a line for how, where and when. ConfigError, before anything runs,
+    for a length that the model or a task does not allow.
     """
 
     def __init__(
@@ -147,11 +148,11 @@ class DocumentEvaluation:
         return task.make(length, self._grid.first_seed if seed is None else seed, self._count)
 
     def missing(self, task: Task, length: int) -> int:
-        """Questions of a place that are not stored under every method."""
+        """Number of questions at a place that are not stored under every method."""
         return sum(bool(self._lacking(task, length, seed)) for seed in self._grid.seeds)
 
     def run(self) -> EvalOutcome:
-        """Asks what the file lacks, and adds a line to it after each question."""
+        """Asks the questions that the file lacks, and adds a line after each."""
         asked = EvalOutcome()
         total = len(self._grid.places) * self._grid.samples
         with (
@@ -176,13 +177,15 @@ class DocumentEvaluation:
     def _question(
         self, llm: LLM, task: Task, length: int, seed: int, refused: dict[str, str]
     ) -> None:
-        """One question under the methods that it lacks, stored as a line; `refused` in place."""
+        """Asks one question under the methods that it lacks, and stores a line; changes `refused`
+        in place.
+        """
         missing = [name for name in self._lacking(task, length, seed) if name not in refused]
         if not missing:
             return
         sample = self.sample(task, length, seed)
         asked = question_of(sample)
-        # The first one finds cold caches: each takes its turn.
+        # The first method finds cold caches, so they take turns at being first.
         turn = seed % len(missing)
         results: dict[str, Any] = {}
         added: list[str] = []
@@ -197,7 +200,7 @@ class DocumentEvaluation:
                     refused[name] = str(error)
                     continue
                 results[name] = self._fields(name, result) | scores(task, sample, result.text)
-        except KeyholeError as error:  # a document that cannot be stored: no method can answer
+        except KeyholeError as error:  # a document cannot be stored, so no method can answer
             refused.update(dict.fromkeys(missing, str(error)))
         finally:
             for name in added:
@@ -224,7 +227,9 @@ class DocumentEvaluation:
         )
 
     def _fields(self, name: str, result: Result) -> dict[str, Any]:
-        """What a method's answer cost; a prompt that is computed keeps and computes all of it."""
+        """The costs of a method's answer; a prompt that is computed keeps and recomputes
+        everything.
+        """
         stats, whole = result.stats, 0.0 if name == NO_DOCUMENTS else 1.0
         ratios = stats.sequence_ratio, stats.recompute_ratio
         return {
@@ -238,7 +243,7 @@ class DocumentEvaluation:
         }
 
     def _place(self, task: Task, length: int, seed: int) -> dict[str, Any]:
-        """What a question is known by."""
+        """The fields that identify a question."""
         return {
             "benchmark": QUESTIONS,
             "fingerprint": self._digest,
@@ -249,7 +254,7 @@ class DocumentEvaluation:
         }
 
     def _index(self) -> dict[str, list[Line]]:
-        """The lines of questions in the file by what they are known by."""
+        """The lines of questions in the file, by the fields that identify them."""
         found: dict[str, list[Line]] = {}
         for line in self._file.lines:
             if line.get("benchmark") == QUESTIONS:
@@ -260,7 +265,7 @@ class DocumentEvaluation:
         return self._found.get(_key(self._place(task, length, seed)), [])
 
     def _lacking(self, task: Task, length: int, seed: int) -> list[str]:
-        """Methods that no stored line of the question has, with these settings."""
+        """Methods that no stored line of the question has with these settings."""
         lines = self._lines(task, length, seed)
         return [
             name

@@ -1,4 +1,4 @@
-"""The results of the suite `paper`: tables, the page, and the settings file it recommends."""
+"""The results of the suite `paper`: tables, the page, and the recommended settings file."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ REFUSED = "refused"
 
 
 def recommended(outcome: PaperOutcome, about: dict[str, Any], num_layers: int) -> SettingsFile:
-    """Of the policies to use the one that reads least, of the reuse methods the quickest.
+    """Of the recommended policies the one that reads least, of the reuse methods the fastest.
 
-    Where there is no policy to use the file says full attention, and where there is no reuse method
-    it names none. about: model, fingerprint, machine, date, versions and command.
+    Without a recommended policy the file names full attention, and without a reuse method it names
+    none. about: model, fingerprint, machine, date, versions and command.
     """
     policy = verdicts.best_policy(outcome.policies)
     reuse = verdicts.best_reuse(outcome.reuses)
@@ -64,7 +64,7 @@ def recommended(outcome: PaperOutcome, about: dict[str, Any], num_layers: int) -
 
 
 def told(one: MethodVerdict) -> dict[str, Any]:
-    """A policy's verdict, for a file."""
+    """A policy's verdict, for the file."""
     if one.found is None:
         return {"verdict": REFUSED, "why": "; ".join(one.refused), "token_budget": None}
     tried = one.found.recommended
@@ -76,7 +76,7 @@ _NOTHING = "-"
 
 
 def tables(outcome: PaperOutcome) -> list[EvalTable]:
-    """The verdicts, what they rest on, and the documents; those with rows."""
+    """The tables of verdicts, of budgets and of documents that have rows."""
     found = [
         verdict_table(outcome.policies),
         budget_table(outcome.policies),
@@ -86,7 +86,7 @@ def tables(outcome: PaperOutcome) -> list[EvalTable]:
 
 
 def verdict_table(policies: Sequence[MethodVerdict]) -> EvalTable:
-    """A row for each policy: its verdict and the settings to use."""
+    """One row per policy: its verdict and the recommended settings."""
     rows = []
     for one in policies:
         if one.found is None:
@@ -106,9 +106,9 @@ def verdict_table(policies: Sequence[MethodVerdict]) -> EvalTable:
     return EvalTable(
         title="Verdicts",
         about=(
-            "A method is to be used if it is shown to lose at most 2 points to full attention, and "
-            "to be better than the newest tokens alone under the same dense layers, sinks and "
-            "budget. token_budget is the smallest that was tried of which both is so."
+            "A method is recommended if it is shown to lose at most 2 points to full attention and "
+            "to be better than the newest tokens alone, with the same dense layers, sinks and "
+            "budget. token_budget is the smallest tried budget for which both hold."
         ),
         heads=[
             "method",
@@ -125,7 +125,7 @@ def verdict_table(policies: Sequence[MethodVerdict]) -> EvalTable:
 
 
 def budget_table(policies: Sequence[MethodVerdict]) -> EvalTable:
-    """A row for each budget of each policy: what its verdict rests on."""
+    """One row per budget of each policy: the basis of its verdict."""
     rows = [
         [
             one.label,
@@ -144,8 +144,9 @@ def budget_table(policies: Sequence[MethodVerdict]) -> EvalTable:
     return EvalTable(
         title="Every budget",
         about=(
-            "Points of a hundred, with 95 % intervals of the paired differences. The gain counts "
-            "the samples of places (task, length and setup) that can tell: where recency is more "
+            "Percentage points, with 95 % intervals of the paired differences. The gain is over "
+            "the "
+            "samples of places (task, length and setup) that can tell: where recency is more "
             "than 5 points below full attention."
         ),
         heads=[
@@ -164,7 +165,7 @@ def budget_table(policies: Sequence[MethodVerdict]) -> EvalTable:
 
 
 def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
-    """A row for each reuse method: its verdict, scores and costs."""
+    """One row per reuse method: its verdict, scores and costs."""
     rows = []
     for one in reuses:
         judged = one.judged
@@ -186,9 +187,10 @@ def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
         title="Stored documents",
         about=(
             "Token F1 and exact match in percent; loss and gain are of F1, in points with 95 % "
-            "intervals of the paired differences. `recompute` is the reference; `no_documents` is "
-            "asked the question alone, and a place tells only where that is more than 5 points "
-            "below recomputing."
+            "intervals of the paired differences. `recompute` is the reference; `no_documents` "
+            "answers the question without documents, and a place can tell only if that is more "
+            "than "
+            "5 points below recomputing."
         ),
         heads=[
             "method",
@@ -198,7 +200,7 @@ def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
             "loss to recomputing",
             "gain over reuse",
             "tokens kept",
-            "computed again",
+            "recomputed",
             "first token",
             "questions",
         ],
@@ -240,6 +242,6 @@ def render_page(outcome: PaperOutcome, settings: SettingsFile) -> str:
 
 
 def _refused(outcome: PaperOutcome) -> list[str]:
-    """What could not be measured, once for each reason."""
+    """Everything that could not be measured, once for each reason."""
     every = [*outcome.cells.refused, *outcome.questions.refused]
     return list(dict.fromkeys(f"{one['method']}: {one['error']}" for one in every))

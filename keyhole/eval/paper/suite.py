@@ -1,14 +1,14 @@
-"""The suite `paper` over one model: gate, plan, estimate, measurements and conclusions.
+"""The suite `paper` for one model: gate, plan, estimate, measurements and conclusions.
 
-Nothing is measured on a model whose logits differ from transformers': `keyhole verify` runs in
-full, once for a model on a machine and a version of Keyhole, and its line is stored with the
+Nothing is measured on a model whose logits differ from those of transformers: `keyhole verify` runs
+in full, once for a model on a machine and a version of Keyhole, and its line is stored with the
 others.
 
-A short timed probe estimates how long an evaluation takes at most. Prompts and decode steps are
-assumed to grow linearly with the tokens before them: the weights cost the same in every step,
-attention as much as there is to read. Every answer is assumed to reach its maximum length, every
-policy's step to take as long as full attention's, and methods over stored documents to compute the
-whole prompt, as `recompute` does.
+A short timed probe gives an upper estimate of the time. Prompts and decode steps are assumed to
+grow linearly with the tokens before them: the weights cost the same in every step, attention in
+proportion to the keys. Every answer is assumed to reach its maximum length, every policy's step to
+take as long as full attention's, and methods over stored documents to compute the whole prompt, as
+`recompute` does.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from keyhole.models.loading import Model
 from keyhole.policies import available_policies
 from keyhole.policies.controls import Full
 
-#: Chunks of a prompt from which the growth is read, where the prompt is long enough.
+#: Chunks of a prompt from which the growth is estimated, if the prompt is long enough.
 _CHUNKS = 4
-#: Decode steps that are timed, after one that is not.
+#: Decode steps that are timed, after one untimed step.
 _STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTime:
-    """Seconds that something takes: `base`, and `slope` for each token before it."""
+    """A time in seconds: `base`, and `slope` for each token before it."""
 
     base: float
     slope: float
 
     @classmethod
     def through(cls, tokens: list[float], seconds: list[float]) -> LinearTime:
-        """Least squares; neither falls with the length nor costs less than nothing."""
+        """Least squares; neither base nor slope is negative."""
         slope = 0.0
         if len(set(tokens)) > 1:
             slope = max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
@@ -65,13 +65,13 @@ class LinearTime:
         return cls(base=max(0.0, base), slope=slope)
 
     def at(self, tokens: float) -> float:
-        """Seconds with so many tokens before it."""
+        """Seconds with this many tokens before it."""
         return self.base + self.slope * tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """chunk_tokens: of a chunk of a prompt; batch: sequences of a decode step."""
+    """Times of a model. chunk_tokens: per prompt chunk; batch: sequences per decode step."""
 
     chunk_tokens: int
     chunk: LinearTime
@@ -79,7 +79,7 @@ class Speed:
     step: LinearTime
 
     def prefill(self, tokens: float) -> float:
-        """Seconds of a prompt of so many tokens."""
+        """Seconds for a prompt of this length."""
         chunks = math.ceil(tokens / self.chunk_tokens)
         # The contexts of the chunks are 0, 1, ... times as long as one.
         before = self.chunk_tokens * chunks * (chunks - 1) / 2
@@ -87,7 +87,7 @@ class Speed:
         return share * (self.chunk.base * chunks + self.chunk.slope * before)
 
     def decode(self, tokens: float, new_tokens: float, samples: int) -> float:
-        """Seconds in which so many samples of this length are answered, a batch at a time."""
+        """Seconds to answer this many samples, a batch at a time."""
         rounds = math.ceil(samples / self.batch)
         return rounds * new_tokens * self.step.at(tokens + new_tokens / 2)
 
@@ -102,7 +102,7 @@ def probe(model: Model, length: int, batch: int) -> Speed:
     engine = Engine(model, Full(), config)
     long = tokens[: max(1, length - _STEPS - 2)]
     short = long[-chunk:]
-    _steps(engine, short, batch)  # what is done once, at first use
+    _steps(engine, short, batch)  # one-time work at first use
     contexts, chunks = _chunks(engine, long)
     ends = [float(len(short)), float(len(long))]
     steps = [_steps(engine, short, batch), _steps(engine, long, batch)]
@@ -115,7 +115,7 @@ def probe(model: Model, length: int, batch: int) -> Speed:
 
 
 def _chunks(engine: Engine, tokens: list[int]) -> tuple[list[float], list[float]]:
-    """Tokens before each whole chunk of a prompt, and the seconds that it took."""
+    """Tokens before each whole chunk of a prompt, and the seconds of the chunk."""
     sequence = _add(engine, tokens, 1)
     edges, times = [0], [_now(engine)]
     while not sequence.is_finished:
@@ -132,7 +132,7 @@ def _chunks(engine: Engine, tokens: list[int]) -> tuple[list[float], list[float]
 
 
 def _steps(engine: Engine, tokens: list[int], batch: int) -> float:
-    """Median seconds of a decode step after this prompt; its pages are shared."""
+    """Median seconds of a decode step after this prompt, whose pages are shared."""
     first = _add(engine, tokens, 1)
     while not first.is_finished:
         engine.step()
@@ -151,7 +151,7 @@ def _steps(engine: Engine, tokens: list[int], batch: int) -> float:
 
 
 def _now(engine: Engine) -> float:
-    """Seconds, once the device has done what it was given."""
+    """The time in seconds, after the device has finished its work."""
     if engine.model.device.type == "cuda":
         torch.cuda.synchronize(engine.model.device)
     return time.perf_counter()
@@ -164,8 +164,8 @@ def _add(engine: Engine, tokens: list[int], new_tokens: int) -> Running:
 
 @dataclass(frozen=True, kw_only=True)
 class PartEstimate:
-    """A part of the evaluation: cells, or questions, those stored among them, and the seconds of
-    the rest.
+    """A part of the evaluation: its number of cells or questions, how many are stored, and the
+    seconds for the rest.
     """
 
     name: str
@@ -177,7 +177,7 @@ class PartEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Samples of one task and length. missing: policies that are still to answer them."""
+    """Samples of one task and length. missing: number of policies that have yet to answer them."""
 
     request: Request
     samples: int
@@ -185,12 +185,12 @@ class Answers:
 
     @classmethod
     def of(cls, group: Group, missing: int) -> Answers:
-        """Of a group's first sample: the others are about as long."""
+        """From a group's first sample; the others are about as long."""
         request = group.workload.shown(group.length, group.setup).request
         return cls(request=request, samples=group.samples, missing=missing)
 
     def seconds(self, speed: Speed, shared_tokens: float) -> float:
-        """shared_tokens: of prompts that are computed once for all policies, at most so many."""
+        """shared_tokens: the most tokens of prompts that are computed once for all policies."""
         if not self.missing:
             return 0.0
         one = self.request
@@ -204,7 +204,7 @@ class Answers:
 
 
 def seconds_of_question(speed: Speed, sample: Sample, methods: int) -> float:
-    """One question over documents that are stored first, under so many methods, one at a time."""
+    """One question over documents that are stored first, under this many methods, one at a time."""
     documents = max(1, len(sample.documents))
     stored = documents * speed.prefill(sample.prompt_tokens / documents)
     answered = speed.prefill(sample.prompt_tokens) + sample.max_new_tokens * speed.step.at(
@@ -214,7 +214,7 @@ def seconds_of_question(speed: Speed, sample: Sample, methods: int) -> float:
 
 
 def estimate_text(parts: Sequence[PartEstimate]) -> str:
-    """One line for people: what is to be done, what is stored, and how long the rest takes."""
+    """One line for people: what will be measured, what is stored, and how long the rest takes."""
     told = [
         f"{part.name}: {part.number:,} {part.unit}{'s' * (part.number != 1)}, "
         f"{part.stored:,} stored"
@@ -227,7 +227,7 @@ def estimate_text(parts: Sequence[PartEstimate]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people: 40 s, 12 min, 3.5 h, 2.1 days."""
+    """A duration for people: 40 s, 12 min, 3.5 h, 2.1 days."""
     for limit, size, unit in ((90, 1, "s"), (5400, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / size:.1f} {unit}" if unit == "h" else f"{seconds / size:.0f} {unit}"
@@ -238,7 +238,7 @@ def duration(seconds: float) -> str:
 _SHORTEST = 4096
 #: Policies that are the recent control themselves.
 _RECENCY = ("sliding_window", "streaming_llm")
-#: A task whose texts cannot grow is not asked at lengths of which it fills less than this share.
+#: A task is skipped at lengths of which its texts fill less than this share.
 _FILLED = 0.5
 
 
@@ -249,7 +249,7 @@ class PaperGrid(EvalGrid):
     lengths_of: Mapping[Workload, tuple[int, ...]] = field(default_factory=dict)
 
     def groups(self) -> Iterator[Group]:
-        """As any grid's, without lengths that are too short or too long for a task."""
+        """As in any grid, without lengths that are too short or too long for a task."""
         for workload in self.workloads:
             own = dataclasses.replace(
                 self, workloads=(workload,), lengths=self.lengths_of[workload]
@@ -258,7 +258,7 @@ class PaperGrid(EvalGrid):
 
 
 def default_lengths(model: Model) -> tuple[int, ...]:
-    """4,096 tokens and each double of it that the model takes; of a shorter model all it takes."""
+    """4,096 tokens and each doubling that the model allows; for a shorter model, its maximum."""
     found, length = [], _SHORTEST
     while length <= model.max_length:
         found.append(length)
@@ -267,7 +267,7 @@ def default_lengths(model: Model) -> tuple[int, ...]:
 
 
 def default_policies(model: Model) -> str:
-    """Every method that this model can have, recency aside, as `--policies` takes them."""
+    """Every method that this model can run, except recency, in the form of `--policies`."""
     return ",".join(
         name
         for name, cls in available_policies().items()
@@ -278,7 +278,7 @@ def default_policies(model: Model) -> str:
 def fitting_lengths(
     workloads: Sequence[Workload], lengths: Sequence[int], setup: str
 ) -> dict[Workload, tuple[int, ...]]:
-    """By task the lengths that it can fill; ConfigError if there is no task with such a length."""
+    """The lengths that each task can fill; ConfigError if no task has one."""
     found = {one: tuple(n for n in lengths if _fills(one, n, setup)) for one in workloads}
     if not any(found.values()):
         raise ConfigError(
@@ -298,7 +298,7 @@ def document_places(
 def _fits(task: Task, length: int, count: CountTokens) -> bool:
     try:
         task.make(length, 0, count)
-    except ConfigError:  # too short for it
+    except ConfigError:  # the length is too short for the task
         return False
     return True
 
@@ -306,14 +306,16 @@ def _fits(task: Task, length: int, count: CountTokens) -> bool:
 def _fills(workload: Workload, length: int, setup: str) -> bool:
     try:
         workload.available(length, 1)
-    except ConfigError:  # too short for it
+    except ConfigError:  # the length is too short for the task
         return False
     request = workload.shown(length, setup).request
     return len(request.prompt) + len(request.given) + request.max_tokens >= _FILLED * length
 
 
 def gate(model: Model, file: LineFile, header: Callable[[], dict[str, Any]]) -> Line:
-    """The line of the checks, from the file or run now and added to it; see `reason`."""
+    """The line of the checks, from the file or measured now and added to it; see
+    `why_not_evaluated`.
+    """
     about = header()
     known_by = {
         "benchmark": GATE,
@@ -331,13 +333,13 @@ def gate(model: Model, file: LineFile, header: Callable[[], dict[str, Any]]) -> 
 
 
 def why_not_evaluated(line: Line) -> str | None:
-    """Why the model is not evaluated; None if every check passed."""
+    """The reason not to evaluate the model; None if every check passed."""
     failed = [check for check in line["checks"] if not check["passed"]]
     if not failed:
         return None
     worst = max(failed, key=lambda check: float(check["error"]))
     return (
-        f"{line['model']} does not give the logits of transformers: {len(failed)} of "
+        f"{line['model']} does not reproduce the logits of transformers: {len(failed)} of "
         f"{len(line['checks'])} checks differ, the worst under {worst['policy']} "
         f"({worst['run']}): error {worst['error']:.1e}, allowed {worst['tolerance']:.1e}; "
         "see `keyhole verify`"
@@ -346,7 +348,7 @@ def why_not_evaluated(line: Line) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperOutcome:
-    """What was measured, now or before, and what follows from it."""
+    """The measurements, now or earlier, and the conclusions."""
 
     cells: EvalOutcome
     questions: EvalOutcome
@@ -358,7 +360,7 @@ class PaperSuite:
     """All cells of a grid and all questions over documents, in one file.
 
     copies: prompts that are computed once for all policies. ConfigError, before anything runs, for
-    a length that the model or a task cannot have.
+    a length that the model or a task does not allow.
     """
 
     def __init__(
@@ -376,9 +378,9 @@ class PaperSuite:
         self._questions = DocumentEvaluation(model, documents, file, header)
 
     def estimate(self) -> list[PartEstimate]:
-        """Cells and questions, how many are stored, and the seconds that the others take at most.
+        """Cells and questions, how many are stored, and the maximum seconds for the rest.
 
-        Runs the probe, unless everything is stored.
+        Runs the probe unless everything is stored.
         """
         groups = self._cells.missing()
         places = [
@@ -415,10 +417,10 @@ class PaperSuite:
         ]
 
     def run(self) -> PaperOutcome:
-        """Measures what the file lacks; each line is stored as soon as it is there."""
+        """Measures what the file lacks; each line is stored as soon as it is measured."""
         self._free()
         cells = self._cells.run()
-        self._copies.begin(None)  # the prompts of the last group are not needed any more
+        self._copies.begin(None)  # the prompts of the last group are no longer needed
         self._free()
         questions = self._questions.run()
         page_size = self._grid.config.page_size
@@ -430,8 +432,8 @@ class PaperSuite:
         )
 
     def _free(self) -> None:
-        """The next engine takes what memory is free when it is made."""
-        gc.collect()  # engine and scheduler know each other
+        """Frees memory: the next engine uses what is free when it is made."""
+        gc.collect()  # engine and scheduler refer to each other
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 

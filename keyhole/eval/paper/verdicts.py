@@ -1,5 +1,5 @@
 """A verdict for each policy and reuse method, from samples that its control and the reference
-answered as well.
+answered, too.
 
 For every budget of a method, over the samples of all settings (task x length x setup):
 
@@ -7,22 +7,22 @@ For every budget of a method, over the samples of all settings (task x length x 
     gain   the method's mean score minus its control's, over the samples of settings that can tell:
            those where the control's mean is more than 5 points below the reference's
 
-with 95 % intervals of the paired differences. Then, in this order:
+with 95 % intervals of the paired differences. The first of these that applies is the verdict:
 
     cannot tell         no setting can tell, or none of the following holds
-    use it              the loss is at most 2 points and the gain above 0, by the unfavourable ends
-                        of their intervals
+    use it              the loss is at most 2 points and the gain above 0, each at the unfavourable
+                        end of its interval
     no better           the gain's interval contains 0 and nothing above 5 points
-    loses               the loss is more than 2 points by its interval's lower end
+    loses               the loss is more than 2 points at its interval's lower end
 
-A method is recommended with its smallest budget for which "use it" holds, and whose loss, and that
+A method is recommended with its smallest budget for which "use it" holds, and whose loss, like that
 of every larger budget, is within 2 points. Going down from the largest budget and stopping at the
-first failure keeps the chance of a wrong "within 2 points" at 2.5 % a method, however many budgets
-there are. Otherwise the method's verdict is that of its largest budget.
+first failure keeps the probability of a wrong "within 2 points" at 2.5 % per method, regardless of
+the number of budgets. Otherwise the method's verdict is that of its largest budget.
 
-Policies: the reference is full attention, the control recency. Reuse methods: the score is token
-F1, the reference computes the whole prompt, and the control is the question without any document:
-where that is as good, the documents were not needed.
+For policies, the reference is full attention and the control is recency. For reuse methods, the
+score is token F1, the reference computes the whole prompt, and the control is the question without
+any document: where that is as good, the documents were not needed.
 """
 
 from __future__ import annotations
@@ -71,20 +71,22 @@ class Interval:
 
     @property
     def text(self) -> str:
-        """In points of a hundred: 1.5 (-0.4 to 3.1)."""
-        # Rounded first: a minus before 0.0 would say nothing.
+        """In percentage points: 1.5 (-0.4 to 3.1)."""
+        # Rounded first, to avoid "-0.0".
         points, low, high = (round(100 * x, 1) + 0.0 for x in (self.points, self.low, self.high))
         return f"{points:.1f} ({low:.1f} to {high:.1f})"
 
     @property
     def reversed(self) -> Interval:
-        """The same difference the other way round."""
+        """The difference with the opposite sign."""
         return Interval(points=-self.points, low=-self.high, high=-self.low, samples=self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What is known of one budget. gain: None where no place can tell; telling: how many can."""
+    """The judgement of one budget. gain: None where no place can tell; telling: number of places
+    that can.
+    """
 
     verdict: str
     loss: Interval
@@ -105,7 +107,9 @@ class Verdict(Generic[Budget]):
 
 
 def judge(places: Sequence[Scores], reference: str, control: str) -> Judgement:
-    """One budget of a method; the names are for `why`. Needs at least one place with a sample."""
+    """Judges one budget of a method; the names are for `why`. Needs at least one place with a
+    sample.
+    """
     loss = difference(places).reversed
     telling = [place for place in places if place.can_tell]
     gained = None
@@ -181,14 +185,18 @@ def _verdict(
         return NO_BETTER, told
     if loss.low > LOSS:
         return LOSES, told
-    return CANNOT_TELL, f"{told}: {loss.samples} samples are too few, or the truth is at the limit"
+    return (
+        CANNOT_TELL,
+        f"{told}: {loss.samples} samples are too few, or the true value is at the limit",
+    )
 
 
 def _interval(scores: Sequence[float], others: Sequence[float]) -> Interval:
-    """Of `scores` minus `others`, sample by sample.
+    """The interval of `scores` minus `others`, sample by sample.
 
-    Samples that all agree do not show that others would. What n samples have not shown may still
-    have the probability of Wilson's upper end for 0 of n: the interval is at least as wide.
+    Samples that all agree do not prove that others would. An outcome that n samples have not shown
+    may still have the probability of Wilson's upper end for 0 of n: the interval is at least this
+    wide.
     """
     found = gain(scores, others)
     unseen = wilson(0, found.samples)[1]
@@ -209,9 +217,9 @@ POLICY_REFERENCE, POLICY_CONTROL = "full attention", "recency"
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One budget of a method: where it was measured longest, and what it cost there.
+    """One budget of a method at its longest measured length, with its cost there.
 
-    text: the budget as it was asked for. line: of the longest length, the first of its places.
+    text: the budget as the user wrote it. line: of the longest length, the first of its places.
     bytes_per_step, read_share: means over the places of that length.
     """
 
@@ -228,7 +236,9 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodVerdict:
-    """A method with its verdict; found: None where it was refused everywhere, for the reasons."""
+    """A method with its verdict; found: None if it was refused everywhere, for the reasons in
+    `refused`.
+    """
 
     label: str
     found: Verdict[Tried] | None
@@ -238,7 +248,7 @@ class MethodVerdict:
 def policy_verdicts(
     lines: Sequence[Line], refused: Sequence[Line], methods: Sequence[Method], page_size: int
 ) -> list[MethodVerdict]:
-    """One for each method that was asked for under a budget, in their order."""
+    """The verdict of each requested method with a budget, in order."""
     own: dict[tuple[str, int, int], list[dict[str, Line]]] = {}
     for group in paired(lines):
         if group is not None and group[METHOD].get(CONTROL) is None:
@@ -269,7 +279,7 @@ def policy_verdicts(
 
 
 def best_policy(found: Iterable[MethodVerdict]) -> MethodVerdict | None:
-    """Of the methods to use the one that reads the fewest bytes in a step; None without any."""
+    """Of the recommended methods the one that reads the fewest bytes per step; None without any."""
     usable = [one for one in found if one.found is not None and one.found.recommended is not None]
     return min(usable, key=_bytes, default=None)
 
@@ -312,10 +322,10 @@ _SCORE = "f1"
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseResult:
-    """A reuse method over all its questions: means, of the time to the first token the median.
+    """A reuse method over all its questions: means, and the median time to the first token.
 
-    over_plain: F1 gained over stored documents as they are; None for that method and the control.
-    judged: None for the reference and the control.
+    over_plain: F1 gained over using stored documents unchanged; None for that method and the
+    control. judged: None for the reference and the control.
     """
 
     name: str
@@ -331,7 +341,9 @@ class ReuseResult:
 
 
 def reuse_results(lines: Sequence[Line], names: Sequence[str]) -> list[ReuseResult]:
-    """One for each method that answered a question, in the order of `names`, the control last."""
+    """The result of each method that answered a question, in the order of `names`, the control
+    last.
+    """
     questions = _questions(lines)
     found = []
     for name in (*names, NO_DOCUMENTS):
@@ -342,7 +354,7 @@ def reuse_results(lines: Sequence[Line], names: Sequence[str]) -> list[ReuseResu
 
 
 def best_reuse(found: Iterable[ReuseResult]) -> ReuseResult | None:
-    """Of the methods to use the one with the earliest first token; None if there is none."""
+    """Of the recommended methods the one with the earliest first token; None without any."""
     usable = [one for one in found if one.judged and one.judged.verdict == USE_IT]
     return min(usable, key=lambda one: one.ttft_ms, default=None)
 
@@ -352,7 +364,7 @@ _Question = tuple[str, Mapping[str, Line]]
 
 
 def _questions(lines: Sequence[Line]) -> list[_Question]:
-    """Lines of the same question joined; of two results of a method the later one counts."""
+    """Joins the lines of the same question; of two results of a method the later one counts."""
     joined: dict[str, tuple[str, dict[str, Line]]] = {}
     for line in lines:
         place = json.dumps([line["task"], line["task_settings"], line["length"]], sort_keys=True)
@@ -389,7 +401,7 @@ def _result(name: str, questions: Sequence[_Question]) -> ReuseResult:
 
 
 def _places(name: str, questions: Sequence[_Question], reference: str) -> list[Scores]:
-    """By task and length the scores of the questions that all three answered."""
+    """Scores of the questions that all three answered, by task and length."""
     by_place: dict[str, list[tuple[float, float, float]]] = {}
     for place, results in questions:
         if all(one in results for one in (name, reference, NO_DOCUMENTS)):

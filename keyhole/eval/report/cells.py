@@ -1,4 +1,4 @@
-"""What `keyhole eval` stored, as its report reads it: a `Cell` for each JSON line, and the runs.
+"""The stored lines of `keyhole eval` for its report: a `Cell` for each line, and the runs.
 
 Any field of a line may be null, not a number, or missing; it is None here, and pictures and tables
 leave it out. Of two lines that measure the same, the last one counts. A control has no cell of its
@@ -30,10 +30,10 @@ _DEPTH = "depth"
 
 @dataclass(frozen=True, order=True)
 class EvalSetting:
-    """What was asked: cells of one place are compared with each other.
+    """A setting of the evaluation; cells of the same setting are compared with each other.
 
-    settings: those of the task that are not its defaults, as text. terms: on which the methods were
-    set up; "" is as the user gave them.
+    settings: those of the task that differ from its defaults, as text. terms: the terms of the
+    methods; "" for the user's own settings.
     """
 
     model: str
@@ -45,18 +45,18 @@ class EvalSetting:
 
     @property
     def needles(self) -> EvalSetting:
-        """What places have in common whose needles make one picture: all but length and depth."""
+        """The setting without length and depth: all its needles are in one picture."""
         others = tuple(pair for pair in self.settings if pair[0] != _DEPTH)
         return dataclasses.replace(self, length=0, settings=others)
 
     @property
     def is_perplexity(self) -> bool:
-        """Whether the score is 1 / perplexity, which is no share of right answers."""
+        """Whether the score is 1 / perplexity, not a share of right answers."""
         return self.task == "perplexity"
 
     @property
     def depth(self) -> float | None:
-        """Where the needle was asked to be, from 0 to 1."""
+        """The requested position of the needle, from 0 to 1."""
         text = dict(self.settings).get(_DEPTH, "")
         try:
             return number(float(text))
@@ -68,8 +68,8 @@ class EvalSetting:
 class Cell:
     """One method with one budget at one place.
 
-    name: the policy, with the settings that tell it from others of the same policy and budget.
-    budget: tokens, None for full attention. scores, depths: one for each sample.
+    name: the policy, with the settings that distinguish it from others of the same policy and
+    budget. budget: tokens, None for full attention. scores, depths: one for each sample.
     """
 
     place: EvalSetting
@@ -131,7 +131,7 @@ class Cell:
 
     @property
     def tells(self) -> bool:
-        """Whether it may be ranked: not where its recent control is as good as full attention."""
+        """Whether it may be ranked: not if its recent control is as good as full attention."""
         return self.comparison is None or self.comparison.can_tell is not False
 
     def _control(self, name: str) -> float | None:
@@ -139,9 +139,9 @@ class Cell:
 
 
 def cells(lines: Iterable[Line]) -> list[Cell]:
-    """A cell for each line, in their order; later ones replace those that measure the same.
+    """A cell for each line, in order; later ones replace those that measure the same.
 
-    Lines of controls, of the gate and of questions over documents are none.
+    Lines of controls, of the gate and of questions over documents are skipped.
     """
     every = [line for line in lines if line.get("benchmark") not in (GATE, QUESTIONS)]
     found = [
@@ -155,7 +155,7 @@ def cells(lines: Iterable[Line]) -> list[Cell]:
 
 
 def places(found: Iterable[Cell]) -> dict[EvalSetting, list[Cell]]:
-    """Cells by what was asked: tasks in the order of the lines, short texts before long ones."""
+    """Cells by setting: tasks in the order of the lines, short texts before long ones."""
     by_place: dict[EvalSetting, list[Cell]] = {}
     for cell in found:
         by_place.setdefault(cell.place, []).append(cell)
@@ -167,7 +167,9 @@ def places(found: Iterable[Cell]) -> dict[EvalSetting, list[Cell]]:
 
 
 def place_name(at: EvalSetting, among: Iterable[EvalSetting]) -> str:
-    """What distinguishes a setting from the others: "tiny_needle:depth=0.5, 2,048 tokens"."""
+    """The part of a setting's name that distinguishes it from the others: "tiny_needle:depth=0.5,
+    2,048 tokens".
+    """
     others = list(among)
     of_task = {other.settings for other in others if other.task == at.task}
     shown = [
@@ -186,14 +188,14 @@ def place_name(at: EvalSetting, among: Iterable[EvalSetting]) -> str:
     return ", ".join(parts)
 
 
-#: By what a line says of its terms.
+#: Names of the terms, by the field of a line.
 TERMS_NAMES = {
     "": "as given",
     "equal": "equal terms",
     "published": "as published",
     "tuned": "tuned",
 }
-#: Name and meaning of what is read densely before a sparse step.
+#: Name and meaning of each setup: what is read densely before a sparse step.
 SETUPS = {
     "prompt": ("question dense", "the whole prompt is read densely; only generation is sparse"),
     "question": (
@@ -211,7 +213,7 @@ def number(value: object) -> float | None:
 
 
 def words(value: object) -> str:
-    """The value if it is a text, else none."""
+    """The value if it is a string, else ""."""
     return value if isinstance(value, str) else ""
 
 
@@ -260,7 +262,7 @@ def _cell(line: Line) -> Cell:
 
 
 def _telling_settings(found: Sequence[Cell]) -> dict[str, list[str]]:
-    """Per policy the settings in which cells of the same place and budget differ."""
+    """The settings, per policy, in which cells of the same place and budget differ."""
     groups: dict[object, list[Cell]] = {}
     for cell in found:
         groups.setdefault((cell.place, cell.policy, cell.budget), []).append(cell)
@@ -281,7 +283,7 @@ def _named(cell: Cell, telling: Sequence[str]) -> Cell:
 
 @dataclass(eq=False)
 class Run:
-    """Lines that one command gave on one machine with the same versions."""
+    """Lines that one command wrote on one machine with the same versions."""
 
     number: int
     command: str
@@ -294,7 +296,7 @@ class Run:
 
     @property
     def when(self) -> str:
-        """The first and the last date of the lines, to the minute."""
+        """The dates of the first and the last line, to the minute."""
         known = sorted(date[:16].replace("T", " ") for date in self.dates)
         if not known:
             return NOTHING
@@ -305,7 +307,7 @@ class Run:
 
     @property
     def where(self) -> str:
-        """The machine in words; what `measure.machine` does not say comes last, by its name."""
+        """The machine in words; unknown fields come last, by name."""
         told = dict(self.machine)
         if told.get("device") == "cpu" and "cpu" in told:
             del told["device"]
@@ -343,7 +345,7 @@ def runs_of(lines: Sequence[Line]) -> tuple[list[Run], list[Run]]:
 
 
 def settings_by_name(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """By name the settings that its cells had: "sink_size 4", or "full_layers [0] or [0, 1]"."""
+    """The settings of the cells of each name: "sink_size 4", or "full_layers [0] or [0, 1]"."""
     found: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
         own = found.setdefault(cell.name, {})
@@ -359,6 +361,6 @@ def settings_by_name(cells: Sequence[Cell]) -> dict[str, list[str]]:
 
 
 def _dictionary(value: object) -> dict[str, Any]:
-    """What a dictionary says; nothing of what is none."""
+    """The items of a dictionary that are not None; {} for other values."""
     found = value.items() if isinstance(value, dict) else ()
     return {key: said for key, said in found if said is not None}

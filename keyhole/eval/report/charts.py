@@ -2,11 +2,11 @@
 
     pareto      score against bytes read, a point per method and budget
     gains       gain of each method over its recent control, with its interval
-    heat maps   attention that each layer keeps, and where in a text a method finds the needle
+    heat maps   attention that each layer keeps, and the depths at which a method finds the needle
 
 Full attention is the dashed line of a Pareto chart; grey marks are controls: x the newest tokens, +
-the oracle. A row of gains is pale where the recent control is within 5 points of full attention, so
-that nothing can be told. In heat maps dark is much, pale is none, white was not measured.
+the oracle. A row of gains is pale if the recent control is within 5 points of full attention, so
+that methods cannot be told apart. In heat maps dark means much, pale none, and white not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keyhole.drawing import FAINT, INK, PALE, matplotlib
 from keyhole.eval.comparisons import ORACLE, RECENT
 from keyhole.eval.policy_trace import ALL, SelectionMap
 from keyhole.eval.report.cells import Cell, number
-from keyhole.eval.report.plot_style import FILL, HALF, PAPER, Look
+from keyhole.eval.report.plot_style import FILL, HALF, PAPER, MethodStyle
 
 FULL = "full"
 #: Marks of the controls.
@@ -32,17 +32,12 @@ _CONTROLS = {RECENT: "x", ORACLE: "+"}
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Bytes read in a decode step, and the score from 0 to 1 with its interval if it has one.
+    """One method with one budget: bytes read per decode step, and the score from 0 to 1 with its
+    interval, if any.
 
-    The score of a perplexity is 1 / perplexity, so that more is better.
-
-
-    Score against bytes read: what each method pays for what it gets, budget by budget.
-
-    A point is one method with one budget. It lies on the front if no other reads as little and
-    scores as much; a point whose recent control is as good as full attention is not. Full attention
-    is the dashed line: the score that the others are to reach. Grey marks are controls: x the
-    newest tokens, + the oracle. Needs matplotlib.
+    The score of a perplexity is 1 / perplexity, so that more is better. on_front: no other point
+    reads at most as much and scores at least as much; a point whose recent control is as good as
+    full attention is never on the front.
     """
 
     cell: Cell
@@ -53,7 +48,7 @@ class Point:
 
     @property
     def text(self) -> str:
-        """What the point says, in words."""
+        """The point in words."""
         low_high = "" if self.interval is None else " ({:.0%} to {:.0%})".format(*self.interval)
         read = bytes_text(self.bytes_per_step)
         said = f"{self.score:.1%}{low_high}"
@@ -63,7 +58,7 @@ class Point:
 
 
 def points(cells: Sequence[Cell]) -> dict[str, list[Point]]:
-    """By name the points of one place, small budgets first; cells without both numbers have none.
+    """The points of one place by name, small budgets first; cells without both numbers are skipped.
 
     A point is on the front unless another has at least its score for at most its bytes, and is
     better in one of them.
@@ -93,7 +88,9 @@ def points(cells: Sequence[Cell]) -> dict[str, list[Point]]:
     return found
 
 
-def draw_pareto(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[str, str]:
+def draw_pareto(
+    axis: Any, cells: Sequence[Cell], style: Mapping[str, MethodStyle]
+) -> dict[str, str]:
     """Draws the cells of one place into an axis; returns the text of each point by its SVG id."""
     found = points(cells)
     texts: dict[str, str] = {}
@@ -124,7 +121,7 @@ def draw_pareto(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> 
 
 
 def control_points(cells: Sequence[Cell]) -> list[tuple[str, float, float]]:
-    """Name, bytes and score of the controls beside some cells, each once."""
+    """Name, bytes and score of the controls of some cells, each once."""
     found = []
     for cell in cells:
         comparison = cell.comparison
@@ -136,8 +133,8 @@ def control_points(cells: Sequence[Cell]) -> list[tuple[str, float, float]]:
     return list(dict.fromkeys(found))
 
 
-def _mark(axis: Any, point: Point, look: Look, identity: str) -> None:
-    """A mark, filled on the front, and the score's interval."""
+def _mark(axis: Any, point: Point, look: MethodStyle, identity: str) -> None:
+    """Draws a mark, filled on the front, and the score's interval."""
     if point.interval is not None:
         x, (low, high) = point.bytes_per_step, point.interval
         axis.plot([x, x], [low, high], color=look.color, linewidth=3, alpha=0.2, zorder=1)
@@ -174,23 +171,23 @@ def _tick(size: float) -> str:
     return bytes_text(size).replace(".0 ", " ")
 
 
-#: Opacity of rows that cannot tell.
+#: Opacity of rows that cannot tell methods apart.
 _PALE = 0.3
 _WIDTH = 5.2
 
 
 def with_gain(cells: Sequence[Cell]) -> list[Cell]:
-    """Those that have a recent control beside them."""
+    """The cells that have a recent control."""
     return [cell for cell in cells if cell.gain is not None]
 
 
 def gain_size(cells: Sequence[Cell]) -> tuple[float, float]:
-    """Inches of a picture of cells with a gain."""
+    """Size in inches of a picture of cells with a gain."""
     return _WIDTH, 0.8 + 0.22 * len(cells)
 
 
 def gain_in_words(cell: Cell) -> str:
-    """What a row says, in words."""
+    """The row in words."""
     gain = cell.comparison.gain if cell.comparison else None
     assert gain is not None
     text = f"{cell.label}: {100 * gain.points:+.1f} points ({100 * gain.low:.1f} to "
@@ -200,7 +197,9 @@ def gain_in_words(cell: Cell) -> str:
     return text if cell.tells else f"{text}, cannot tell"
 
 
-def draw_gains(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> dict[str, str]:
+def draw_gains(
+    axis: Any, cells: Sequence[Cell], style: Mapping[str, MethodStyle]
+) -> dict[str, str]:
     """Draws cells with a gain, the first on top; returns the text of each row by its SVG id."""
     texts: dict[str, str] = {}
     axis.axvline(0, color=INK, linewidth=0.8, zorder=1)
@@ -227,17 +226,17 @@ def draw_gains(axis: Any, cells: Sequence[Cell], style: Mapping[str, Look]) -> d
     return texts
 
 
-#: More different depths than these are put into as many bins of equal width.
+#: With more different depths than the first number, the second number of bins is used.
 _MOST_DEPTHS, _BINS = 11, 10
-#: Cells more than these across have no room for numbers.
+#: With more columns than this, cells have no room for numbers.
 _MOST_NUMBERS = 20
-#: From these shares on, a cell is half dark, or so dark that its number is white.
+#: From these shares on, a cell is half dark, or dark enough for a white number.
 _HALF, _DARK = 0.58, 0.78
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Means of what fell into each cell, float64 [rows, columns], NaN where nothing did."""
+    """Means of the values in each cell, float64 [rows, columns], NaN where there are none."""
 
     values: np.ndarray
     counts: np.ndarray
@@ -262,8 +261,8 @@ def recall_grid(cells: Sequence[Cell]) -> Grid | None:
 def needle_grid(cells: Sequence[Cell]) -> Grid | None:
     """Mean score by depth (row, the start of the text first) and length; None without depths.
 
-    cells: one method with one budget, at one task, its lengths and depths. A depth that was asked
-    for counts as such: needles stand between sentences, so that they are a little off.
+    cells: one method with one budget, at one task, with its lengths and depths. A requested depth
+    is used as it is, although needles stand between sentences and so are slightly off.
     """
     found = [
         (cell.place.length, depth if cell.place.depth is None else cell.place.depth, score)
@@ -302,7 +301,7 @@ def needle_size(grid: Grid) -> tuple[float, float]:
 
 
 def draw_heat_map(axis: Any, grid: Grid) -> None:
-    """Draws a grid into an axis, with the numbers in percent where there is room for them.
+    """Draws a grid into an axis, with the numbers in percent if there is room.
 
     Cells of one value are one patch, which keeps an SVG small.
     """
@@ -345,9 +344,9 @@ def _squares(places: Sequence[tuple[int, int]], **look: Any) -> Any:
 
 
 def draw_selection_map(axis: Any, found: SelectionMap, *, color: str = FILL) -> None:
-    """Draws a map into an axis: position to the right, steps downwards; dark was read.
+    """Draws a map into an axis: positions to the right, steps downwards; dark cells were read.
 
-    Read cells are opaque `color` on the pale area of what existed.
+    Read cells are opaque `color` on the pale area of existing tokens.
     """
     rgba = np.empty((*found.shares.shape, 4))
     rgba[..., :3] = matplotlib()[1].to_rgb(color)

@@ -1,8 +1,8 @@
 """Pictures of stored documents, layer by layer: how much blocks matter, and what a question keeps.
 
-SamKV (arXiv 2508.11661, appendix A.1) ranks a block by how slowly the attention decays that its
-representative token receives (alpha), and by how much that is, within one layer. What a question
-keeps is drawn with the documents side by side as in the prompt, a cell per block. Needs matplotlib.
+SamKV (arXiv 2508.11661, appendix A.1) ranks the blocks of a layer by how slowly the attention that
+their representative token receives decays (alpha), and by how much it is. What a question keeps is
+drawn with the documents side by side as in the prompt, one cell per block. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def document_chart(
 ) -> None:
     """Writes a PNG: blocks ranked within their layer, by alpha above, by attention below.
 
-    Dark matters most. Blocks that are outliers of alpha, of which SamKV computes a token again
-    where it keeps them, are framed. ConfigError if it cannot be written.
+    Dark blocks matter most. Blocks that are outliers of alpha are framed: SamKV recomputes a token
+    of them if it keeps them. ConfigError if the file cannot be written.
     """
     colors = matplotlib()[1]
     alpha = torch.stack([layer.alpha for layer in layers])
@@ -51,7 +51,7 @@ def document_chart(
     with picture(path, title, figsize=size, layout="constrained") as figure:
         axes = figure.subplots(2, 1, sharex=True)
         _map(axes[0], 1 - ranks(alpha).numpy(), shades)
-        axes[0].set_title("slowest fall of the attention that it receives (alpha)")
+        axes[0].set_title("slowest decay of the received attention (alpha)")
         axes[0].set_title(subtitle, loc="right", fontsize=8, color=FAINT)
         _frame_outliers(axes[0], outliers(alpha).numpy())
         _map(axes[1], ranks(received).numpy(), shades)
@@ -60,7 +60,7 @@ def document_chart(
 
 
 def _map(axis: Any, shares: np.ndarray, shades: Any) -> None:
-    """A map of numbers [L, N] from 0 to 1; white where there is none."""
+    """Draws a map of numbers [L, N] from 0 to 1; white where there is none."""
     axis.imshow(
         np.ma.masked_invalid(shares),
         aspect="auto",
@@ -89,22 +89,24 @@ def _frame_outliers(axis: Any, where: np.ndarray) -> None:
 
 #: As in the other pictures: kept, recomputed, and dropped.
 _KEPT, _WRITTEN, _DROPPED = "#0b6e75", "#e08e4f", "#dde3e9"
-#: Inches: the picture, what is around the cells, and a line's name above and share below.
+#: Inches: the width, margins, and the space for names above and shares below a line.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 9.0, 0.5, 0.1, 0.62, 0.38
 _ABOVE, _BELOW = 0.24, 0.2
-#: Cells of a line: fewer would be huge, more are drawn in several lines, up to a readable number.
+#: Minimum and maximum number of cells of a line, and maximum number of lines.
 _FEWEST, _MOST, _MOST_LINES = 24, 110, 14
 #: Between two documents, in cells.
 _GAP = 0.7
-#: One token of 64 would not be seen: the least that is filled of a cell.
+#: The least that is filled of a cell: one token of 64 would be invisible.
 _LEAST_FILL = 0.22
-#: Letters side by side in a line, at the size of names, and the fewest that say something.
+#: Letters per line, their size in points, and the shortest meaningful label.
 _LETTERS, _LETTER_SIZE, _FEWEST_LETTERS = 130, 7, 6
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """One document's blocks: float [L, N], the share of each that is kept, and computed again."""
+    """One document's blocks: float [L, N], the shares of each block that are kept and
+    recomputed.
+    """
 
     name: str
     kept: np.ndarray
@@ -141,7 +143,7 @@ def kept_chart(
     title: str,
     subtitle: str = "",
 ) -> None:
-    """Writes a PNG; lengths: tokens of each document. ConfigError if it cannot be written."""
+    """Writes a PNG; lengths: tokens of each document. ConfigError if the file cannot be written."""
     patches = matplotlib()[2]
     documents = cells(reused, lengths, block_size)
     lines, room = _lines([document.kept.shape[1] for document in documents])
@@ -170,7 +172,7 @@ def kept_chart(
         figure.text(left, 1 - 0.12 / whole, title, va="top", fontsize=11, fontweight="bold")
         figure.text(left, 1 - 0.36 / whole, subtitle, va="top", fontsize=8, color=FAINT)
         if any(name.isdigit() for name in names):
-            note = "numbers: places in the prompt"
+            note = "numbers: positions in the prompt"
             figure.text(0.99, 0.1 / whole, note, ha="right", fontsize=8, color=FAINT)
 
 
@@ -181,7 +183,7 @@ def _legend(reused: Reused) -> Iterator[tuple[str, str]]:
     if bool(stored.any()):
         yield _KEPT, "kept as stored"
     if bool(again.any()):
-        yield _WRITTEN, "computed again (as much of a block as is filled)"
+        yield _WRITTEN, "recomputed (the filled share of a block)"
     if not bool(reused.kept.all()):
         yield _DROPPED, "dropped"
 
@@ -201,9 +203,10 @@ class _Piece:
 
 
 def _lines(sizes: Sequence[int]) -> tuple[list[list[_Piece]], float]:
-    """Documents of so many blocks laid out like words of a text, and the cells of a line.
+    """Lays out documents of these sizes (in blocks) like words of a text; returns the lines, and
+    the cells per line.
 
-    A document that is longer than a line goes on in the next one.
+    A document that is longer than a line continues in the next one.
     """
     total = sum(sizes) + _GAP * (len(sizes) - 1)
     room = max(_FEWEST, total) if total <= _MOST else max(_MOST, math.ceil(total / _MOST_LINES))
@@ -236,7 +239,7 @@ def _frame(axis: Any, depth: int, room: float) -> None:
 
 
 def _draw(axis: Any, document: Cells, piece: _Piece, *, thin: bool) -> None:
-    """The cells of a piece; thin ones without gaps."""
+    """Draws the cells of a piece; thin ones without gaps."""
     width, high = (1.0, 1.0) if thin else (0.84, 0.8)
     for layer in range(len(document.kept)):
         top = layer + (1 - high) / 2
@@ -253,19 +256,18 @@ def _draw(axis: Any, document: Cells, piece: _Piece, *, thin: bool) -> None:
 
 
 def _fills(recomputed: np.ndarray, piece: _Piece) -> Iterator[tuple[float, float]]:
-    """Where a cell is computed again, and how much of it is filled."""
+    """The cells that are recomputed, and the share of each that is filled."""
     for number, share in enumerate(recomputed[piece.first : piece.last].tolist()):
         if share > 0:
             yield piece.place + number, max(share, _LEAST_FILL)
 
 
 def _names(names: Sequence[str], lines: Sequence[Sequence[_Piece]], room: float) -> list[str]:
-    """What stands above each document: as much of its name as there is room for.
-
-    Its place in the prompt, from 1, where that would say nothing.
+    """The label above each document: as much of its name as fits, or its position in the prompt
+    (from 1) if that would be meaningless.
     """
     first = {piece.document: piece for line in reversed(lines) for piece in reversed(line)}
-    # A folder that all share, as in handbook/a.md and handbook/b.md, is left out.
+    # A folder that all names share is left out, as in handbook/a.md and handbook/b.md.
     folder = f"{names[0].rpartition('/')[0]}/"
     shared = all(name.startswith(folder) for name in names)
     short = [name.removeprefix(folder) if shared else name for name in names]
@@ -284,9 +286,9 @@ def _names(names: Sequence[str], lines: Sequence[Sequence[_Piece]], room: float)
 
 
 def _name(axis: Any, name: str, piece: _Piece, room: float, taken: float) -> float:
-    """What stands above a document's cells, if its place is free.
+    """Writes the label above a document's cells, if its place is free.
 
-    taken: the last letter of the line that is taken; returns the new one.
+    taken: end of the previous label of the line, in letters; returns the new one.
     """
     start = piece.place / room * _LETTERS
     if start < taken + 1:
@@ -297,14 +299,14 @@ def _name(axis: Any, name: str, piece: _Piece, room: float, taken: float) -> flo
 
 
 def _share(axis: Any, share: float, piece: _Piece, room: float) -> None:
-    """SamKV's P of a document below its cells, if it fits."""
+    """Writes SamKV's P of a document below its cells, if it fits."""
     text = f"P {share:.2f}"
     if (piece.size + _GAP) / room * _LETTERS >= len(text) and piece.first == 0:
         _write(axis, text, piece.place, axis.get_ylim()[0], -8, FAINT)
 
 
 def _write(axis: Any, text: str, x: float, y: float, points: float, color: str) -> None:
-    """Text at cell x, so many points above the line y."""
+    """Writes text at cell x, this many points above the line y."""
     axis.annotate(
         text,
         (x, y),
@@ -317,7 +319,7 @@ def _write(axis: Any, text: str, x: float, y: float, points: float, color: str) 
 
 
 def _without_middle(name: str, letters: int) -> str:
-    """At most so many letters of a name, its ends."""
+    """The two ends of a name, in at most this many letters."""
     if len(name) <= letters:
         return name
     tail = max(0, letters - 1) // 2
@@ -325,5 +327,5 @@ def _without_middle(name: str, letters: int) -> str:
 
 
 def _without_start(name: str, letters: int) -> str:
-    """At most so many letters of a name, its end."""
+    """The end of a name, in at most this many letters."""
     return name if len(name) <= letters else f"…{name[len(name) - max(0, letters - 1) :]}"

@@ -1,4 +1,6 @@
-"""Pictures by layer: pages read, a calibration's recall, and a memory plan. Needs matplotlib."""
+"""Pictures by layer: pages read, the recall of a calibration, and a memory plan. Needs
+matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from keyhole.eval.policy_trace import Trace
 from keyhole.planner import MemoryPlan
 from keyhole.policies.selection_layers import Calibration
 
-#: Colour and words for what a layer does: see `calibrate.Role`.
+#: Colour and description of each role of a layer: see `calibrate.Role`.
 _COLORS = {"full": "#b4c3d2", "selects": "#e08e4f", "sparse": "#0b6e75", "window": "#d5dce3"}
 _DOES = {
     "full": "reads everything",
-    "selects": "reads everything and chooses",
+    "selects": "reads everything and selects",
     "sparse": "reads {:.0%}",
 }
 _WIDTH = 9.0
@@ -37,10 +39,11 @@ def page_map(
     delta_layers: tuple[int, ...] = (),
     row: int = 0,
 ) -> None:
-    """Writes a picture of the pages that each layer read: a panel per layer, steps to the right.
+    """Writes a picture of the pages that each layer read: one panel per layer, steps to the right.
 
-    A page read in full is dark, one that exists and was not read pale, one to come white. Up to six
-    layers stand below each other, those that read everything flat; more of them form a grid.
+    Pages that were read in full are dark, existing pages that were not read are pale, pages that do
+    not exist yet are white. Up to six layers are stacked, with flat panels for those that read
+    everything; more layers form a grid.
     """
     colors = matplotlib()[1]
     layers = trace.layers
@@ -94,7 +97,9 @@ def page_map(
 
 
 def _binned(shares: np.ndarray, pixels: float) -> np.ndarray:
-    """Neighbouring steps averaged, so that each has two pixels and none is lost to rasterising."""
+    """Averages neighbouring steps, so that each bin has two pixels and none is lost to
+    rasterising.
+    """
     per_bin = math.ceil(2 * shares.shape[1] / pixels)
     pad = -shares.shape[1] % per_bin
     padded = np.pad(shares, ((0, 0), (0, pad)), mode="edge")
@@ -107,10 +112,11 @@ def _binned(shares: np.ndarray, pixels: float) -> np.ndarray:
 
 
 def recall_chart(found: Measurement, placed: Calibration, path: str | Path) -> None:
-    """Writes a picture of a calibration: recall expected of each layer, and all that was measured.
+    """Writes a picture of a calibration: the expected recall of each layer, and all that was
+    measured.
 
     Left: bars per layer. Right: share of layer b's attention (column) on the pages that layer a
-    (row) would choose; the placement in use is framed.
+    (row) would select; the placement in use is framed.
     """
     _, colors, patches = matplotlib()
     depth = placed.num_layers
@@ -127,15 +133,15 @@ def recall_chart(found: Measurement, placed: Calibration, path: str | Path) -> N
         bars.set_xlim(-0.6, depth - 0.4)
         bars.set_xticks(range(0, depth, 1 if depth <= 16 else 4))
         bars.set_xlabel("layer")
-        bars.set_title("attention that each layer keeps")
+        bars.set_title("attention kept by each layer")
         bars.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3, frameon=False, fontsize=8)
         _recall_square(square, found, placed, colors, patches)
 
 
 _LEGEND = {
     "full": "reads everything",
-    "selects": "and chooses",
-    "sparse": "reads the choice",
+    "selects": "and selects",
+    "sparse": "reads a selection",
     "window": "has its own window",
 }
 
@@ -143,7 +149,7 @@ _LEGEND = {
 def _recall_square(
     axis: Any, found: Measurement, placed: Calibration, colors: Any, patches: Any
 ) -> None:
-    """The matrix recall[a, b] of the full-attention layers, and the cells that are in use."""
+    """The matrix recall[a, b] of the full-attention layers, with the cells in use framed."""
     layers = list(found.layers)
     values = np.array(found.recall)[np.ix_(layers, layers)]
     values[np.tril_indices(len(layers), -1)] = np.nan
@@ -161,22 +167,22 @@ def _recall_square(
                 patches.Rectangle(corner, 1, 1, fill=False, ec=_COLORS["selects"], lw=1.4)
             )
     axis.set_xlabel("read by layer")
-    axis.set_ylabel("chosen by layer")
+    axis.set_ylabel("selected by layer")
     axis.set_title("every pair, measured")
     axis.spines[:].set_visible(False)
     axis.figure.colorbar(image, ax=axis, shrink=0.7, format=lambda value, _: f"{value:.0%}")
 
 
 def _kind(layer: int, shares: np.ndarray, delta_layers: tuple[int, ...]) -> str:
-    """What a layer did: "selects", "full" or "sparse"."""
+    """The role of a layer: "selects", "full" or "sparse"."""
     if layer in delta_layers:
         return "selects"
     return "full" if np.nanmin(shares) == 1 else "sparse"
 
 
-#: Resident as what reads everything, offloaded as what is chosen from, as in other pictures.
-_ABOVE, _BELOW = "#0b6e75", "#e08e4f"
-_NAMES = {_ABOVE: "resident", _BELOW: "offloaded (RAM or disk)", PALE: "no room"}
+#: Colours of resident and offloaded layers.
+_RESIDENT, _OFFLOADED = "#0b6e75", "#e08e4f"
+_NAMES = {_RESIDENT: "resident", _OFFLOADED: "offloaded (RAM or disk)", PALE: "no room"}
 
 
 def plan_chart(plan: MemoryPlan, lengths: Sequence[int], path: str | Path, *, title: str) -> None:
@@ -189,8 +195,8 @@ def plan_chart(plan: MemoryPlan, lengths: Sequence[int], path: str | Path, *, ti
         axis = figure.subplots()
         shown = set()
         for left, right, offloaded in _spans(plan, first, last):
-            above = depth - (offloaded or 0)
-            parts = [(_ABOVE, 0, above), (_BELOW, above, depth)]
+            resident = depth - (offloaded or 0)
+            parts = [(_RESIDENT, 0, resident), (_OFFLOADED, resident, depth)]
             for color, low, high in [(PALE, 0, depth)] if offloaded is None else parts:
                 if low < high:
                     axis.fill_between([left, right], low, high, color=color, linewidth=0)
@@ -204,7 +210,7 @@ def plan_chart(plan: MemoryPlan, lengths: Sequence[int], path: str | Path, *, ti
         axis.minorticks_off()
         axis.set_xlim(first, last)
         axis.set_ylim(0, depth)
-        axis.set_xlabel("tokens of each text")
+        axis.set_xlabel("tokens of each sequence")
         axis.set_ylabel("layers")
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         subtitle = f"all layers resident up to {plan.thresholds[0]:,} tokens"

@@ -1,8 +1,8 @@
-"""One HTML file about an evaluation: tables, pictures, and where every number comes from.
+"""One HTML file about an evaluation: tables, pictures, and the origin of every number.
 
     python -m keyhole.eval.report.page RESULTS.jsonl REPORT.html
 
-The file needs nothing else: no network, no other file. Needs matplotlib.
+The file is self-contained: it needs no network and no other file. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,15 @@ from keyhole.eval.report.cells import (
     runs_of,
     settings_by_name,
 )
-from keyhole.eval.report.plot_style import NOTHING, SVG_STYLE, THEME, Look, inline_svg, looks
+from keyhole.eval.report.plot_style import (
+    NOTHING,
+    SVG_STYLE,
+    THEME,
+    MethodStyle,
+    Styles,
+    inline_svg,
+    method_styles,
+)
 from keyhole.eval.report.tables import Overview, ReportTable
 from keyhole.eval.settings import TERMS
 
@@ -48,24 +56,24 @@ _PARETO, _MAP = (3.7, 2.7), (2.9, 1.75)
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An SVG and the words above it; wide ones scroll on a phone. inches: its width."""
+    """An SVG and its title; wide ones scroll on a phone. inches: its width."""
 
     title: str
     svg: Markup
     inches: float
-    look: Look | None = None
+    look: MethodStyle | None = None
 
     @property
     def wide(self) -> bool:
-        """Whether it has a row of its own."""
+        """Whether it fills a row."""
         return self.inches > _WIDE
 
 
 @dataclass(eq=False)
 class Studio:
-    """Makes pictures, each with its own ids."""
+    """Makes pictures with unique ids."""
 
-    style: Mapping[str, Look]
+    style: Styles
     count: int = 0
 
     def picture(
@@ -75,7 +83,7 @@ class Studio:
         label: str,
         draw: Callable[[Any], dict[str, str] | None],
         *,
-        look: Look | None = None,
+        look: MethodStyle | None = None,
         image_color: str = "",
     ) -> Picture:
         """An SVG of one axis; size in inches; `draw` returns texts by SVG id."""
@@ -94,7 +102,7 @@ class Studio:
 
 
 def pareto_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
-    """One for each place: score against bytes read."""
+    """A picture for each place: score against bytes read."""
     by_place = places(found)
     pictures = []
     for at, own in by_place.items():
@@ -110,7 +118,7 @@ def pareto_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
 
 
 def gain_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
-    """One for each place whose methods have controls: gains over the recent one."""
+    """A picture for each place whose methods have controls: gains over the recent one."""
     by_place = places(found)
     pictures = []
     for at, every in by_place.items():
@@ -127,7 +135,7 @@ def gain_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
 
 
 def needle_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, dict[str, list[Picture]]]:
-    """By task (and setup and model) and budget a picture for each method, of all its depths."""
+    """A picture for each method with all its depths, by task (and setup and model) and budget."""
     asked = {cell.place.needles for cell in found}
     groups: dict[tuple[str, str, int], list[Cell]] = {}
     for cell in found:
@@ -155,7 +163,7 @@ def needle_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, dict[str
 
 
 def recall_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
-    """One for each place: recall of each layer, with a row for each method and budget."""
+    """A picture for each place: recall of each layer, with a row for each method and budget."""
     by_place = places(found)
     pictures = []
     for at, own in by_place.items():
@@ -174,7 +182,7 @@ def recall_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
 
 
 def map_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, list[Picture]]:
-    """By place and method the maps that its line stores; what is no map is left out."""
+    """The maps that lines store, by place and method; invalid ones are left out."""
     by_place = places(found)
     pictures: dict[str, list[Picture]] = {}
     for at, own in by_place.items():
@@ -201,7 +209,7 @@ def map_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, list[Pictur
 
 
 def _said(grid: charts.Grid) -> str:
-    """The numbers of a heat-map in words, row by row."""
+    """The numbers of a heat map in words, row by row."""
     rows = []
     for name, values in zip(grid.rows, grid.values.tolist(), strict=True):
         texts = [NOTHING if math.isnan(v) else f"{100 * v:.0f}" for v in values]
@@ -209,16 +217,18 @@ def _said(grid: charts.Grid) -> str:
     return "; ".join(rows)
 
 
-#: Where the template, its style sheet and its script lie.
+#: Folder of the templates, the style sheet and the script.
 _HERE = Path(__file__).parent
-#: So many tables are open when the page is opened; the others are a click away.
+#: If there are more tables than this, they are folded.
 _MOST_OPEN = 6
-#: Before the names of methods that make a prompt's cache smaller; see docs/kvpress.md.
+#: Prefix of methods that compress the cache of a prompt; see docs/kvpress.md.
 _COMPRESSORS = "kvpress:"
 
 
 def write_report(lines: list[Line], path: str | Path) -> None:
-    """Writes the page of an evaluation's lines; ConfigError without lines, or if it cannot."""
+    """Writes the page for the lines of an evaluation; ConfigError without lines, or if it cannot be
+    written.
+    """
     save_page(render(lines), path)
 
 
@@ -231,7 +241,7 @@ def save_page(text: str, path: str | Path) -> None:
 
 
 def environment() -> jinja2.Environment:
-    """Where templates come from; what they are given is escaped."""
+    """The environment of the templates; values are escaped."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -242,11 +252,11 @@ def environment() -> jinja2.Environment:
 
 
 def render(lines: Sequence[Line], first: str = "") -> str:
-    """The page as text; first: sections in HTML that stand before the others."""
+    """The page as text; first: HTML sections that come before the others."""
     found = cells(lines)
     if not found:
         raise ConfigError("there are no lines to report; run `keyhole eval` first")
-    style = looks((cell.policy, cell.name) for cell in found)
+    style = method_styles((cell.policy, cell.name) for cell in found)
     studio = Studio(style)
     runs, run_of = runs_of([cell.line for cell in found])
     parts = [
@@ -291,7 +301,7 @@ def render(lines: Sequence[Line], first: str = "") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPart:
-    """What was measured on the same terms; parts are never mixed.
+    """Results at the same terms; parts are never mixed.
 
     gains: the overview of gains, None without controls.
     """
@@ -316,7 +326,7 @@ def _of_terms(
 def _part(
     terms: str,
     found: Sequence[Cell],
-    style: Mapping[str, Look],
+    style: Styles,
     run_of: Sequence[Run],
     studio: Studio,
 ) -> ReportPart:
@@ -348,7 +358,7 @@ def style_sheet() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page of a file of results."""
+    """Writes the page for a file of results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", help="JSON lines of `keyhole eval`")
     parser.add_argument("report", help="the HTML file to write")

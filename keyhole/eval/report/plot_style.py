@@ -1,11 +1,12 @@
-"""How the pictures of an evaluation look, and how they become part of an HTML page.
+"""The style of the pictures of an evaluation, and their conversion for an HTML page.
 
 Every method has one colour and one mark in all pictures. A picture is drawn once, in the colours of
-`keyhole.drawing`; its SVG names them as CSS variables, so that the page defines light and dark.
+`keyhole.drawing`; its SVG refers to them as CSS variables, so that the page can define light and
+dark themes.
 
-What matplotlib writes is a document of its own: fonts by name, colours by number, ids that other
-pictures have as well, and a style sheet that would apply to the whole page. `inline_svg` removes
-all of that. Text stays text, so that it can be selected.
+matplotlib writes a standalone document, with fonts by name, colours by number, ids that other
+pictures use as well, and a style sheet that would apply to the whole page. `inline_svg` removes all
+of that. Text stays text, so that it can be selected.
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ from typing import Any
 
 from keyhole.drawing import FAINT, INK, PALE, POLICY_COLORS, SPARE_COLORS, STYLE
 
-#: What heat-maps are filled with, and numbers in cells that are full and in cells half full. They
-#: differ slightly from other colours, so that a page can change each separately.
+#: Fill of heat maps, and numbers in full and in half-full cells. They differ slightly from other
+#: colours, so that a page can change each separately.
 FILL, PAPER, HALF = "#0b6e76", "#ffffff", "#22303d"
-#: Stands where there is no number.
+#: Shown where there is no number.
 NOTHING = "–"
 SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LEAST_SHOWN = 0.1
 
 
 @dataclass(frozen=True)
-class Look:
-    """color: in pictures. mark: of matplotlib, glyph: the same as a character."""
+class MethodStyle:
+    """The style of a method. color: in pictures. mark: of matplotlib, glyph: the same as a
+    character.
+    """
 
     color: str
     mark: str
     glyph: str
 
+
+#: By the name of a method.
+Styles = Mapping[str, MethodStyle]
 
 _MARKS = (
     ("o", "●"),
@@ -50,7 +56,7 @@ _MARKS = (
     ("*", "★"),
 )
 _POLICIES = {
-    name: Look(color, *mark)
+    name: MethodStyle(color, *mark)
     for (name, color), mark in zip(POLICY_COLORS.items(), _MARKS, strict=True)
 }
 
@@ -77,22 +83,22 @@ THEME: dict[str, tuple[str, str, str]] = {
 }
 
 
-def looks(names: Iterable[tuple[str, str]]) -> dict[str, Look]:
-    """A look for each (policy, name): the policy's own for its first name, then spare colours."""
-    found: dict[str, Look] = {}
+def method_styles(names: Iterable[tuple[str, str]]) -> dict[str, MethodStyle]:
+    """A style for each (policy, name): the policy's own for its first name, then spare colours."""
+    found: dict[str, MethodStyle] = {}
     spare = 0
     for policy, name in dict.fromkeys(names):
         own = _POLICIES.get(policy)
         if own is None or own in found.values():
             mark = _MARKS[-1 - spare % len(_MARKS)]
-            own = Look(SPARE_COLORS[spare % len(SPARE_COLORS)], *mark)
+            own = MethodStyle(SPARE_COLORS[spare % len(SPARE_COLORS)], *mark)
             spare += 1
         found[name] = own
     return found
 
 
 def size_scale(sizes: Iterable[float]) -> tuple[str, Callable[[float], str]]:
-    """One unit for sizes that stand below each other, and what writes them in it."""
+    """One unit for the sizes of a column, and the function that writes them."""
     known = [size for size in sizes if size > 0] or [0.0]
     unit = 0
     while unit < len(SIZE_UNITS) - 1 and max(known) >= 1024 ** (unit + 1):
@@ -103,7 +109,7 @@ def size_scale(sizes: Iterable[float]) -> tuple[str, Callable[[float], str]]:
     return SIZE_UNITS[unit], lambda size: f"{size / 1024**unit:,.{decimals}f}"
 
 
-#: To be in force while a figure is made that `inline_svg` takes.
+#: Matplotlib settings for figures that are passed to `inline_svg`.
 SVG_STYLE = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "keyhole"}
 
 _HEAD = re.compile(r".*?<svg\b[^>]*?\bviewBox=\"([^\"]*)\"[^>]*>", re.DOTALL)
@@ -119,9 +125,9 @@ def inline_svg(
 ) -> str:
     """The figure as an `<svg>` element.
 
-    identity: before all ids, different for each picture of a page. label: what the picture shows,
-    for those who do not see it. titles: by the gid of a matplotlib artist, what is shown when the
-    mouse is on it. image_color: a colour of `THEME` for images, of which only the opacity is kept.
+    identity: prefix of all ids, different for each picture of a page. label: a description for
+    people who do not see the picture. titles: by the gid of a matplotlib artist, the tooltip of it.
+    image_color: a colour of `THEME` for images, of which only the opacity is kept.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -151,7 +157,7 @@ def _weight(words: str) -> str:
 
 
 def _masked(image: str, color: str) -> str:
-    """The image as a mask of a rectangle of this colour, so that the page can change it."""
+    """The image as a mask of a rectangle in this colour, so that the page can change the colour."""
     name = f"mask-{zlib.crc32(image.encode()):x}"
     place = " ".join(match[0] for match in _ATTRIBUTE.finditer(image))
     return (

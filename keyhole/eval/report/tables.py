@@ -1,25 +1,25 @@
-"""The tables of the report: cells as text, the best of each column, and where a number comes from.
+"""The tables of the report: cells as text, the best of each column, and the run of each row.
 
-Nothing here knows HTML; `page.html` writes what stands here.
+This module knows no HTML; `page.html` renders its tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keyhole.eval.comparisons import note, p_text
 from keyhole.eval.report.cells import SETUPS, Cell, EvalSetting, Run, place_name, places
-from keyhole.eval.report.plot_style import NOTHING, Look, size_scale
+from keyhole.eval.report.plot_style import NOTHING, MethodStyle, Styles, size_scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A number of a cell. best: `max`, `min`, or None where neither end is better.
+    """A column of numbers. best: `max`, `min`, or None where neither end is better.
 
     text: how a number is written. is_size: bytes, which get one unit for the whole column.
     """
@@ -55,8 +55,8 @@ _RANKED = (SCORE, GAIN)
 class Value:
     """A cell of a table: its text, the number it is sorted by, and whether it is the best.
 
-    tint: a score from 0 to 1, which gives the cell its colour. beside: in small letters after it.
-    tells: whether it may be ranked.
+    tint: a score from 0 to 1, which determines the colour. beside: small text after it. tells:
+    whether it may be ranked.
     """
 
     text: str
@@ -70,13 +70,10 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRow:
-    """A method with a budget; run: the number of the run that measured it.
-
-    note: what a reader has to know of it.
-    """
+    """A method with a budget; run: the number of its run. note: a remark on it."""
 
     name: str
-    look: Look
+    look: MethodStyle
     budget: Value
     samples: int | None
     values: tuple[Value, ...]
@@ -86,7 +83,7 @@ class ReportRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportTable:
-    """What was measured at one place."""
+    """The results at one place."""
 
     title: str
     about: str
@@ -95,7 +92,7 @@ class ReportTable:
 
     @property
     def has_notes(self) -> bool:
-        """Whether any row has one."""
+        """Whether any row has a note."""
         return any(row.note for row in self.rows)
 
 
@@ -110,9 +107,7 @@ class Overview:
     rows: tuple[ReportRow, ...]
 
 
-def tables(
-    cells: Sequence[Cell], style: Mapping[str, Look], run_of: Sequence[Run]
-) -> list[ReportTable]:
+def tables(cells: Sequence[Cell], style: Styles, run_of: Sequence[Run]) -> list[ReportTable]:
     """A table for each place; run_of: the run of each cell."""
     numbers = {id(cell): run.number for cell, run in zip(cells, run_of, strict=True)}
     by_place = places(cells)
@@ -140,10 +135,10 @@ def tables(
     return found
 
 
-def overview(cells: Sequence[Cell], style: Mapping[str, Look], shown: Column = SCORE) -> Overview:
-    """All scores, or gains; the mean stands where a row has more than one, and all of them.
+def overview(cells: Sequence[Cell], style: Styles, shown: Column = SCORE) -> Overview:
+    """All scores, or gains; a mean is shown for rows with several values, if none is missing.
 
-    A perplexity stands as it is, and is in no mean; nor is a row with a score that cannot tell.
+    Perplexities are shown but not averaged; a row with a score that cannot be ranked has no mean.
     """
     by_place = places(cells)
     rows = list(dict.fromkeys((cell.name, cell.budget) for cell in cells))
@@ -178,7 +173,7 @@ def overview(cells: Sequence[Cell], style: Mapping[str, Look], shown: Column = S
 
 
 def _columns(at: EvalSetting, cells: Sequence[Cell]) -> tuple[Column, ...]:
-    """Those of which there is a number, sizes in a unit that suits all of them."""
+    """The columns that have values, with a suitable unit for sizes."""
     found = []
     for column in COLUMNS[at.is_perplexity :]:
         known = [value for cell in cells if (value := _of(cell, column)) is not None]
@@ -198,7 +193,9 @@ def _of(cell: Cell, column: Column) -> float | None:
 def _values(
     numbers: Sequence[float | None], column: Column, cells: Sequence[Cell | None] = ()
 ) -> list[Value]:
-    """The best of a column is marked, unless more than half of it is as good as it is written."""
+    """The values of a column; the best is marked, unless more than half of them round to the
+    same.
+    """
     texts = [NOTHING if value is None else column.text(value) for value in numbers]
     tell = [cell is None or cell.tells for cell in cells or [None] * len(texts)]
     known = [
@@ -230,7 +227,7 @@ def _values(
 
 
 def _beside(cell: Cell | None, column: Column) -> str:
-    """Interval and test of a gain."""
+    """The interval and the test of a gain."""
     gain = cell.comparison.gain if cell and cell.comparison and column is GAIN else None
     if gain is None:
         return ""
@@ -238,14 +235,14 @@ def _beside(cell: Cell | None, column: Column) -> str:
 
 
 def _budget(cell: Cell) -> Value:
-    """Tokens; "all" for a method without a budget, which sorts as the largest."""
+    """Tokens, or "all" for a method without a budget, which sorts as the largest."""
     if cell.budget is None:
         return Value(text="all", sort=float(2**62))
     return Value(text=f"{cell.budget:,}", sort=float(cell.budget))
 
 
 def _about(at: EvalSetting, cells: Sequence[Cell]) -> str:
-    """How many samples of which length there were, and what was sparse."""
+    """The number and length of samples, and what was sparse."""
     samples = sorted({cell.samples for cell in cells if cell.samples})
     prompts = [cell.tokens_prompt for cell in cells if cell.tokens_prompt is not None]
     parts = [f"{' or '.join(map(str, samples))} samples"] if samples else []

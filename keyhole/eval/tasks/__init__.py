@@ -1,9 +1,8 @@
-"""The table of tasks, all made from seeds without any download, and how they are named.
+"""The table of tasks, all made from seeds without downloads, and their names.
 
-In plain English, for models that read it: RULER's thirteen, retrieval of a key's value, a passkey,
-long derivations and questions over several documents. In the words of the bundled model's world,
-named `tiny_...`: its own tasks, a needle at a chosen depth, and documents. `TINY_FORMS` maps the
-former to the latter.
+In plain English: RULER's thirteen, key-value retrieval, a passkey, long derivations and questions
+over several documents. In the vocabulary of the bundled model, named `tiny_...`: its own tasks, a
+needle at a chosen depth, and documents. `TINY_FORMS` maps the former to the latter.
 
     task = make_task("passkey", {"depth": 0.5})
     sample = task.make(4096, seed=0, count=token_counter(tokenizer))
@@ -78,11 +77,11 @@ TINY_FORMS: dict[str, str] = {
 }
 """A task in plain English -> the form of it that the bundled model can read.
 
-Where the differences lie in what a word is (numbers, UUIDs), forms coincide: RULER's thirteen have
-nine, so a mean over thirteen would count some twice. A word of that world is a token;
-`tiny_multivalue` asks for four attributes of one entity instead of four values of one key,
-`tiny_vartrack` for a chain from its name to its value instead of the reverse. `tiny_count` stands
-for no task, because the bundled model cannot count.
+Tasks that differ only in the kind of words (numbers, UUIDs) have the same form: RULER's thirteen
+have nine, so a mean over thirteen would count some twice. `tiny_multivalue` asks for four
+attributes of one entity instead of four values of one key, and `tiny_vartrack` for a chain from its
+name to its value instead of the reverse. `tiny_count` is the form of no task, because the bundled
+model cannot count.
 """
 
 
@@ -92,9 +91,9 @@ def tasks() -> dict[str, Task]:
 
 
 def make_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
-    """The task of a name with settings of it changed.
+    """The task of this name, with changed settings.
 
-    UnknownNameError for a name or setting that is not there; ConfigError for a wrong value.
+    UnknownNameError for an unknown name or setting; ConfigError for an invalid value.
     """
     table = tasks()
     if name not in table:
@@ -110,15 +109,15 @@ _RULER_NAME = "ruler"
 
 
 def names() -> str:
-    """Every task, for the help."""
+    """All tasks, for the help."""
     return ", ".join([*tasks(), *FORCED]) + f"; {_RULER_NAME}: all of its tasks"
 
 
 def parse(text: str, *, bundled: bool) -> list[Task | str]:
-    """The tasks in their order, none twice; of those over a text (`FORCED`), the name.
+    """The tasks in order, each once; for those that force a text (`FORCED`), the name.
 
-    bundled: replaces tasks in plain English by their forms in the words of the bundled model.
-    Raises UnknownNameError for a task or a setting of one that is not there.
+    bundled: replaces tasks in plain English by their forms in the vocabulary of the bundled model.
+    Raises UnknownNameError for an unknown task or setting.
     """
     found: list[Task | str] = []
     for spec in registry.parse(text):
@@ -133,7 +132,7 @@ def parse(text: str, *, bundled: bool) -> list[Task | str]:
 
 
 def answered(parsed: Sequence[Task | str], why: str) -> list[Task]:
-    """The tasks, if none is over a text; else ConfigError that says why it cannot be."""
+    """The tasks, if none forces a text; otherwise ConfigError, with the reason."""
     for task in parsed:
         if isinstance(task, str):
             raise ConfigError(f"task {task} {why}")
@@ -152,7 +151,7 @@ def _task(spec: Spec) -> Task | str:
     return make_task(spec.name, registry.typed(spec, "task", fields))
 
 
-#: Names and values, as text, of what is not as a task has it anyway.
+#: Names and values, as text, of settings that differ from their defaults.
 Told = tuple[tuple[str, str], ...]
 
 

@@ -32,7 +32,7 @@ _COMMON_PREFIX = " Answer: The 10 words that the list has most often are:"
 
 @dataclass(frozen=True, kw_only=True)
 class _WordList:
-    """A list of words to be written: the words in order, and the common ones."""
+    """The word list of a prompt: the words in order, and the common ones."""
 
     words: list[str]
     common: tuple[str, ...]
@@ -46,15 +46,15 @@ class _WordList:
 class CommonWords(Task):
     """Name the most frequent words of a list.
 
-    RULER's common words (`cwe`): the ten words that a long numbered list has most often.
+    RULER's common words (`cwe`): the ten words that are most frequent in a long numbered list.
 
-    Ten words occur 30 times each, the others 3 times; below 4,096 tokens 6 times and once. A
-    solved example stands first: 40 words, 10 and 3 times (20, 3 and 1). RULER (COLM 2024), section
-    3.3; 120 new tokens, scored by string_match_all.
+    Ten words occur 30 times each, the others 3 times; below 4,096 tokens, 6 times and once. A
+    solved example comes first: 40 words, 10 and 3 times (20 words, 3 times and once). RULER (COLM
+    2024), section 3.3; 120 new tokens, scored by string_match_all.
 
-    Differences: templates are reworded; the words are our own list and, beyond it, pairs of nouns.
-    No word contains one of the answers, which would count as having found it. More than 120 new
-    tokens where a tokenizer needs them.
+    Differences: templates are reworded; the words are from our own list and, beyond it, pairs of
+    nouns. No word contains one of the answers, which would count as having found it. More than 120
+    new tokens if a tokenizer needs them.
     """
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
@@ -86,7 +86,7 @@ class CommonWords(Task):
 
 
 def _list(words: Stream[str], rng: Random, size: int, often: int, seldom: int) -> _WordList:
-    """`size` words, or a few less, of which ten are drawn to be common."""
+    """`size` words or slightly fewer, of which ten are drawn as the common ones."""
     known = words.first(size)
     common: list[str] = []
     for word in rng.sample(known, size):
@@ -111,7 +111,9 @@ _FREQUENT_TOKENS = 50
 _DOTS = "..."
 _ZETA_2 = math.pi**2 / 6
 _LEAST = 60
-"""Words with which the three asked for differ in number from each other and from the next."""
+"""Number of words from which the counts of the three answers differ from each other and from the
+next.
+"""
 _FREQUENT_INSTRUCTION = (
     "The text below is in code. Watch how often each word of it appears and find the three most "
     "frequent ones. "
@@ -127,12 +129,12 @@ _FREQUENT_PREFIX = " Answer: The three words that appear most often in the text 
 class FrequentWords(Task):
     """Name the most frequent words of a coded text.
 
-    RULER's frequent words (`fwe`): the three most frequent words of a text in code.
+    RULER's frequent words (`fwe`): the three most frequent words of a coded text.
 
-    Words of six random letters follow a zeta distribution: the k-th of them occurs with a
-    share of k^-2 / zeta(2). The first is written as dots, and does not count; the next three are
-    the answer. There are as many different words as a fiftieth of the tokens. RULER (COLM 2024),
-    section 3.3 and its `synthetic.yaml` (alpha 2); 50 new tokens, scored by string_match_all.
+    Words of six random letters follow a zeta distribution: the share of the k-th word is k^-2 /
+    zeta(2). The first is written as dots, and does not count; the next three are the answer. The
+    number of different words is a fiftieth of the tokens. RULER (COLM 2024), section 3.3 and its
+    `synthetic.yaml` (alpha 2); 50 new tokens, scored by string_match_all.
 
     Differences: templates are reworded; each sample is filled separately.
     """

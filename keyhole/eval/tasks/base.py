@@ -1,14 +1,14 @@
-"""What every task is: it makes samples from seeds, and scores what a model wrote.
+"""The base of all tasks: a task makes samples from seeds, and scores answers.
 
 A sample keeps the context and the question apart, so that both setups can be run: "prompt" reads
 the whole prompt densely and only generation is sparse; "question" reads the context densely, and
 both the question and generation are sparse.
 
-A task writes a text of any size; `fitted` takes the largest that fits a length. string_match_all
+A task writes a text of any size; `fitted` finds the largest that fits a length. string_match_all
 and string_match_part are RULER's scores (Hsieh et al., COLM 2024; its `eval/synthetic/constants.py`
-and the post-processing in `eval/evaluate.py`), of one sample and from 0 to 1 instead of per cent.
+and the post-processing in `eval/evaluate.py`), for one sample and from 0 to 1 instead of percent.
 token_f1 is SQuAD's (Rajpurkar et al., EMNLP 2016), which LongBench uses for question answering;
-exact_match is its other score.
+exact_match is SQuAD's other score.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PLAIN = "plain English"
 TINY = "words of the bundled world"
 
 CountTokens = Callable[[str], int]
-"""Tokens of a text as a model is given it, special tokens among them."""
+"""Number of tokens of a text as a model receives it, including special tokens."""
 
 
 def token_counter(tokenizer: Any) -> CountTokens:
-    """The counter of a tokenizer of transformers."""
+    """The counter for a tokenizer of transformers."""
     return lambda text: len(tokenizer(text).input_ids)
 
 
@@ -41,13 +41,13 @@ def token_counter(tokenizer: Any) -> CountTokens:
 class Sample:
     """One question with its context and its right answers.
 
-    The three pieces of the prompt are joined as they are; separators belong to the later one. Where
-    a chat template is used, `answer_prefix` is the beginning of the assistant's turn.
+    The three pieces of the prompt are concatenated; separators belong to the later piece. If a chat
+    template is used, `answer_prefix` is the beginning of the assistant's turn.
     """
 
     task: str
     length: int
-    """Tokens asked for; the prompt and `max_new_tokens` together have at most this many."""
+    """Requested tokens; the prompt and `max_new_tokens` together have at most this many."""
     seed: int
     context: str
     question: str
@@ -56,14 +56,15 @@ class Sample:
     max_new_tokens: int
     prompt_tokens: int
     depths: tuple[float, ...] = ()
-    """Where in the context the needed sentences begin, from 0 to 1 of its characters; empty where
-    the task has no such sentences, or needs all of the context."""
+    """Where the needed sentences begin in the context, from 0 to 1 of its characters; empty if the
+    task has no such sentences, or needs the whole context.
+    """
     documents: tuple[str, ...] = ()
-    """The documents in the context, in order; empty where there are none."""
+    """The documents in the context, in order; empty if there are none."""
 
     @property
     def prompt(self) -> str:
-        """The whole text that the answer follows."""
+        """The whole text before the answer."""
         return f"{self.context}{self.question}{self.answer_prefix}"
 
 
@@ -72,7 +73,7 @@ class Task(ABC):
     """A kind of question. Fields made with `setting()` can be changed by users (`make_task`)."""
 
     text: ClassVar[str] = PLAIN
-    """Which words its samples are made of: PLAIN or TINY."""
+    """The language of its samples: PLAIN or TINY."""
 
     name: str
 
@@ -87,15 +88,15 @@ class Task(ABC):
         """Sample number `seed`: at most `length` tokens by `count`, and close to it if possible.
 
         The same arguments give the same sample, in any process. Raises ConfigError for a length
-        into which the task does not fit.
+        that is too short for the task.
         """
 
     @abstractmethod
     def score(self, sample: Sample, generated: str) -> float:
-        """How right the text that a model wrote after the prompt is, from 0 to 1."""
+        """How right the generated text is, from 0 to 1."""
 
     def random(self, length: int, seed: int, what: str = "") -> Random:
-        """The random numbers of a sample; settings such as a depth leave them as they are.
+        """The random numbers of a sample, independent of settings such as a depth.
 
         what: names an independent stream, so that one choice does not change another.
         """
@@ -116,24 +117,24 @@ def require_depth(depth: object) -> None:
 
 
 _CLOSE = 128
-"""A text within one part in this many of the limit is not made longer: another try costs more."""
+"""A text within one part in this many of the limit is not extended: another try costs more."""
 _FREE_TRIES, _TRIES = 6, 24
-"""Guesses by proportion before halving, for texts that grow unevenly; and all of them."""
+"""Guesses by proportion before bisecting, for texts that grow unevenly; and all tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The text of a sample, before it is known how large it may be."""
+    """The text of a sample, before its possible size is known."""
 
     context: str
     question: str
     answer_prefix: str = ""
     answers: tuple[str, ...]
     needed: tuple[str, ...] = ()
-    """Sentences of the context, each standing there once, that the answer cannot do without."""
+    """Sentences of the context that the answer needs, each occurring once."""
     documents: tuple[str, ...] = ()
     new_tokens: int
-    """To generate, at most."""
+    """Maximum number of tokens to generate."""
 
 
 def fitted(
@@ -148,8 +149,8 @@ def fitted(
 ) -> Sample:
     """The sample of the largest size from `least` to `most` that has at most `length` tokens.
 
-    write: the text of a size; larger sizes should give longer texts. Raises ConfigError where not
-    even the least size fits.
+    write: makes the text of a size; larger sizes should give longer texts. Raises ConfigError if
+    even the least size does not fit.
     """
 
     def total(written: Written) -> int:
@@ -175,16 +176,18 @@ def fitted(
 
 
 def room_for(answer: str, count: CountTokens, least: int) -> int:
-    """Tokens to generate: as many as the benchmark allows, more where the answer needs more.
+    """Tokens to generate: as many as the benchmark allows, or more if the answer needs more.
 
-    A tokenizer that cuts a text into more tokens than the benchmark's authors had in mind must not
+    A tokenizer that splits a text into more tokens than the benchmark's authors assumed must not
     make the right answer impossible.
     """
     return max(least, count(answer) + 8)
 
 
 def room_for_steps(answer: str, count: CountTokens) -> int:
-    """Tokens to generate for a derivation: a quarter more, so that writing too much is seen."""
+    """Tokens to generate for a derivation: a quarter more than needed, so that superfluous text
+    shows.
+    """
     return count(answer) * 5 // 4 + 8
 
 
@@ -227,13 +230,13 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def string_match_all(answers: Sequence[str], generated: str) -> float:
-    """Share of the answers that stand somewhere in the text, whatever their case."""
+    """Share of the answers that occur somewhere in the text, ignoring case."""
     text = _cleaned(generated)
     return sum(answer.lower() in text for answer in answers) / len(answers)
 
 
 def string_match_part(answers: Sequence[str], generated: str) -> float:
-    """1 if any of the answers stands somewhere in the text, whatever its case; else 0."""
+    """1 if any of the answers occurs somewhere in the text, ignoring case; else 0."""
     text = _cleaned(generated)
     return float(any(answer.lower() in text for answer in answers))
 
@@ -245,26 +248,26 @@ def first_number(answers: Sequence[str], generated: str) -> float:
 
 
 def token_f1(answers: Sequence[str], generated: str) -> float:
-    """Harmonic mean of precision and recall of words, for the answer that it is best for.
+    """Harmonic mean of precision and recall of words, for the best-matching answer.
 
-    Case, punctuation and articles do not count; words count as often as they occur.
+    Case, punctuation and articles are ignored; words count as often as they occur.
     """
     return max(_f1(_normal(answer), _normal(generated)) for answer in answers)
 
 
 def exact_match(answers: Sequence[str], generated: str) -> float:
-    """1 if the text is one of the answers, case, punctuation and articles aside; else 0."""
+    """1 if the text is one of the answers, ignoring case, punctuation and articles; else 0."""
     return float(any(_normal(answer) == _normal(generated) for answer in answers))
 
 
 def begins_with(answer: str, generated: str) -> float:
-    """1 if the text is right to the answer's last word, whatever follows; else 0."""
+    """1 if the text begins with the answer's words; else 0."""
     words = answer.split()
     return float(generated.split()[: len(words)] == words)
 
 
 def share_before_first_error(steps: Sequence[object], generated: Sequence[object]) -> float:
-    """Share of the steps that were written before the first wrong or missing one."""
+    """Share of the steps before the first wrong or missing one."""
     right = 0
     for want, got in zip(steps, generated, strict=False):
         if want != got:

@@ -1,4 +1,4 @@
-"""Tasks in the words of the bundled model: documents, its own items, one fact at a depth."""
+"""Tasks in the vocabulary of the bundled model: documents, its own items, one fact at a depth."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from keyhole.eval.tiny_language.world import NAMES, NUMBERS, framed, write_world
 
 
 class TinyTask(Task):
-    """A task in the words of the bundled model."""
+    """A task in the vocabulary of the bundled model."""
 
     text: ClassVar[str] = TINY
 
@@ -41,22 +41,27 @@ class TinyTask(Task):
 class TinyDocuments(TinyTask):
     """Answer a question from one or two of several documents.
 
-    Questions over several documents in the bundled model's words: one hop, two, or a reference.
+    Questions over several documents in the bundled model's vocabulary: one hop, two hops, or a
+    reference.
 
-    Items are those of `keyhole.eval.tiny_language.documents`, which says what each kind asks and
-    where its facts may stand.
+    `keyhole.eval.tiny_language.documents` makes the items; it defines what each kind asks and where
+    its facts can be.
     """
 
     kind: str
-    num_documents: int = setting(3, "documents of the same length, at least 320 words each")
-    where: str = setting("anywhere", f"place of the facts in their documents: {', '.join(WHERE)}")
+    num_documents: int = setting(
+        3, "number of documents, all of the same length of at least 320 words"
+    )
+    where: str = setting(
+        "anywhere", f"position of the facts in their documents: {', '.join(WHERE)}"
+    )
 
     def __post_init__(self) -> None:
         if self.where not in WHERE:
             raise UnknownNameError("place", self.where, WHERE)
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
-        """Sample number `seed`; the needed sentences are `Sample.depths`."""
+        """Sample number `seed`; `Sample.depths` are the needed sentences."""
         require_sample(length, seed)
 
         def write(words: int) -> Written:
@@ -84,21 +89,22 @@ TINY_DOCUMENTS = tuple(TinyDocuments(name=f"tiny_documents_{kind}", kind=kind) f
 
 _LEAST_ITEM_WORDS = 96
 _MOST_WORDS = {"walk": 2012, "derive": 7673}
-"""Beyond, names run out: 300 rules of a walk, 319 steps of a computation."""
+"""Beyond these, names run out: 300 rules of a walk, 319 steps of a computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyItem(TinyTask):
     """A task of the bundled model.
 
-    The bundled model's own tasks: items of its world of 928 words, by their names there.
+    The bundled model's own tasks: items of its world of 928 words, under the names that they have
+    there.
 
-    Items are those of `keyhole.eval.tiny_language.tasks`, which says what each asks. An answer
-    counts when it is right to the last word, as in the table of the model's card; a quarter more
-    than the right answer may be generated, so that writing too much is seen.
+    `keyhole.eval.tiny_language.tasks` makes the items and defines what each asks. An answer counts
+    if it is right to the last word, as in the table of the model's card; a quarter more tokens than
+    the right answer may be generated, so that superfluous text shows.
 
-    Of `count` nothing can be concluded: with full attention the model itself is right in a quarter
-    of the cases.
+    `count` allows no conclusions: with full attention the model itself is right in a quarter of the
+    cases.
     """
 
     item: str
@@ -127,7 +133,7 @@ class TinyItem(TinyTask):
 
 
 def _stated(item: Item) -> tuple[str, ...]:
-    """The sentences of the answer that the context contains exactly once."""
+    """The sentences of the answer that occur exactly once in the context."""
     facts = [f"{part.strip()} ." for part in item.answer.split(" .")[:-1]]
     return tuple(fact for fact in facts if item.context.count(fact) == 1)
 
@@ -140,23 +146,23 @@ _LEAST_NEEDLE_WORDS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TinyNeedle(TinyTask):
-    """Give the number that somebody keeps.
+    """Give the number that a person keeps.
 
-    One fact at a chosen depth, in the bundled model's words: what its needle heat-map is made of.
+    One fact at a chosen depth, in the bundled model's vocabulary: the basis of its needle heat map.
 
-    `tiny_passkey` hides it in filler, `tiny_needle` among facts about others and filler, as in the
-    recall of the bundled model's own tasks.
+    `tiny_passkey` hides the fact in filler, `tiny_needle` among facts about others and filler, as
+    in the recall of the bundled model's own tasks.
     """
 
     density: float
-    """Share of the words that belong to other facts."""
-    depth: float | None = setting(None, "where the fact stands, from 0 to 1; None: anywhere")
+    """Share of the words in other facts."""
+    depth: float | None = setting(None, "position of the fact, from 0 to 1; None: anywhere")
 
     def __post_init__(self) -> None:
         require_depth(self.depth)
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
-        """Sample number `seed`; the fact's place is `Sample.depths`."""
+        """Sample number `seed`; `Sample.depths` is the position of the fact."""
         place = self.random(length, seed, "place").random() if self.depth is None else self.depth
 
         def write(words: int) -> Written:
@@ -164,7 +170,7 @@ class TinyNeedle(TinyTask):
             world = " ".join(write_world(rng, words, density=self.density).words)
             told = {*world.split()}
             name = rng.choice([name for name in NAMES if name not in told])
-            # The number may be that of somebody else where all of them are.
+            # If all numbers are taken, the number may occur in another fact, too.
             number = rng.choice([number for number in NUMBERS if number not in told] or NUMBERS)
             needle = f"{name} keeps {number} ."
             sentences = [f"{part.strip()} ." for part in world.split(" .") if part.strip()]

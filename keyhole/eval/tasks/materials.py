@@ -1,8 +1,8 @@
-"""What plain-English samples are made of: words, filler, articles, the user's own dataset.
+"""The material of plain-English samples: words, filler, articles, and the user's own dataset.
 
-The word lists are our own; where a long text needs more words, two nouns are joined (`riverbell`).
+The word lists are our own; if a long text needs more words, two nouns are joined (`riverbell`).
 Names of people and places are made of syllables. RULER's `noise` is one line of five short
-sentences repeated; ours has other sentences. Its `essay` is Paul Graham's essays; ours consists of
+sentences, repeated; ours has other sentences. Its `essay` is Paul Graham's essays; ours consists of
 sentences drawn from small patterns, which do not repeat each other but tell no story. Neither
 contains a digit.
 
@@ -42,21 +42,21 @@ _ENDINGS = "lmnrst"
 
 
 class Stream(Generic[Drawn]):
-    """Things drawn one after the other and remembered, so that a longer text extends a shorter."""
+    """Items drawn one after another and remembered, so that a longer text extends a shorter one."""
 
     def __init__(self, draw: Callable[[], Drawn]) -> None:
         self._draw = draw
         self._drawn: list[Drawn] = []
 
     def first(self, number: int) -> list[Drawn]:
-        """The first so many things, as a new list."""
+        """The first `number` items, as a new list."""
         while len(self._drawn) < number:
             self._drawn.append(self._draw())
         return self._drawn[:number]
 
 
 def unique(draw: Callable[[], str]) -> Callable[[], str]:
-    """`draw`, without what it has given before."""
+    """`draw` without repetitions."""
     seen: set[str] = set()
 
     def again() -> str:
@@ -69,7 +69,7 @@ def unique(draw: Callable[[], str]) -> Callable[[], str]:
 
 
 def key(rng: Random) -> str:
-    """An adjective and a noun, as `quiet-river`: 35,000 of them."""
+    """An adjective and a noun, as `quiet-river`; there are 35,000 combinations."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
@@ -84,7 +84,9 @@ def identifier(rng: Random) -> str:
 
 
 def name(rng: Random) -> str:
-    """A name of seven letters that means nothing: being equally long, none is part of another."""
+    """A meaningless name of seven letters; since all have the same length, none is part of
+    another.
+    """
     first, second, third = rng.choices(_SYLLABLES, k=3)
     return f"{first}{second}{third}{rng.choice(_ENDINGS)}".capitalize()
 
@@ -113,7 +115,7 @@ def sentence(rng: Random) -> str:
 
 
 def with_needles(filler: Sequence[str], needles: Sequence[tuple[float, str]]) -> list[str]:
-    """`filler` with each needle at its place, from 0 (before everything) to 1 (after it)."""
+    """`filler` with each needle at its position, from 0 (before everything) to 1 (after it)."""
     text: list[str] = []
     done = 0
     for place, needle in sorted(needles):
@@ -128,7 +130,7 @@ _JOBS = "painter baker sailor teacher weaver doctor tailor singer farmer carpent
 
 @dataclass(frozen=True, kw_only=True)
 class Article:
-    """A title and what the article says of it, fact by fact."""
+    """A title, and the facts of the article."""
 
     title: str
     facts: tuple[str, ...]
@@ -141,7 +143,7 @@ class Article:
 
 @dataclass(frozen=True, kw_only=True)
 class ArticleQuestion:
-    """A question, its answer, and the articles with the facts that are needed, in that order."""
+    """A question, its answer, and the needed articles with their facts, in order."""
 
     question: str
     answer: str
@@ -151,7 +153,7 @@ class ArticleQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class _Home:
-    """A person and the town where nobody else in the sample was born."""
+    """A person and the town where this person, and nobody else in the sample, was born."""
 
     person: str
     town: str
@@ -197,7 +199,7 @@ class Articles:
         self._waiting: list[Article] = []
 
     def ask(self, hops: int) -> ArticleQuestion:
-        """A question of one or two hops about a person or a town of its own."""
+        """A question of one or two hops about a new person or town."""
         home = self._home()
         river = "Which river flows through"
         founder = "Who founded"
@@ -223,7 +225,7 @@ class Articles:
         return ArticleQuestion(question=question, answer=answer, articles=(article,), facts=(fact,))
 
     def other(self) -> Article:
-        """An article about something else, of the same form."""
+        """An unrelated article of the same form."""
         if not self._waiting:
             home = self._home()
             self._waiting = [home.about_person, home.about_town]
@@ -246,10 +248,10 @@ class Articles:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question, every answer that counts as right, and numbers of documents.
+    """A question, all right answers, and numbers of documents.
 
-    given: the documents that come with it, and among them those that are needed, as far as the file
-    tells. near: others of the same article, as distractors.
+    given: the documents of the question, and needed: those of them that are needed, if the file
+    says so. near: others of the same article, as distractors.
     """
 
     question: str
@@ -269,14 +271,16 @@ class Dataset:
 
 @lru_cache(maxsize=2)
 def read_dataset(path: str) -> Dataset:
-    """The dataset in a file; ConfigError where it cannot be read or is neither of the two."""
+    """The dataset in a file; ConfigError if it cannot be read or has neither format."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         found = _squad(data["data"]) if isinstance(data, dict) else _hotpot(data)
     except OSError as error:
         raise ConfigError(f"data {path!r} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"data {path!r} is not a JSON file of SQuAD or HotpotQA") from error
+        raise ConfigError(
+            f"data {path!r} is not a JSON file in the format of SQuAD or HotpotQA"
+        ) from error
     if not found.questions:
         raise ConfigError(f"data {path!r} has no question that can be answered")
     return found

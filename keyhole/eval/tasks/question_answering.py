@@ -32,9 +32,9 @@ _INSTRUCTION = f"{_ORDER}\n\nThese are the documents.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """A question, the documents that belong to it, and a source of others.
+    """A question, its documents, and a source of further ones.
 
-    needed: the parts of those documents whose positions `Sample.depths` has.
+    needed: the parts of its documents whose positions are in `Sample.depths`.
     """
 
     question: str

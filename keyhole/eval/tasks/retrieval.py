@@ -165,22 +165,22 @@ _PASSKEY_INSTRUCTION = (
 class Passkey(Task):
     """Give the number.
 
-    The passkey: a number of five digits in one line repeated again and again, at a chosen depth.
+    The passkey: a number of five digits in one line that is repeated, at a chosen depth.
 
     Mohtashami and Jaggi, "Landmark Attention", NeurIPS 2023, section 4.2; InfiniteBench's
     `passkey`. Scored by whether the first number in the answer is the key.
 
     Difference: line, needle and instruction are reworded; 16 new tokens (InfiniteBench: 6), because
-    some tokenizers write a digit each and some models a word first.
+    some tokenizers use one token per digit and some models begin with a word.
     """
 
-    depth: float | None = setting(None, "where the key stands, from 0 to 1; None: anywhere")
+    depth: float | None = setting(None, "position of the key, from 0 to 1; None: anywhere")
 
     def __post_init__(self) -> None:
         require_depth(self.depth)
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
-        """Sample number `seed`; the key's place is `Sample.depths`."""
+        """Sample number `seed`; `Sample.depths` is the position of the key."""
         rng = self.random(length, seed)
         passkey = str(rng.randrange(10000, 100000))
         place = rng.random() if self.depth is None else self.depth
@@ -220,18 +220,18 @@ class KeyValue(Task):
 
     Liu et al., "Lost in the Middle", TACL 2024, section 3; InfiniteBench's `kv_retrieval` is the
     same with more pairs. All lines look alike, so only the key itself shows which one to read.
-    Scored by whether the answer contains the value; 50 new tokens, as InfiniteBench allows.
+    Scored by whether the answer contains the value; 50 new tokens, as in InfiniteBench.
 
     Difference: the instruction is reworded.
     """
 
-    depth: float | None = setting(None, "where the pair stands, from 0 to 1; None: anywhere")
+    depth: float | None = setting(None, "position of the pair, from 0 to 1; None: anywhere")
 
     def __post_init__(self) -> None:
         require_depth(self.depth)
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
-        """Sample number `seed`; the pair that is asked for is `Sample.depths`."""
+        """Sample number `seed`; `Sample.depths` is the position of the requested pair."""
         rng = self.random(length, seed)
         draw = unique(partial(identifier, rng))
         key, value = draw(), draw()

@@ -65,13 +65,13 @@ def _chain(rng: Random, letters: int) -> _Chain:
 class VariableTracking(Task):
     """Follow a chain of assignments from its value to every variable.
 
-    RULER's variable tracking (`vt`): which variables have, directly or not, a given value?
+    RULER's variable tracking (`vt`): which variables have a given value, directly or not?
 
     A chain of five assignments is scattered, in order, over lines of noise. A solved example with
-    variables of three letters and at most 500 tokens stands first. RULER (COLM 2024), section 3.2;
+    variables of three letters and at most 500 tokens comes first. RULER (COLM 2024), section 3.2;
     one chain of four hops, 30 new tokens, scored by string_match_all.
 
-    Differences: templates and noise are reworded; more than 30 new tokens where a tokenizer needs
+    Differences: templates and noise are reworded; more than 30 new tokens if a tokenizer needs
     them.
     """
 
@@ -100,7 +100,7 @@ class VariableTracking(Task):
 
 
 def _example(rng: Random, count: CountTokens) -> str:
-    """A solved question: with as many lines as 500 tokens allow, and at least one per variable."""
+    """A solved question with as many lines as 500 tokens allow, and at least one per variable."""
     chain = _chain(rng, letters=3)
 
     def solved(lines: int) -> str:
@@ -116,7 +116,7 @@ VT = VariableTracking(name="vt")
 
 
 _EXAMPLE_WORDS = {"walk": 50, "derive": 66}
-"""Enough for a walk of four steps, and for a computation of two."""
+"""Words for a walk of four steps, and for a computation of two."""
 _WALK = (
     "Below are rules in random order, each telling which name follows a name. Asked for a walk "
     "from a name, write the rule of that name, then the rule of the name that follows it, and so "
@@ -136,19 +136,19 @@ class Derivation(Task):
 
     Long derivations in plain English: a walk along rules, and a computation of many steps.
 
-    `walk` refers to the prompt: each step is a rule that stands somewhere in it. `derive` refers,
-    besides, to what was generated: each step needs the result of an earlier one, which is found
-    nowhere else, so that forgetting what was written is as fatal as forgetting the prompt. The
-    rules are those of the bundled model's generators; instruction and a solved example are added.
+    `walk` refers to the prompt: each step is a rule that is somewhere in it. `derive` also refers
+    to generated text: each step needs the result of an earlier one, which is stated nowhere else,
+    so that losing generated tokens is as fatal as losing the prompt. The rules come from the
+    bundled model's generators; an instruction and a solved example are added.
 
-    These are no public benchmark: reasoning benchmarks with long generations (AIME, MATH) need data
-    and models that know mathematics, and tell less about which token was missing.
+    These are not public benchmarks: reasoning benchmarks with long generations (AIME, MATH) need
+    data and models that know mathematics, and say less about which token was missing.
     """
 
     instruction: str
     program: Callable[[Random, int], Program]
     words_at_most: int
-    """Beyond so many words of prompt and answer, the generator's names run out."""
+    """Above this number of words in prompt and answer, the generator's names run out."""
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
         """Sample number `seed`; the whole prompt is needed, so there are no depths."""
@@ -168,11 +168,11 @@ class Derivation(Task):
         return fitted(self.name, length, seed, count, write, least=least, most=self.words_at_most)
 
     def score(self, sample: Sample, generated: str) -> float:
-        """Share of the sentences written before the first wrong or missing one."""
+        """Share of the sentences before the first wrong or missing one."""
         return share_before_first_error(_sentences(sample.answers[0]), _sentences(generated))
 
     def _example(self, rng: Random) -> tuple[str, str, str]:
-        """A short program, told with names that no other one has."""
+        """A short program, with names that no other program has."""
         program = self.program(rng, _EXAMPLE_WORDS[self.name])
         draw = unique(lambda: name(rng))
         names = {word: draw() for word in NAMES} | {word: f"e{word[1:]}" for word in STEPS}

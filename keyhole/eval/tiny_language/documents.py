@@ -1,17 +1,16 @@
 """Questions over several documents in the bundled model's world, made from a seed.
 
-one               one fact of one document
-two_hop           two facts of two documents, the second found through the first
-needs_each_other  a fact that a document states by pointing to one that an earlier document states
+    one               one fact of one document
+    two_hop           two facts of two documents, the second found through the first
+    needs_each_other  a fact that a document states by referring to an earlier document
 
 Documents of the first two kinds can be encoded separately: stored documents are as good as new
-ones, and only what is kept matters. In the third kind a document that is encoded alone lacks what
-it points to, and no later question can make up for that: the words that point must be recomputed
-while those that they point to are visible. Tables should keep the kinds apart.
+ones, and only the selection matters. In the third kind, a document that is encoded alone lacks what
+it refers to, and no later question can repair that: the referring words must be recomputed while
+the words that they refer to are visible. Tables should keep the kinds apart.
 
-They should also keep apart where the sentences are that the answer needs: at the `ends` of their
-documents, which SamKV always keeps and recomputes; in the `middle`, where they have to be found; or
-`anywhere`.
+They should also keep apart where the needed sentences are: at the `ends` of their documents, which
+SamKV always keeps and recomputes; in the `middle`, where they have to be found; or `anywhere`.
 
 A word is a token, and facts are scattered: no part of a document has its own topic, as parts of
 real texts do.
@@ -33,8 +32,9 @@ MIN_WORDS = 320
 
 _VALUES = {"keeps": NUMBERS, "owns": OBJECTS, "inhabits": PLACES}
 _OPENING, _CLOSING = 32, 64
-"""Words that are the `ends` of a document: within the first and the last two blocks of 64, which
-SamKV always keeps, however short the last one is; at the beginning within what EPIC computes."""
+"""Words at the `ends` of a document: within the first and the last two blocks of 64, which SamKV
+always keeps, however short the last one is; and at the beginning within what EPIC recomputes.
+"""
 _SENTENCES = 0.4
 """Share of the sentences that are facts which no question asks for: three words in ten."""
 _Facts = list[tuple[str, str, str]]
@@ -42,7 +42,7 @@ _Facts = list[tuple[str, str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A sentence that the answer needs: `document` from 0, its first `word` there, its `text`."""
+    """A sentence that the answer needs: `document` from 0, its first `word` in it, its `text`."""
 
     document: int
     word: int
@@ -51,12 +51,13 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentItem:
-    """A question over documents, and its one right answer; texts are words between single spaces.
+    """A question over documents, and its one right answer; texts are words separated by single
+    spaces.
 
-    names: of the documents, unique over all items, so that a store can hold many. prefix: what
-    stands before the first document; the tokenizer writes `<bos>` in front of it. question: from
+    names: of the documents, unique over all items, so that one store can hold many. prefix: the
+    text before the first document, in front of which the tokenizer writes `<bos>`. question: from
     `question :` to `answer :`. answer: what the model should write, ending in `done`. needed: the
-    sentences without which it cannot be known.
+    sentences without which the answer cannot be known.
     """
 
     kind: str
@@ -70,7 +71,7 @@ class DocumentItem:
 
     @property
     def prompt(self) -> str:
-        """The whole text, for a model that computes everything."""
+        """The whole prompt, for a model that computes everything."""
         return " ".join(part for part in (self.prefix, *self.documents, self.question) if part)
 
 
@@ -79,9 +80,9 @@ def make(
 ) -> DocumentItem:
     """Item number `seed` of a kind: `num_documents` documents of `words` words each.
 
-    where: in their documents, the sentences that the answer needs. The same arguments always give
-    the same item. Raises UnknownNameError for another kind or place, and ConfigError for fewer than
-    2 documents or fewer than 320 words.
+    where: position of the needed sentences in their documents. The same arguments give the same
+    item. Raises UnknownNameError for an unknown kind or position, and ConfigError for fewer than 2
+    documents or fewer than 320 words.
     """
     for what, value, known in (("kind of question", kind, KINDS), ("place", where, WHERE)):
         if value not in known:
@@ -128,7 +129,7 @@ def exact_match(item: DocumentItem, generated: str) -> bool:
 
 
 def token_f1(item: DocumentItem, generated: str) -> float:
-    """Harmonic mean of the shares of generated words that are right and of right ones generated.
+    """Harmonic mean of precision and recall of words.
 
     As in SQuAD, words count as often as they occur; `done` and what follows it do not.
     """
@@ -141,7 +142,7 @@ def token_f1(item: DocumentItem, generated: str) -> float:
 def _ask(
     kind: str, rng: Random, first: str, second: str
 ) -> tuple[list[str], _Facts, list[tuple[str, ...]]]:
-    """Words of the question, facts of the answer, and the sentences that must be read for it."""
+    """Words of the question, facts of the answer, and the needed sentences."""
     verb = rng.choice(list(_VALUES))
     value = rng.choice(_VALUES[verb])
     if kind == "one":
@@ -154,7 +155,9 @@ def _ask(
 
 
 def _place(where: str, rng: Random, size: int, words: int) -> int:
-    """The first word of a sentence of `size` words; whole sentences fit before and after it."""
+    """The first word of a sentence of `size` words, chosen so that whole sentences fit before and
+    after it.
+    """
     last = words - size
     places: list[int] = [*range(3, last + 1)]
     if where == "middle":
@@ -165,7 +168,7 @@ def _place(where: str, rng: Random, size: int, words: int) -> int:
 
 
 def _facts(rng: Random, names: list[str]) -> _Facts:
-    """Every fact that can be told of these names, one value each, in random order."""
+    """Every possible fact about these names, one value each, in random order."""
     facts = [(name, verb, rng.choice(values)) for name in names for verb, values in _VALUES.items()]
     facts += [(name, "serves", rng.choice(names)) for name in names]
     rng.shuffle(facts)
@@ -173,9 +176,9 @@ def _facts(rng: Random, names: list[str]) -> _Facts:
 
 
 def _write(rng: Random, number: int, words: int, needed: list[Passage], facts: _Facts) -> list[str]:
-    """A document of exactly `words` words, with its needed sentences at their places.
+    """A document of exactly `words` words, with its needed sentences at their positions.
 
-    The facts that it tells are taken from the end of `facts`.
+    Other facts are taken from the end of `facts`.
     """
     text = ["document", str(number), ":"]
     for passage in needed:
@@ -186,7 +189,9 @@ def _write(rng: Random, number: int, words: int, needed: list[Passage], facts: _
 
 
 def _fill(rng: Random, text: list[str], until: int, facts: _Facts) -> None:
-    """Add facts and filler up to the word `until`; the shortest sentence is a word and a period."""
+    """Adds facts and filler up to the word `until`; the shortest sentence is a word and a
+    period.
+    """
     while room := until - len(text):
         sizes = [size for size in range(2, 9) if size == room or size < room - 1]
         if facts and 4 in sizes and rng.random() < _SENTENCES:

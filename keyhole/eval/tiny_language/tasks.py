@@ -174,9 +174,9 @@ def _program(task: str, program: Program, length: int) -> Item:
 
 
 def make(task: str, length: int, seed: int) -> Item:
-    """Give item number `seed` of a task; the same three arguments give the same item.
+    """Item number `seed` of a task; the same three arguments give the same item.
 
-    Raises ValueError for a task that does not exist and for a length below 96 words.
+    Raises ValueError for an unknown task and for a length below 96 words.
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; one of {', '.join(TASKS)}")
@@ -200,9 +200,9 @@ def make(task: str, length: int, seed: int) -> Item:
 
 
 def shared(length: int, seed: int) -> list[Item]:
-    """Give one item of every task that asks about documents, all over the *same* context.
+    """One item of every task that asks about documents, all over the *same* context.
 
-    The context is read once and its cache can serve every question.
+    The context is read once, and its cache can be used for every question.
     """
     rng = Random(f"shared/{length}/{seed}")
     tasks = [task for task, recipe in _RECIPES.items() if recipe.density < 1]
@@ -224,7 +224,7 @@ def shared(length: int, seed: int) -> list[Item]:
 
 
 def share_before_first_error(item: Item, generated: str) -> float:
-    """Give the share of the answer's words before the first wrong or missing one."""
+    """The share of the answer's words before the first wrong or missing one."""
     expected = item.answer.split()
     right = 0
     for want, got in zip(expected, generated.split(), strict=False):
@@ -235,15 +235,15 @@ def share_before_first_error(item: Item, generated: str) -> float:
 
 
 def is_correct(item: Item, generated: str) -> bool:
-    """Tell whether the answer is right to the last word; what follows `done` does not count."""
+    """Whether the answer is right to the last word; what follows `done` does not count."""
     return share_before_first_error(item, generated) == 1.0
 
 
 Row = tuple[list[str], list[bool]]
-"""Words, and for each whether the model is to predict it."""
+"""Words, and for each of them whether the model is trained to predict it."""
 
 LONGEST_WALK = 2048
-"""Row length beyond which a walk has no more names to fill the row."""
+"""Row length above which a walk runs out of names."""
 
 _QUESTION_WEIGHTS = {
     "recall": 1.0,
@@ -258,18 +258,18 @@ _QUESTION_WEIGHTS = {
 
 
 def append_words(row: Row, words: Sequence[str], supervised: bool) -> None:
-    """Adds words to a row in place; supervised: whether the model is to predict them."""
+    """Adds words to a row in place; supervised: whether the model is trained to predict them."""
     row[0].extend(words)
     row[1].extend([supervised] * len(words))
 
 
 def walk_row(rng: Random, length: int) -> Row:
-    """Write one walk with its answer."""
+    """Writes one walk with its answer."""
     return _program_row(walk(rng, length - 4))
 
 
 def derive_row(rng: Random, length: int) -> Row:
-    """Write one derivation with its answer."""
+    """Writes one derivation with its answer."""
     return _program_row(derive(rng, length - 4))
 
 
@@ -282,7 +282,7 @@ def _program_row(program: tuple[list[str], list[str], list[str]]) -> Row:
 
 
 def questions_row(rng: Random, length: int) -> Row:
-    """Write a world and ask about it until the row is full."""
+    """Writes a world and asks about it until the row is full."""
     world = _some_world(rng, int(length * rng.uniform(0.45, 0.75)))
     row: Row = ([BOS], [False])
     append_words(row, world.words, False)
@@ -317,18 +317,18 @@ ROWS: dict[str, Callable[[Random, int], Row]] = {
 
 
 _WEIGHTS = {"questions": 3.0, "walk": 1.5, "derive": 3.0}
-"""What is written by the model in long generations counts most; `stream` is no task of anyone."""
+"""Text that a model generates at length has the largest weight."""
 
 
 class HeadTexts:
-    """A corpus for `keyhole train-head` whose items are those of no evaluation.
+    """A corpus for `keyhole train-head` whose items are in no evaluation.
 
-    Every text is a prompt and an answer that takes about its second half.
+    Every text is a prompt and an answer that takes about half of it.
     """
 
     name = "the bundled model's texts"
     digest = hashlib.sha256(json.dumps(_WEIGHTS).encode()).hexdigest()
-    """Of the mixture; how texts are written changes with Keyhole's version only."""
+    """Digest of the mixture; the texts themselves change only with Keyhole's version."""
 
     def text(self, rng: Random, length: int) -> list[int]:
         """Token ids of one row of at most `length` words, at least 96."""

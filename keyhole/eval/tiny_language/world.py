@@ -2,14 +2,15 @@
 
 One word is one token, so text and token positions can be compared by eye. The tokenizer writes
 `<bos>` in front of every encoded text, as Llama's does: `tokenizer(prompt).input_ids` is what the
-model expects. Pieces that are joined afterwards (documents, a second turn) are encoded with
-`add_special_tokens=False`, and so is the chat template's output, which carries its own `<bos>`.
+model expects. Pieces that are joined later (documents, a second turn) are encoded with
+`add_special_tokens=False`, and so is the output of the chat template, which contains its own
+`<bos>`.
 
-Every fact is the four-word sentence `ENTITY verb VALUE .`, so that every look-up is the same:
-standing on the verb with the entity before it, find the earlier value that followed this verb and
-this entity. Filler stands between the facts; with documents, the text is cut into numbered ones. A
-reference, `both Boris Alma keeps .`, gives Boris whatever an *earlier* document says that Alma
-keeps. Read without that document, it says nothing.
+Every fact is the four-word sentence `ENTITY verb VALUE .`, so that every look-up is the same: at
+the verb, with the entity before it, find the earlier value that followed this verb and this entity.
+There is filler between the facts; with documents, the text is divided into numbered ones. A
+reference, `both Boris Alma keeps .`, assigns to Boris whatever an *earlier* document says that Alma
+keeps. Without that document, it has no meaning.
 
 An answer repeats what it looks up as four-word sentences, so that a question over several facts is
 a chain of single look-ups. Two kinds are different: `count` and `majority` need *all* of an
@@ -69,18 +70,18 @@ and (add_generation_prompt or not loop.last) -%}
 {{- ' answer :' -}}
 {%- endif -%}
 {%- endfor -%}"""
-"""Messages joined by spaces; `answer :` after a user's question unless it already stands there."""
+"""Messages joined by spaces, with `answer :` after a user's question unless it is already there."""
 
 
 ATTRIBUTES = ("keeps", "owns", "inhabits", "serves")
 _VALUES = {"keeps": NUMBERS, "owns": OBJECTS, "inhabits": PLACES}
 MAX_FACTS = 700
-"""320 names with up to four attributes each: beyond this, names would run out."""
+"""320 names with up to four attributes each; above this, names would run out."""
 
 
 @dataclass(kw_only=True)
 class World:
-    """What a text says, and the text itself as words, document by document."""
+    """The facts of a text, and the text itself as words, document by document."""
 
     facts: dict[tuple[str, str], str] = field(default_factory=dict)
     """(entity, attribute) -> value, as stated."""
@@ -111,9 +112,9 @@ def write_world(
     num_documents: int = 0,
     features: Sequence[str] = (),
 ) -> World:
-    """Write a text of at most `length` words, of which `density` belong to facts.
+    """Writes a text of at most `length` words, of which a share of `density` are in facts.
 
-    `features` may name `chains`, `likes` and `references`; plain facts are always there. Without
+    `features` may name `chains`, `likes` and `references`; plain facts are always included. Without
     documents (0), the text is one piece without a heading.
     """
     world = World()
@@ -155,11 +156,11 @@ class _Placed:
         return min(int(place * self.sections), self.sections - 1)
 
     def next_section(self, place: float) -> float:
-        """Where the text after the section of `place` begins; in the only section, `place`."""
+        """Start of the section after `place`; with a single section, `place` itself."""
         return (self.section(place) + 1) / self.sections if self.sections > 1 else place
 
     def fill(self, length: int) -> None:
-        """Add filler sentences until the text is `length` words long, or just short of it."""
+        """Adds filler sentences until the text is `length` words long, or slightly shorter."""
         room = length - sum(len(words) for _, words in self.sentences)
         while room >= 4:
             size = min(self.rng.randint(3, 7), room - 1)
@@ -199,14 +200,14 @@ def _add_likes(world: World, placed: _Placed, names: list[str], num_facts: int) 
 
 
 def _liked_objects(rng: Random, total: int) -> list[str]:
-    """Give `total` objects: a favourite with a small lead, the rest shared by three others."""
+    """`total` objects: a favourite with a small lead, the rest shared by three others."""
     favourite, *others = rng.sample(OBJECTS, 4)
     each = max(0, (total - rng.randint(2, 4)) // 4)
     return [favourite] * (total - 3 * each) + others * each
 
 
 def _add_facts(world: World, placed: _Placed, names: list[str], num_facts: int) -> None:
-    """Give entities some or all attributes; `serves` names another entity that has facts."""
+    """Gives entities some or all attributes; `serves` names another entity that has facts."""
     rng = placed.rng
     wanted: list[tuple[str, str]] = []
     entities: list[str] = []
@@ -242,7 +243,7 @@ def _add_references(world: World, placed: _Placed, names: list[str], count: int)
 
 
 Asked = tuple[list[str], list[str]]
-"""The words of the question and those of the answer, without the frame around them."""
+"""The words of the question and of the answer, without the frame around them."""
 
 
 def _sentences(*facts: tuple[str, str, str]) -> list[str]:
@@ -255,26 +256,26 @@ def _asked(facts: list[tuple[str, str, str]]) -> Asked:
 
 
 def recall(world: World, rng: Random) -> Asked:
-    """Ask for one fact: `Gilyn keeps ?`."""
+    """Asks for one fact: `Gilyn keeps ?`."""
     (entity, verb), value = rng.choice(list(world.facts.items()))
     return _asked([(entity, verb, value)])
 
 
 def multiquery(world: World, rng: Random) -> Asked:
-    """Ask for four facts at once."""
+    """Asks for four facts at once."""
     known = list(world.facts.items())
     return _asked([(*key, value) for key, value in rng.sample(known, min(4, len(known)))])
 
 
 def multivalue(world: World, rng: Random) -> Asked:
-    """Ask for all attributes of an entity: `all Bogus ?`."""
+    """Asks for all attributes of an entity: `all Bogus ?`."""
     entity = rng.choice(world.complete())
     facts = [(entity, verb, world.facts[entity, verb]) for verb in ATTRIBUTES]
     return ["all", entity, "?"], _sentences(*facts)
 
 
 def _paths(world: World) -> list[list[tuple[str, str]]]:
-    """Give all ways of two or three facts, as (entity, attribute), that end in no name."""
+    """All paths of two or three facts, as (entity, attribute), that do not end in a name."""
     ends: dict[str, list[list[tuple[str, str]]]] = {}
     for entity, verb in world.facts:
         if verb != "serves":
@@ -286,21 +287,21 @@ def _paths(world: World) -> list[list[tuple[str, str]]]:
 
 
 def hops(world: World, rng: Random) -> Asked:
-    """Ask along two or three facts: `Elris serves serves owns ?`."""
+    """Asks along two or three facts: `Elris serves serves owns ?`."""
     path = rng.choice(_paths(world))
     question = [path[0][0], *(verb for _, verb in path), "?"]
     return question, _sentences(*((*key, world.facts[key]) for key in path))
 
 
 def vartrack(world: World, rng: Random) -> Asked:
-    """Follow a chain of equal names to its number: `Dado equals ?`."""
+    """Follows a chain of equal names to its number: `Dado equals ?`."""
     chain = rng.choice(world.chains)
     facts = [(left, "equals", right) for left, right in pairwise(chain)]
     return [chain[0], "equals", "?"], _sentences(*facts)
 
 
 def reference(world: World, rng: Random) -> Asked:
-    """Ask for a fact that is stated only as the same as an earlier one."""
+    """Asks for a fact that is stated only by reference to an earlier one."""
     (entity, verb), source = rng.choice(list(world.references.items()))
     return _asked([(entity, verb, world.facts[source, verb])])
 
@@ -310,20 +311,20 @@ def _countable(world: World) -> list[str]:
 
 
 def count(world: World, rng: Random) -> Asked:
-    """Ask how many (at most 9) facts there are of what an entity likes: `count Alma ?`."""
+    """Asks how many things (at most 9) an entity likes: `count Alma ?`."""
     entity = rng.choice(_countable(world))
     fact = (entity, "likes", str(len(world.likes[entity])))
     return ["count", entity, "?"], _sentences(fact)
 
 
 def favourite(liked: list[str]) -> str | None:
-    """Give the object that leads by at least two, or None."""
+    """The object that leads by at least two, or None."""
     (first, most), (_, second), *_ = [*Counter(liked).most_common(), ("", 0)]
     return first if most >= second + 2 else None
 
 
 def majority(world: World, rng: Random) -> Asked:
-    """Ask for what an entity likes most often: `most Alma ?`."""
+    """Asks for what an entity likes most often: `most Alma ?`."""
     entity, liked = rng.choice([(e, o) for e, o in world.likes.items() if favourite(o)])
     return ["most", entity, "?"], _sentences((entity, "likes", favourite(liked) or ""))
 
@@ -344,10 +345,10 @@ _POSSIBLE: dict[str, Callable[[World], bool]] = {
 
 
 def is_possible(kind: str, world: World) -> bool:
-    """Tell whether the world has what a question of this kind asks about."""
+    """Whether the world has what a question of this kind asks about."""
     return kind not in _POSSIBLE or _POSSIBLE[kind](world)
 
 
 def framed(question: list[str]) -> list[str]:
-    """Put `question : ... answer :` around a question."""
+    """The question in the frame `question : ... answer :`."""
     return ["question", ":", *question, "answer", ":"]

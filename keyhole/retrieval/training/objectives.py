@@ -1,19 +1,17 @@
-"""The draft model that is trained, and the objectives of its training.
+"""The objectives of a retrieval head's training, and the draft model of one of them.
 
-Training objectives of a retrieval head.
+    attention   the head matches its target's attention
+    selection   the target's predictions change little under the head's soft selection
+    eagle       a draft model in the manner of EAGLE-3 is trained, and then pruned to a head
 
-Its target's attention, or its target's predictions under a soft selection.
+The draft is one Transformer layer. For each token it reads the token's embedding and the target's
+features of the previous token, and predicts the target's next-token distribution. In training it
+also continues on its own: step s reads the true next token, with the layer's own output of step s -
+1 instead of features ("training-time test"), as it must when it drafts.
 
-A draft model in the manner of EAGLE-3, to be trained and then pruned to a retrieval head.
-
-One Transformer layer reads, for each token, its embedding beside the target's features of the token
-before, and predicts the target's next-token distribution. In training it also continues by itself:
-step s reads the token that really follows, beside the layer's own output of step s - 1 in the place
-of features ("training-time test"), as it will have to when it drafts.
-
-Source: EAGLE-3 (Li et al., 2025, arXiv 2503.01840), section 3; what its queries and keys are made
-of is `head.RetrievalHead`. Differences: the output matrix is the target's and is not trained; the
-loss is taken at sampled rows (of a single layer no other row is needed).
+Source: EAGLE-3 (Li et al., 2025, arXiv 2503.01840), section 3; `head.RetrievalHead` describes its
+queries and keys. Differences: the output matrix is the target's and is not trained; the loss is
+taken at sampled rows (with a single layer no other row is needed).
 """
 
 from __future__ import annotations
@@ -49,27 +47,27 @@ from keyhole.retrieval.training.teacher import TeacherTargets, attention_weights
 # weights of different query heads, and these are normalised over all tokens.
 
 
-#: Stands for minus infinity where gradients must stay numbers.
+#: Replaces minus infinity where gradients must stay finite.
 NOTHING = -1e30
 
 
 def previous(fused: Tensor) -> Tensor:
-    """Of every token the features of the token before it, zeros for the first; [n, H]."""
+    """The features of the previous token for every token, zeros for the first; [n, H]."""
     return torch.cat((torch.zeros_like(fused[:1]), fused[:-1]))
 
 
-def features(head: RetrievalHead, lesson: TeacherTargets) -> Tensor | None:
+def features(head: RetrievalHead, targets: TeacherTargets) -> Tensor | None:
     """The features paired with each token of a text, [n, H]; None for a head without features."""
-    return previous(head.fuse(lesson.hidden)) if head.config.uses_features else None
+    return previous(head.fuse(targets.hidden)) if head.config.uses_features else None
 
 
-def log_weights(head: RetrievalHead, lesson: TeacherTargets) -> Tensor:
+def log_weights(head: RetrievalHead, targets: TeacherTargets) -> Tensor:
     """Log of the weights of each query head of the head: float32 [heads, R, n]."""
-    fused, rows = features(head, lesson), lesson.rows
-    places = torch.arange(len(lesson.token_ids), device=rows.device)
-    _, key = head(lesson.token_ids, places, fused)
+    fused, rows = features(head, targets), targets.rows
+    places = torch.arange(len(targets.token_ids), device=rows.device)
+    _, key = head(targets.token_ids, places, fused)
     own = None if fused is None else fused[rows]
-    query, _ = head(lesson.token_ids[rows], rows, own)
+    query, _ = head(targets.token_ids[rows], rows, own)
     query = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, G, R, D]
     logits = query.flatten(1, 2) @ key.permute(1, 2, 0) * head.scale  # [Hkv, G * R, n]
     logits = logits.unflatten(1, (-1, len(rows))).flatten(0, 1)
@@ -113,21 +111,21 @@ def share(mass: Tensor, selection: Selection) -> Tensor:
 FIRST, LAST = 4, 64
 
 
-def attention_loss(head: RetrievalHead, lesson: TeacherTargets) -> tuple[Tensor, Tensor]:
+def attention_loss(head: RetrievalHead, targets: TeacherTargets) -> tuple[Tensor, Tensor]:
     """The loss, a scalar in nats, and the log of the head's weights [heads, R, n]."""
-    logs = log_weights(head, lesson)
-    return mass_divergence(logs, lesson), logs
+    logs = log_weights(head, targets)
+    return mass_divergence(logs, targets), logs
 
 
 def mass_divergence(
-    logs: Tensor, lesson: TeacherTargets, *, first: int = FIRST, last: int = LAST
+    logs: Tensor, targets: TeacherTargets, *, first: int = FIRST, last: int = LAST
 ) -> Tensor:
-    """The loss of logs of weights [heads, R, n], a scalar in nats.
+    """The loss of log weights [heads, R, n], a scalar in nats.
 
     The mean KL divergence over rows and KV heads, weighted by the mass outside of the `first` and
-    `last` tokens; 0 where there is none.
+    `last` tokens; 0 if there is none.
     """
-    mass, rows = lesson.mass, lesson.rows
+    mass, rows = targets.mass, targets.rows
     groups, length = len(mass), mass.shape[-1]
     lists = min(groups, len(logs))
     predicted = logs.unflatten(0, (lists, -1))
@@ -157,7 +155,7 @@ def mass_divergence(
 
 
 #: Name of our function in transformers' table.
-NAME = "keyhole_gated"
+NAME = "keyhole_soft_selection"
 
 
 def log_gates(
@@ -179,35 +177,35 @@ def log_gates(
 
 
 @dataclass(frozen=True)
-class _Gates:
+class _SoftSelection:
     """Travels with a forward to every layer: [Hkv, R, n], for the query tokens [R]."""
 
     logs: Tensor
     rows: Tensor
 
 
-def gated_logits(network: nn.Module, lesson: TeacherTargets, logs: Tensor) -> Tensor:
-    """Logits of the target under gates, float32 [R, V], with gradients to the gates' logs.
+def soft_selection_logits(network: nn.Module, targets: TeacherTargets, logs: Tensor) -> Tensor:
+    """Logits of the target under gates, float32 [R, V], with gradients to the log gates.
 
-    lesson: with its cache, and rows that are the last of its text: as in decoding, what stands
-    before them was read in full, and each of them also sees what gates made of those before it.
-    logs [Hkv, R, n] as `log_gates` has them. NumericalError if the target gives NaN.
+    targets: with its cache, and with the last rows of its text: as in decoding, everything before
+    them was read in full, and each of them also sees what earlier rows computed under their gates.
+    logs [Hkv, R, n]: from `log_gates`. NumericalError if the target gives NaN.
     """
     target: Any = network
-    assert lesson.cache is not None
-    start, length = len(lesson.token_ids) - len(lesson.rows), len(lesson.token_ids)
-    assert int(lesson.rows[0]) == start, "rows are the last of the text"
-    before, known = DynamicCache(), cast("Any", lesson.cache)
+    assert targets.cache is not None
+    start, length = len(targets.token_ids) - len(targets.rows), len(targets.token_ids)
+    assert int(targets.rows[0]) == start, "rows are the last of the text"
+    before, known = DynamicCache(), cast("Any", targets.cache)
     for number, layer in enumerate(known.layers):
         before.update(layer.keys[:, :, :start], layer.values[:, :, :start], number)
     implementation = target.config._attn_implementation
     target.set_attn_implementation(NAME)
     try:
         out = target(
-            input_ids=lesson.token_ids[None, start:],
+            input_ids=targets.token_ids[None, start:],
             past_key_values=before,
             use_cache=True,
-            **{NAME: _Gates(logs, lesson.rows)},
+            **{NAME: _SoftSelection(logs, targets.rows)},
         )
     finally:
         target.set_attn_implementation(implementation)
@@ -223,31 +221,17 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    *,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    keyhole_gated: _Gates | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the last R tokens of one text: query [1, Hq, R, D], key [1, Hkv, n, D].
 
-    Returns [1, R, Hq, Dv], as transformers wants it.
+    options: as transformers passes them. Returns [1, R, Hq, Dv], as transformers expects.
     """
-    assert keyhole_gated is not None, "only gated_logits uses this function"
-    rows = keyhole_gated.rows
-    weights = attention_weights(
-        query[0].unflatten(0, (key.shape[1], -1)),
-        key[0],
-        rows,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        window=sliding_window,
-        bias=keyhole_gated.logs if sliding_window is None else None,
-    )
+    gates: _SoftSelection = options[NAME]
+    rows = gates.rows
+    bias = gates.logs if options.get("sliding_window") is None else None
+    queries = query[0].unflatten(0, (key.shape[1], -1))
+    weights = attention_weights(queries, key[0], rows, options, bias)
     out = (weights.to(value.dtype).flatten(1, 2) @ value[0]).unflatten(1, (-1, len(rows)))
     return out.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
 
@@ -258,8 +242,9 @@ AttentionInterface.register(NAME, attention)
 # Trains a head end to end on the target's next-token distribution under its selection.
 #
 # The target reads a text in full up to some position and continues under the head's selection, made
-# soft (see `soft_selection`); the loss is the KL divergence of what it then predicts from what it
-# predicts with full attention. A token therefore counts by its effect on the prediction, not by its
+# soft (see `soft_selection_logits`); the loss is the KL divergence between its predictions and
+# those
+# with full attention. A token therefore counts by its effect on the prediction, not by its
 # attention: many tokens of little attention may together decide a prediction (such as whether a
 # long derivation is over), and a selection by attention omits exactly these. Every query token
 # counts by the probability of the one that follows it: only what the target would have written
@@ -279,7 +264,7 @@ AttentionInterface.register(NAME, attention)
 
 #: First tokens that every selection includes, and the most of the newest: SpeContext's defaults.
 FIRST, LAST = 4, 64
-#: Budgets are this part of a text, each ratio as likely: one head serves small and large ones.
+#: Budgets are drawn from these parts of a text, so that one head works for small and large ones.
 SMALLEST, LARGEST = 1 / 12, 1 / 4
 #: No budget is smaller than this: sinks, and a window, and something to choose.
 LEAST = 16
@@ -309,29 +294,29 @@ def window(budget: int) -> int:
 
 
 def temperature(done: float) -> float:
-    """Of the gates, after a share of the training."""
+    """The temperature of the gates after a share of the training."""
     return float(WARM * (COLD / WARM) ** min(1.0, done))
 
 
 def selection_loss(
-    head: RetrievalHead, network: nn.Module, lesson: TeacherTargets, budget: int, heat: float
+    head: RetrievalHead, network: nn.Module, targets: TeacherTargets, budget: int, heat: float
 ) -> tuple[Tensor, Tensor]:
     """The loss, a scalar in nats, and the log of the head's weights [heads, R, n].
 
-    lesson: with its cache and the logits of its rows, the last of its text. heat: the temperature
+    targets: with its cache and the logits of its rows, the last of its text. heat: the temperature
     of the gates.
     """
-    assert lesson.logits is not None
-    logs, rows = log_weights(head, lesson), lesson.rows
-    gates = log_gates(best(logs, len(lesson.mass)), rows, budget, FIRST, window(budget), heat)
-    found, wanted = gated_logits(network, lesson, gates)[:-1], lesson.logits[:-1, 0]
-    follows = lesson.token_ids[rows[1:], None]
+    assert targets.logits is not None
+    logs, rows = log_weights(head, targets), targets.rows
+    gates = log_gates(best(logs, len(targets.mass)), rows, budget, FIRST, window(budget), heat)
+    found, wanted = soft_selection_logits(network, targets, gates)[:-1], targets.logits[:-1, 0]
+    follows = targets.token_ids[rows[1:], None]
     said = wanted.softmax(-1).gather(-1, follows).squeeze(-1)
     tilt = torch.zeros_like(wanted).scatter_(-1, follows, -TILT)
     found, wanted = ((logits + tilt).log_softmax(-1) for logits in (found, wanted))
     divergence = F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
     mean = (said * divergence).sum() / said.sum().clamp_min(1e-9)
-    return mean + ATTENTION * mass_divergence(logs, lesson), logs
+    return mean + ATTENTION * mass_divergence(logs, targets), logs
 
 
 #: A later step counts this much of the one before it: the weighting of EAGLE-3's training code.
@@ -358,7 +343,7 @@ class Draft(nn.Module):
     def project(
         self, token_ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, heads, D], keys and values [T, Hkv, D] of tokens beside hidden [T, H]."""
+        """Queries [T, heads, D], keys and values [T, Hkv, D] of tokens with hidden [T, H]."""
         head = self.head
         query, key = head(token_ids, positions, hidden)
         embedded = head.embed_norm(F.embedding(token_ids, head.embedding).to(hidden.dtype))
@@ -376,15 +361,15 @@ class Draft(nn.Module):
         """float32 [T, V] of the layer's output."""
         return F.linear(self.norm(hidden), self._output.to(hidden.dtype))
 
-    def unroll(self, lesson: TeacherTargets, steps: int) -> list[Tensor]:
+    def unroll(self, targets: TeacherTargets, steps: int) -> list[Tensor]:
         """Logits [R, V] of each step: at row r, step s predicts the token after r + s, s from 0.
 
         Queries of step s see the keys of step 0 up to row r, and the keys of their own row in the
-        later steps: the tokens that the draft would have drafted itself.
+        later steps: the tokens that the draft would have drafted.
         """
-        rows, token_ids = lesson.rows, lesson.token_ids
+        rows, token_ids = targets.rows, targets.token_ids
         places = torch.arange(len(token_ids), device=rows.device)
-        hidden = previous(self.head.fuse(lesson.hidden))
+        hidden = previous(self.head.fuse(targets.hidden))
         query, keys, values = self.project(token_ids, places, hidden)
         query, hidden = query[rows], hidden[rows]
         unseen = places > rows[:, None]
@@ -438,14 +423,14 @@ class Draft(nn.Module):
         return mixed.flatten(1, 2)
 
 
-def eagle_loss(draft: Draft, lesson: TeacherTargets) -> Tensor:
+def eagle_loss(draft: Draft, targets: TeacherTargets) -> Tensor:
     """Cross-entropy with the target's distribution, later steps counting less; in nats."""
-    assert lesson.logits is not None
-    steps = lesson.logits.shape[1]
-    wanted = lesson.logits.softmax(-1)
+    assert targets.logits is not None
+    steps = targets.logits.shape[1]
+    wanted = targets.logits.softmax(-1)
     losses = [
         -(wanted[:, step] * logits.log_softmax(-1)).sum(-1).mean()
-        for step, logits in enumerate(draft.unroll(lesson, steps))
+        for step, logits in enumerate(draft.unroll(targets, steps))
     ]
     weights = [DECAY**step for step in range(steps)]
     total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))

@@ -1,12 +1,14 @@
 """Runs the frozen target and collects a head's training targets: features, attention, predictions.
 
-The target attends by our own function: through sdpa or, where that would not do, block after block
-of queries, so that memory stays linear in the length of a text. Weights are computed as in the
-eager attention of transformers, for the sampled rows only, and kept as their mean over layers.
+The target attends by our own function: through sdpa or, if that would materialise all weights, in
+blocks of queries, so that memory stays linear in the length of a text. Weights are computed as in
+the eager attention of transformers, for the sampled rows only, and stored as their mean over
+layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +29,11 @@ _BLOCK = 1 << 24
 class TeacherTargets:
     """The target's outputs on one text of n tokens.
 
-    token_ids: int64 [n]. hidden: of each feature layer its input, float32 [n, Ht]. rows: int64 [R],
+    token_ids: int64 [n]. hidden: the input of each feature layer, float32 [n, Ht]. rows: int64 [R],
     the sampled query tokens. mass: float32 [Hkv, R, n], the attention weights of each row, mean
     over layers and over the query heads of a KV head; with MLA, which has no groups, per head.
-    logits: float32 [R, steps, V], at each row and the steps after it; None if not asked for.
-    cache: keys and values of all tokens, as transformers has them; None if not asked for.
+    logits: float32 [R, steps, V], at each row and the steps after it; None if not requested. cache:
+    keys and values of all tokens, in transformers' form; None if not requested.
     """
 
     token_ids: Tensor
@@ -44,7 +46,7 @@ class TeacherTargets:
 
 @dataclass
 class _Record:
-    """Travels with a forward to every layer, and collects the weights of the sampled rows."""
+    """Passed through a forward pass to every layer; collects the weights of the sampled rows."""
 
     rows: Tensor
     total: Tensor | None = None
@@ -59,12 +61,12 @@ class Teacher:
         self._layers = feature_layers
 
     @torch.no_grad()
-    def lesson(
+    def targets(
         self, token_ids: Tensor, rows: Tensor, *, logit_steps: int = 0, keep_cache: bool = False
     ) -> TeacherTargets:
         """Reads a text, int64 [n]; rows int64 [R], the last at most n - logit_steps.
 
-        ConfigError for a model without full attention, NumericalError for one that gives NaN.
+        ConfigError for a model without full attention, NumericalError for NaN.
         """
         network, record = self._network, _Record(rows)
         cache = DynamicCache() if keep_cache else None  # no config: of all layers all tokens
@@ -85,7 +87,7 @@ class Teacher:
             network.set_attn_implementation(before)
         if record.total is None:
             raise ConfigError(
-                "a retrieval head chooses for layers with full attention, and this model has none"
+                "a retrieval head selects for layers with full attention, and this model has none"
             )
         mass = record.total / record.num_layers
         if not (mass.isfinite().all() and out.logits.isfinite().all()):
@@ -101,43 +103,28 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    *,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    keyhole_teacher: _Record | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one text: query [1, Hq, n, D], key and value [1, Hkv, n, D].
 
-    Returns [1, n, Hq, Dv], as transformers wants it.
+    options: as transformers passes them. Returns [1, n, Hq, Dv], as transformers expects.
     """
-    assert keyhole_teacher is not None, "only a Teacher uses this function"
-    record, length = keyhole_teacher, query.shape[2]
+    record: _Record = options[NAME]
+    length, sliding_window = query.shape[2], options.get("sliding_window")
     queries = query[0].unflatten(0, (key.shape[1], -1))
     size = max(1, _BLOCK // (query.shape[1] * length))
 
     def weights(rows: Tensor) -> Tensor:
-        return attention_weights(
-            queries[:, :, rows],
-            key[0],
-            rows,
-            scale=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-            window=sliding_window,
-        )
+        return attention_weights(queries[:, :, rows], key[0], rows, options)
 
     if sliding_window is None:
         mass = torch.cat([weights(rows).mean(1) for rows in record.rows.split(size)], 1)
         record.total = mass if record.total is None else record.total + mass
         record.num_layers += 1
-    plain = sliding_window is None and softcap is None and s_aux is None
+    plain = all(options.get(name) is None for name in ("sliding_window", "softcap", "s_aux"))
     if plain and value.shape[-1] == key.shape[-1]:  # else sdpa holds all weights at once
         out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True
         )
         return out.transpose(1, 2).contiguous(), None
     parts = [
@@ -151,18 +138,17 @@ def attention_weights(
     queries: Tensor,
     keys: Tensor,
     rows: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: int | None,
+    options: Mapping[str, Any],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention weights float32 [Hkv, G, R, n] of queries [Hkv, G, R, D] at places rows [R].
+    """Attention weights float32 [Hkv, G, R, n] of queries [Hkv, G, R, D] at positions rows [R].
 
-    keys [Hkv, n, D]. sinks: a logit per query head beside those of the keys; it takes weight and is
-    left out. bias [Hkv, R, n] is added to the logits.
+    keys [Hkv, n, D]. options: those that transformers passes to an attention function; the sinks
+    (`s_aux`), one logit per query head, take weight that is not returned. bias [Hkv, R, n] is added
+    to the logits.
     """
+    scale, softcap = options["scaling"], options.get("softcap")
+    sinks, window = options.get("s_aux"), options.get("sliding_window")
     logits = (queries.flatten(1, 2) @ keys.mT).float().unflatten(1, queries.shape[1:3]) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

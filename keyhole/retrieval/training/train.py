@@ -23,15 +23,15 @@ SNAPSHOT = "training.pt"
 _SAVE_EVERY = 120.0
 """Seconds between snapshots."""
 _SMOOTH = 0.95
-"""How much of the figures shown is kept at every step: they are means of about 20 steps."""
+"""Smoothing of the progress figures: they are means of about 20 steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """The result of a run; loss, recall and window are smoothed, and None if no step was made.
+    """The result of a run; loss, recall and window are smoothed, and None without any step.
 
-    recall, window: shares of the target's attention at a budget of an eighth of the text, of the
-    head on texts that it had not learned from yet, and of the newest tokens.
+    recall, window: shares of the target's attention at a budget of an eighth of the text, for the
+    head on texts that it had not learned from yet, and for the newest tokens.
     """
 
     finished: bool
@@ -46,7 +46,7 @@ class TrainingOutcome:
 def train(
     network: nn.Module,
     corpus: Corpus,
-    recipe: TrainingConfig,
+    config: TrainingConfig,
     folder: str | Path,
     *,
     resume: bool = False,
@@ -59,13 +59,13 @@ def train(
     """
     folder = Path(folder)
     state = _found(folder, resume)
-    distiller = Distiller(network, corpus, recipe)
+    distiller = Distiller(network, corpus, config)
     if state is not None:
         distiller.restore(state)
     shown: dict[str, float] = {}
     started = saved = time.monotonic()
     with tqdm(
-        total=distiller.recipe.tokens,
+        total=distiller.config.tokens,
         initial=distiller.tokens,
         unit="token",
         unit_scale=True,
@@ -77,7 +77,7 @@ def train(
                 progress = distiller.train_step()
             except NumericalError as error:
                 save(folder, distiller.state())
-                raise NumericalError(f"{error}; the step before is kept in {folder}") from error
+                raise NumericalError(f"{error}; the previous step is saved in {folder}") from error
             shown = _smoothed(shown, progress)
             bar.update(distiller.tokens - before)
             bar.set_postfix_str(
@@ -104,7 +104,9 @@ def train(
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
-    """Writes a snapshot beside the old one and renames it, so that a complete one always exists."""
+    """Writes a snapshot next to the old one and renames it, so that there is always a complete
+    one.
+    """
     new = folder / f"{SNAPSHOT}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,14 +117,14 @@ def save(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
-    """The state to go on from, None for a new run."""
+    """The state to resume from, None for a new run."""
     path = folder / SNAPSHOT
     if (folder / "config.json").is_file() and not path.is_file():
         raise ConfigError(f"{str(folder)!r} holds a finished head; choose another output folder")
     if not resume:
         if path.is_file():
             raise ConfigError(
-                f"{str(folder)!r} holds a run that is not finished; resume it or choose another "
+                f"{str(folder)!r} holds an unfinished run; resume it or choose another "
                 "output folder"
             )
         return None
@@ -130,18 +132,18 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(folder)!r} holds no run that could be resumed") from error
+        raise ConfigError(f"{str(folder)!r} holds no run to resume") from error
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigError(f"the snapshot {str(path)!r} cannot be read: {error}") from error
 
 
-def recipe_of(folder: str | Path) -> TrainingConfig | None:
+def config_of(folder: str | Path) -> TrainingConfig | None:
     """The recipe of the run in a folder; None if there is none."""
     if not (Path(folder) / SNAPSHOT).is_file():
         return None
     state = _found(Path(folder), True)
     assert state is not None
-    return TrainingConfig(**state["recipe"])
+    return TrainingConfig(**state["config"])
 
 
 def _smoothed(shown: dict[str, float], progress: StepProgress) -> dict[str, float]:

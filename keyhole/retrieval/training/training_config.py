@@ -1,8 +1,6 @@
 """The settings of a head's training, and the texts that it trains on.
 
-The settings of a head's training.
-
-Texts to train on, cut to mixed lengths; each text is given by a random generator alone.
+Texts are cut to mixed lengths; each one is determined by a random generator alone.
 """
 
 from __future__ import annotations
@@ -34,25 +32,26 @@ class TrainingConfig:
 
     objective: str = setting(
         "attention",
-        "attention: match where the target looks; selection: keep its predictions under the head's "
-        "choice; eagle: draft its next tokens",
+        "attention: match the target's attention; selection: preserve its predictions under the "
+        "head's selection; eagle: draft its next tokens",
     )
     start: str | None = setting(
-        None, "selection: folder of a head to begin with, trained on attention or cut from a draft"
+        None,
+        "selection: folder of a head to start from, trained on attention or pruned from a draft",
     )
-    inputs: str = setting("tokens+features", "tokens+features or tokens: what a new head reads")
+    inputs: str = setting("tokens+features", "tokens+features or tokens: the inputs of a new head")
     feature_layers: tuple[int, ...] | None = setting(
         None, "layers whose inputs are the features; default: low, middle, high"
     )
     tokens: int = setting(2_000_000, "tokens of text to train on")
     length: int | None = setting(None, "longest text; default: the model's context, at most 8192")
     batch_tokens: int = setting(4096, "tokens of text per step")
-    num_queries: int = setting(128, "tokens of each text that are asked")
+    num_queries: int = setting(128, "sampled query tokens per text")
     learning_rate: float | None = setting(
-        None, "at its peak; default: 0.6 / hidden size, 0.04 / hidden size for selection"
+        None, "peak learning rate; default: 0.6 / hidden size, or 0.04 / hidden size for selection"
     )
-    unroll_steps: int = setting(3, "eagle: tokens drafted in a row")
-    seed: int = setting(0, "of weights and texts")
+    unroll_steps: int = setting(3, "eagle: number of consecutive drafted tokens")
+    seed: int = setting(0, "seed of weights and texts")
 
     def __post_init__(self) -> None:
         for name, known in (("objective", OBJECTIVES), ("inputs", INPUTS)):
@@ -80,22 +79,22 @@ class TrainingConfig:
         )
 
 
-#: A text of fewer tokens has almost nothing outside of the window.
+#: Shorter texts have almost nothing outside of the window.
 SHORTEST = 64
 _FORMS = "a JSON string or list of token ids per line of a .jsonl file, or the whole of a .txt file"
 
 
 class Corpus(Protocol):
-    """Where training texts come from."""
+    """A source of training texts."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         ...
 
     @property
     def digest(self) -> str:
-        """Another one for other texts: SHA-256 in hexadecimal digits."""
+        """SHA-256 of the texts, in hexadecimal digits."""
         ...
 
     def text(self, rng: Random, length: int) -> list[int]:
@@ -105,14 +104,16 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Texts of a file: a long one is drawn more often, and cut at any place."""
+    """Texts of a file; long ones are drawn more often, and cut at any position."""
 
     texts: tuple[list[int], ...]
     name: str = "texts"
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the token ids: the same file read with another tokenizer is other texts."""
+        """SHA-256 of the token ids: the same file read with another tokenizer counts as other
+        texts.
+        """
         return self._sha256
 
     @cached_property
@@ -123,7 +124,7 @@ class FileCorpus:
         return found.hexdigest()
 
     def text(self, rng: Random, length: int) -> list[int]:
-        """A part of a text drawn by length; one that is shorter is given whole."""
+        """A part of a text drawn by length; a shorter text is returned whole."""
         ends = list(accumulate(map(len, self.texts)))
         text = self.texts[bisect(ends, rng.randrange(ends[-1]))]
         start = rng.randint(0, max(0, len(text) - length))
@@ -131,7 +132,7 @@ class FileCorpus:
 
 
 def read(path: str | Path, tokenizer: Any, vocab_size: int) -> FileCorpus:
-    """Reads --data; ConfigError says which line cannot be used, or that nothing is long enough.
+    """Reads --data; ConfigError names an unusable line, or says that no text is long enough.
 
     tokenizer: of transformers; None for a model without one, whose data must be token ids.
     """
@@ -150,7 +151,7 @@ def read(path: str | Path, tokenizer: Any, vocab_size: int) -> FileCorpus:
 
 
 def _read(name: str) -> list[tuple[str, object]]:
-    """Every text and where it stands."""
+    """Every text and its place in the file."""
     try:
         content = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -164,7 +165,7 @@ def _read(name: str) -> list[tuple[str, object]]:
         try:
             found.append((f", line {number}", json.loads(line)))
         except ValueError as error:
-            raise ConfigError(f"--data {name!r}, line {number} is no JSON: {error}") from error
+            raise ConfigError(f"--data {name!r}, line {number} is not JSON: {error}") from error
     return found
 
 
@@ -172,13 +173,13 @@ def _ids(text: object, tokenizer: Any, vocab_size: int, where: str) -> list[int]
     if isinstance(text, str):
         if tokenizer is None:
             raise ConfigError(f"{where} is text, and this model has no tokenizer; give token ids")
-        # Without the warning about length: a long text is cut.
+        # Without the warning about length: long texts are cut.
         text = tokenizer(text, verbose=False)["input_ids"]
     if not isinstance(text, list) or not all(type(token) is int for token in text):
         raise ConfigError(f"{where} must be {_FORMS}")
     wrong = [token for token in text if not 0 <= token < vocab_size]
     if wrong:
         raise ConfigError(
-            f"{where} has the token id {wrong[0]}, the model knows 0 to {vocab_size - 1}"
+            f"{where} has the token id {wrong[0]}; the model's are 0 to {vocab_size - 1}"
         )
     return text

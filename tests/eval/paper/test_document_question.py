@@ -64,7 +64,7 @@ def test_names_differ_from_question_to_question() -> None:
 
 
 def test_a_task_without_documents_cannot_be_asked_of_a_store() -> None:
-    with pytest.raises(ConfigError, match="task passkey cannot be asked of stored documents"):
+    with pytest.raises(ConfigError, match="task passkey cannot use stored documents"):
         question_of(make_task("passkey").make(1400, 0, count))
     made = PLAIN.make(1400, 0, count)
     uneven = dataclasses.replace(made, context=made.context.replace("Document 2", ";Document 2"))

@@ -59,7 +59,8 @@ def test_a_failure_says_which_check_is_worst_and_is_checked_again(
     checks += [[check(0.0), check(0.5, "delta"), check(0.1)], [check(0.0)]]
     file = LineFile(tmp_path / "eval.jsonl")
     assert why_not_evaluated(gate(model, file, header)) == (
-        "llama-0 does not give the logits of transformers: 2 of 3 checks differ, the worst under "
+        "llama-0 does not reproduce the logits of transformers: 2 of 3 checks differ, the worst "
+        "under "
         "delta (ragged batch): error 5.0e-01, allowed 1.0e-04; see `keyhole verify`"
     )
     assert why_not_evaluated(gate(model, file, header)) is None

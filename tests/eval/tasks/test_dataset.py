@@ -86,7 +86,7 @@ def test_a_question_of_hotpot_brings_its_documents(hotpot: str) -> None:
 def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="is not a JSON file of SQuAD or HotpotQA"):
+    with pytest.raises(ConfigError, match="is not a JSON file in the format of SQuAD or HotpotQA"):
         make_task("qa_1", {"data": str(path)}).make(512, 0, WORDS)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keyhole.errors import NumericalError
-from keyhole.retrieval.training.objectives import chosen, gated_logits, log_gates
+from keyhole.retrieval.training.objectives import chosen, log_gates, soft_selection_logits
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from tests.checkpoints import KINDS, VOCAB_SIZE, make_config, make_network
 
@@ -19,7 +19,7 @@ LENGTH, START = 40, 22
 def lesson_of(network: Any) -> TeacherTargets:
     ids = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(START, LENGTH)
-    return Teacher(network, ()).lesson(ids, rows, logit_steps=1, keep_cache=True)
+    return Teacher(network, ()).targets(ids, rows, logit_steps=1, keep_cache=True)
 
 
 def random_scores(groups: int) -> torch.Tensor:
@@ -63,15 +63,15 @@ def test_cold_gates_are_the_choice_itself() -> None:
 @pytest.mark.parametrize("kind", ["llama", "llama_mqa", "llama_group3", "qwen3"])
 def test_the_target_under_gates_is_eager_attention_with_a_mask(kind: str) -> None:
     network = make_network(make_config(kind))
-    lesson = lesson_of(network)
-    logs = log_gates(random_scores(len(lesson.mass)), lesson.rows, 12, 2, 5, 0.5)
-    found = gated_logits(network, lesson, logs)
+    targets = lesson_of(network)
+    logs = log_gates(random_scores(len(targets.mass)), targets.rows, 12, 2, 5, 0.5)
+    found = soft_selection_logits(network, targets, logs)
     mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1).repeat(len(logs), 1, 1)
     mask[:, START:] = logs
     heads = network.config.num_attention_heads // len(logs)
     with torch.no_grad():
         wanted = network(
-            lesson.token_ids[None], attention_mask=mask.repeat_interleave(heads, 0)[None]
+            targets.token_ids[None], attention_mask=mask.repeat_interleave(heads, 0)[None]
         )
     torch.testing.assert_close(found, wanted.logits[0, START:], atol=1e-3, rtol=1e-3)
     assert network.config._attn_implementation == "eager"
@@ -80,12 +80,12 @@ def test_the_target_under_gates_is_eager_attention_with_a_mask(kind: str) -> Non
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mistral_sliding"])
 def test_open_gates_change_nothing_and_others_have_gradients(kind: str) -> None:
     network = make_network(make_config(kind)).requires_grad_(False)
-    lesson = lesson_of(network)
-    assert lesson.logits is not None
-    scores = random_scores(len(lesson.mass)).requires_grad_()
-    opened = gated_logits(network, lesson, log_gates(scores, lesson.rows, 60, 2, 5, 0.5))
-    torch.testing.assert_close(opened, lesson.logits[:, 0], atol=1e-3, rtol=1e-3)
-    again = gated_logits(network, lesson, log_gates(scores, lesson.rows, 12, 2, 5, 0.5))
+    targets = lesson_of(network)
+    assert targets.logits is not None
+    scores = random_scores(len(targets.mass)).requires_grad_()
+    opened = soft_selection_logits(network, targets, log_gates(scores, targets.rows, 60, 2, 5, 0.5))
+    torch.testing.assert_close(opened, targets.logits[:, 0], atol=1e-3, rtol=1e-3)
+    again = soft_selection_logits(network, targets, log_gates(scores, targets.rows, 12, 2, 5, 0.5))
     assert (again - opened).abs().max() > 0.1
     again.square().sum().backward()
     assert scores.grad is not None
@@ -96,12 +96,14 @@ def test_open_gates_change_nothing_and_others_have_gradients(kind: str) -> None:
 def test_gradients_are_those_of_small_differences() -> None:
     """In float64, through gates, every layer's attention and the keys of rows before."""
     network = make_network(make_config("llama")).double().requires_grad_(False)
-    lesson = lesson_of(network)
-    scores = random_scores(len(lesson.mass)).double().requires_grad_()
+    targets = lesson_of(network)
+    scores = random_scores(len(targets.mass)).double().requires_grad_()
     aim = torch.randn(LENGTH - START, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
 
     def value(scores: torch.Tensor) -> torch.Tensor:
-        logits = gated_logits(network, lesson, log_gates(scores, lesson.rows, 12, 2, 5, 0.5))
+        logits = soft_selection_logits(
+            network, targets, log_gates(scores, targets.rows, 12, 2, 5, 0.5)
+        )
         return (logits.log_softmax(-1) * aim).sum()
 
     (gradient,) = torch.autograd.grad(value(scores), scores)
@@ -114,8 +116,8 @@ def test_gradients_are_those_of_small_differences() -> None:
 
 def test_a_target_that_gives_nan_is_named() -> None:
     network = make_network(make_config("llama"))
-    lesson = lesson_of(network)
+    targets = lesson_of(network)
     logs = torch.full((2, LENGTH - START, LENGTH), float("nan"))
     with pytest.raises(NumericalError, match="gives NaN under gates on a text of 40 tokens"):
-        gated_logits(network, lesson, logs)
+        soft_selection_logits(network, targets, logs)
     assert network.config._attn_implementation == "eager"

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.paper import throughput
 from benchmarks.paper.kinds import ThroughputSettings
-from benchmarks.paper.offloaded_throughput import Lowered, Steady
+from benchmarks.paper.offloaded_throughput import OffloadedSystem, Steady
 from keyhole.bench import measure, model
 from keyhole.bench import model as bench_model
 from keyhole.bench.decode import DisagreementError
@@ -41,9 +41,9 @@ def head_bytes(weights: model.Weights) -> int:
     return sum(parameter.nbytes for parameter in head.parameters())
 
 
-def make(weights: model.Weights, room: float, **given: Any) -> Lowered:
+def make(weights: model.Weights, room: float, **given: Any) -> OffloadedSystem:
     """room: in texts with everything above."""
-    return Lowered(
+    return OffloadedSystem(
         NAME, weights.keyhole, settings(**given), head_bytes(weights) + int(room * TEXT_BYTES)
     )
 
@@ -62,15 +62,15 @@ def test_steps_of_all_requests_are_timed_with_layers_below(smoke: model.Weights)
     system = make(smoke, 2, host_memory=4 * TEXT_BYTES)
     assert system.requests == 4
     short, long = system.measure(64), system.measure(512)
-    assert (short.layers_below, short.hit_rate, short.moved_bytes) == (0, None, 0)
-    assert 1 <= long.layers_below <= 4
+    assert (short.offloaded_layers, short.hit_rate, short.moved_bytes) == (0, None, 0)
+    assert 1 <= long.offloaded_layers <= 4
     assert len(long.step_ms) == 3
     assert long.error < 1e-2
     assert long.hit_rate is not None
     assert 0.5 < long.hit_rate < 1
     # The newest token is written where it is needed; of the other 63 of the budget each is there
     # or is moved, in every request, layer and head.
-    missed = (1 - long.hit_rate) * 4 * long.layers_below * 63 * TOKEN_BYTES / 4
+    missed = (1 - long.hit_rate) * 4 * long.offloaded_layers * 63 * TOKEN_BYTES / 4
     assert long.moved_bytes == pytest.approx(missed)
 
 
@@ -111,7 +111,7 @@ def test_a_line_tells_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (full["system"], below["system"]) == ("full", NAME)
     assert full["requests"] < below["requests"] == 4
     assert "loads" not in full
-    assert [load["layers_below"] > 0 for load in below["loads"]] == [False, True]
+    assert [load["offloaded_layers"] > 0 for load in below["loads"]] == [False, True]
     assert below["tokens_per_s"] == pytest.approx(4 * 448 / below["answer_s"])
     assert line["relative_error"][NAME] < 1e-2
     nothing = throughput.run(settings(memory=1 << 20), lambda *_: None)["results"][1]
