@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="multiples of 16"):
         settings(contexts=(50,))
-    with pytest.raises(ConfigError, match="the least first"):
+    with pytest.raises(ConfigError, match="in ascending order"):
         settings(contexts=(64, 32))
     with pytest.raises(UnknownNameError, match="did you mean 'attend'"):
         settings(ops=("atend",))

@@ -157,7 +157,7 @@ def test_a_table_that_is_lost_is_made_again(
 
 
 def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape("search.sqlite fails")):
+    with pytest.raises(ConfigError, match=re.escape("search.sqlite cannot be used")):
         BM25(tmp_path / "nowhere" / "search.sqlite").search("x", 1)
     with pytest.raises(ConfigError, match="top_k 0"):
         BM25(tmp_path / "search.sqlite").search("x", 0)

@@ -36,4 +36,4 @@ def test_engines_whose_steps_are_recorded_are_built(tmp_path: Path) -> None:
         assert engine.policy.capturable is True
     for name in test_graphs.BELOW:
         settings = test_graphs.below(model, name, tmp_path)
-        assert make_engine(model, test_graphs.small(name), **settings).placement is not None
+        assert make_engine(model, test_graphs.small(name), **settings).offloader is not None

@@ -221,6 +221,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the last R tokens of one text: query [1, Hq, R, D], key [1, Hkv, n, D].

@@ -103,6 +103,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one text: query [1, Hq, n, D], key and value [1, Hkv, n, D].
