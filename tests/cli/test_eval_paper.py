@@ -185,7 +185,9 @@ def test_a_model_that_fails_the_gate_is_not_evaluated(
     checked[0] = 0.5
     ran = run("eval", "--model", reader, *LITTLE, "--lengths", "3000", *outputs(tmp_path))
     assert ran.status == 1
-    assert ran.err.startswith("not evaluated: llama-0 does not reproduce the logits of transformers")
+    assert ran.err.startswith(
+        "not evaluated: llama-0 does not reproduce the logits of transformers"
+    )
     assert ran.out == ""
     assert lines(tmp_path, "eval") == []
     assert not (tmp_path / "settings.json").exists()

@@ -120,7 +120,9 @@ def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> 
     """Other texts were taken without a word."""
     one, other = (FileCorpus(([n] * 200,), f"--data '{n}.txt'") for n in (7, 8))
     train.train(network, one, RECIPE, tmp_path, stop=lambda: True)
-    with pytest.raises(ConfigError, match=r"made with --data '7.txt' .* --data '8.txt' .* has different"):
+    with pytest.raises(
+        ConfigError, match=r"made with --data '7.txt' .* --data '8.txt' .* has different"
+    ):
         train.train(network, other, RECIPE, tmp_path, resume=True)
     same = FileCorpus(one.texts, "--data 'moved.txt'")
     assert train.train(network, same, RECIPE, tmp_path, resume=True).finished
