@@ -33,14 +33,7 @@ def new_empty(like: Tensor, *shape: int, most: int = 0) -> Tensor:
     tensor = _reserved(like, max(most, shape[0]), *shape[1:]) if most else None
     if tensor is None:
         tensor = like.new_empty(*shape)
-    storage = tensor.untyped_storage()
-    if is_lazy(tensor):
-        begin = -(-storage.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-        end = (storage.data_ptr() + storage.nbytes()) // _HUGE_BYTES * _HUGE_BYTES
-        if begin < end:
-            libc = ctypes.CDLL(None)
-            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
-    return tensor[: shape[0]]
+    return _advised(tensor[: shape[0]])
 
 
 def enlarged(tensor: Tensor, count: int, most: int) -> Tensor:
@@ -52,10 +45,25 @@ def enlarged(tensor: Tensor, count: int, most: int) -> Tensor:
         return tensor
     storage, row = tensor.untyped_storage(), tensor.stride(0) * tensor.itemsize
     if row and count * row <= storage.nbytes():
-        return tensor.new_empty(0).set_(storage, 0, (count, *tensor.shape[1:]), tensor.stride())
+        shape = count, *tensor.shape[1:]
+        return _advised(tensor.new_empty(0).set_(storage, 0, shape, tensor.stride()))
     larger = new_empty(tensor, count, *tensor.shape[1:], most=most)
     larger[: len(tensor)] = tensor
     return larger
+
+
+def _advised(tensor: Tensor) -> Tensor:
+    """The tensor, with huge pages for all that lies in it as a whole.
+
+    Not for what is only reserved: the first write beyond the tensor's end would hold 2 MiB.
+    """
+    if is_lazy(tensor):
+        begin = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
+        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_BYTES * _HUGE_BYTES
+        if begin < end:
+            libc = ctypes.CDLL(None)
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+    return tensor
 
 
 def is_lazy(tensor: Tensor) -> bool:

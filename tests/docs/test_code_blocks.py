@@ -166,7 +166,8 @@ def place(tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPat
         "chapters/1.md",
         "chapters/2.md",
     ):
-        repeats = 40 if name == "report.txt" else 10  # one page offloads it
+        # One page offloads the report; windows of the book have 256 tokens.
+        repeats = 40 if name in ("report.txt", "book.txt") else 10
         (tmp_path / name).write_text(repeats * text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

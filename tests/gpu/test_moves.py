@@ -95,7 +95,7 @@ def test_exchange(dtype: torch.dtype, unit: int, shared: bool) -> None:
     table = torch.randperm(30, generator=random).view(3, 10).int().to(DEVICE)
     key_pages = torch.randn(30, heads, size, dim, generator=random).to(dtype)
     value_pages = torch.randn(30, heads, size, value_dim, generator=random).to(dtype)
-    if not INTERPRETED:
+    if torch.cuda.is_available():
         key_pages, value_pages = key_pages.pin_memory(), value_pages.pin_memory()
     slots = places + (size if unit == 1 else 1)
     rows = torch.tensor([2, 0], device=DEVICE)
