@@ -40,19 +40,25 @@ def test_the_settings_are_as_told() -> None:
 
 
 def test_the_page_says_which_targets_are_met() -> None:
-    assert len(LINE["bars"]) == 4
-    assert all(bar["met"] for bar in LINE["bars"])
+    missed = [bar["bar"] for bar in LINE["bars"] if not bar["met"]]
+    assert missed == [
+        "CPU time of the longest step of all questions / median while reuse is admitted"
+    ]
     above = [
         sum(one["longest_ratio"] > 2 for one in found["all_rounds"]) for found in LINE["results"]
     ]
     said = " ".join(TEXT.split())
     assert "The target is met for both, in the median; of 15 single questions " in said
-    assert f"{above[0]} exceed it under `sam_kv` and {above[1]} under `reuse`" in said
+    assert f"{above[0]} exceeds it under `sam_kv` and {above[1]} exceed it under `reuse`" in said
+    worst = [found["worst_cpu_ratio"] for found in LINE["results"]]
+    assert f"is {worst[0]:.2f} under `sam_kv` and {worst[1]:.2f} under `reuse`, in its" in said
+    first = LINE["results"][1]["all_rounds"][0]["longest_cpu_ratio"]
+    assert first == worst[1]
 
 
 def test_the_line_of_a_busy_machine_is_told_too() -> None:
-    busy = json.loads((benchmarks.results() / "admission.jsonl").read_text().splitlines()[-2])
-    assert busy["machine"]["load_average"] > 10
+    lines = (benchmarks.results() / "admission.jsonl").read_text().splitlines()
+    [busy] = [x for x in map(json.loads, lines) if x["machine"]["load_average"] > 10]
     found = busy["results"][0]
     assert found["method"] == "sam_kv"
     told = f"{found['longest_ratio']:.2f}, against {found['noise_ratio']:.2f} without any question"
