@@ -35,6 +35,7 @@ from keyhole.errors import (
     is_out_of_memory,
 )
 from keyhole.models import checkpoint, families, own_attention
+from keyhole.models.adapters import merged
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.fast_layers import speed_up
@@ -220,7 +221,7 @@ def load_files(
         _check_quantised(network, name)
         _announce_quantised()
     if found.adapter is not None:
-        network = _merged(network, found.adapter, name)
+        network = merged(network, found.adapter, name)
     network = _moved(network, place, told)
     if is_tiny(name):
         _say_it_is_a_demonstration()
@@ -243,37 +244,6 @@ def _moved(network: Any, place: torch.device, name: str) -> Any:
             f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
-
-
-def _merged(network: Any, adapter: Path, base: str) -> Any:
-    """The network with a LoRA adapter in its weights; ModelError for one that does not fit."""
-    import peft
-
-    try:
-        config = peft.PeftConfig.from_pretrained(str(adapter))
-        if config.peft_type != peft.PeftType.LORA:
-            raise ModelError(
-                f"the adapter {str(adapter)!r} is of the kind {config.peft_type.value}, which "
-                "cannot be merged into weights; LORA can"
-            )
-        adapted = peft.get_peft_model(network, config)
-        weights = peft.load_peft_weights(str(adapter), device="cpu")
-        report: Any = peft.set_peft_model_state_dict(adapted, weights)
-    except ModelError:
-        raise
-    except Exception as error:  # peft, safetensors, the file system
-        raise ModelError(
-            f"the adapter {str(adapter)!r} does not fit the model {base!r}: {_line(error)}; name "
-            "its own base as base_model_name_or_path in its adapter_config.json"
-        ) from error
-    absent = [name for name in report.missing_keys if ".lora_" in name]
-    wrong = sorted(absent) or sorted(report.unexpected_keys)
-    if wrong:
-        raise ModelError(
-            f"the adapter {str(adapter)!r} does not fit the model {base!r}, or is damaged: "
-            f"{'it lacks' if absent else 'the model has no'} {wrong[0]}, and {len(wrong) - 1} more"
-        )
-    return adapted.merge_and_unload()
 
 
 #: What helps where a GGUF file cannot be read.

@@ -1,6 +1,6 @@
 """Locates a model: the bundled one, a folder, or the hub with its local cache. No torch here.
 
-A GGUF file is a model of its own; a LoRA adapter stands for the model that it was trained for.
+A GGUF file holds a whole model; a LoRA adapter is merged into the model that it was trained for.
 """
 
 from __future__ import annotations

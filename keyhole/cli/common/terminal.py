@@ -234,7 +234,7 @@ class OutputKind:
     """A kind of output file.
 
     name: for error messages. starts: the first bytes of such a file, by file ending; the ending ""
-    stands for all names.
+    matches every name.
     """
 
     name: str

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from keyhole.batch.run import BatchOutcome
 from keyhole.errors import ConfigError

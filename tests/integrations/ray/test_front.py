@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from ray.serve.schema import ServeDeploySchema
 

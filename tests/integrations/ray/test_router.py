@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from keyhole.integrations.ray.router import AffinityRouter
 from keyhole.integrations.ray.routing import DOCUMENTS_KEY, ranked

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from keyhole import Delta
 from keyhole.errors import KeyholeError

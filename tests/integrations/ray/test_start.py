@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from keyhole import LLM
 from tests.checkpoints import make_model
