@@ -109,7 +109,11 @@ def measure(config: Any, name: str = "this model") -> Exactness:
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
+    # Hybrids whose default has one kind of layers only.
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 
 
@@ -152,7 +156,11 @@ def _difference(config: Any) -> float:
 def _by_engine(network: Any, texts: list[list[int]]) -> list[Tensor]:
     """Logits after each prompt and each token that follows it."""
     settings = EngineConfig(
-        page_size=_PAGE_SIZE, prefill_chunk=_CHUNK, memory=_CACHE_BYTES, max_batch=len(texts)
+        page_size=_PAGE_SIZE,
+        prefill_chunk=_CHUNK,
+        memory=_CACHE_BYTES,
+        max_batch=len(texts),
+        prefix_cache=False,  # the texts have nothing in common
     )
     engine = Engine(adopt(network, device="cpu"), Full(), settings)
     params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)

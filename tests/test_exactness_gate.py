@@ -20,13 +20,15 @@ from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model
 
 EXACT = """
-    afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cwm deepseek_v2
-    deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2
-    gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox
-    gpt_oss gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2
-    jetmoe lfm2 llama llama4_text longcat_flash mimo_v2_flash minicpm3 minimax_m2 ministral
-    ministral3 mistral mixtral mpt nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe
-    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu
+    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba biogpt bitnet bloom codegen cohere
+    cohere2 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe
+    falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2
+    gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared
+    helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe kimi_linear lfm2 lfm2_moe lfm3 llama
+    llama4_text longcat_flash mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral
+    mixtral mpt nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe
+    qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
+    stablelm starcoder2 vaultgemma xglm youtu
 """.split()
 
 #: Shapes that a family's default config does not have.
@@ -85,7 +87,7 @@ def test_it_is_exact(family: str) -> None:
     found = measure(config)
     assert found.exact, found.reason
     assert found.error is not None
-    assert found.error < 1e-4
+    assert found.error < (2e-4 if families.recurrent_layers(config) else 1e-4)
 
 
 @pytest.mark.one_in(4)
@@ -102,7 +104,7 @@ def test_hidden_shapes_are_exact(shape: str) -> None:
         ("bert", "is an encoder"),
         ("bart", "encoder-decoder"),
         ("mamba", "recurrent state"),
-        ("jamba", "recurrent state"),
+        ("recurrent_gemma", "a recurrent state in a way of its own"),
         ("deepseek_v32", "by its own indexer"),
         ("gemma3", "consists of several models"),
         ("openai-gpt", "a small model fails with"),

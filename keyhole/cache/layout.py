@@ -41,7 +41,11 @@ class LayerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The shape of a model and its cache, as methods need it; plain numbers, no tensors."""
+    """The shape of a model and its cache, as methods need it; plain numbers, no tensors.
+
+    `layers` are those with attention. In a hybrid model others are between them: `in_model` has
+    the number of each among all layers of the model; None: all have attention.
+    """
 
     layers: tuple[LayerLayout, ...]
     num_query_heads: int
@@ -49,11 +53,16 @@ class Geometry:
     itemsize: int  # bytes of one cached number
     calibration: Path | None = None  # DELTA layers measured for this model, beside its weights
     stability: Path | None = None  # and SamKV's stable layers
+    in_model: tuple[int, ...] | None = None
 
     @property
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
+
+    def number(self, in_model: int) -> int:
+        """The place in `layers` of the layer that has this number in the model."""
+        return in_model if self.in_model is None else self.in_model.index(in_model)
 
     @property
     def full_attention(self) -> tuple[int, ...]:

@@ -47,10 +47,12 @@ def allocate(
     head: RetrievalHead | None,
     *,
     num_rows: int,
+    reserved: int = 0,
 ) -> tuple[PageCache, LayerOffloader | None]:
     """An empty cache and, with `config.offload`, its layer offloader.
 
-    num_rows: sequences that have buffers for offloaded layers.
+    num_rows: sequences that have buffers for offloaded layers. reserved: bytes of the cache's
+    memory that something else takes.
     ConfigError if not a page fits, or if the policy has no layers that may move.
     """
     data = page_data(geometry, policy, None if head is None else head.config)
@@ -69,11 +71,12 @@ def allocate(
         room = plan.cache_memory
     else:
         room = free_memory(model.device) if config.memory is None else config.memory
-    max_pages = room // page_bytes
+    max_pages = max(0, room - reserved) // page_bytes
     if plan is not None and config.offload is not None:
         max_pages = max(plan.capacities)
     if max_pages < 1:
-        raise ConfigError(f"memory {room} bytes holds no page of {page_bytes} bytes")
+        beside = f" beside a recurrent state of {reserved} bytes" if reserved else ""
+        raise ConfigError(f"memory {room} bytes holds no page of {page_bytes} bytes{beside}")
     cache = PageCache(
         geometry,
         max_pages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
@@ -44,6 +45,7 @@ from keyhole.errors import (
     is_out_of_memory,
 )
 from keyhole.grammar import Grammars
+from keyhole.models import recurrent_layers
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
@@ -73,6 +75,8 @@ class Engine:
         head: RetrievalHead | None = None,
         copies: SharedPromptCache | None = None,
     ) -> None:
+        if model.is_hybrid:
+            config, copies = _without_prefixes(model, config), None
         self.lock = FairLock()
         self.model = model
         self.config = config
@@ -85,14 +89,21 @@ class Engine:
             raise ConfigError("copies of prompts go to engines without offload=; leave one out")
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
-        wanted = config.graphs and self.policy.capturable is True
+        self.recurrent = recurrent_layers.new_state(model.network, config.max_batch)
+        wanted = config.graphs and self.policy.capturable is True and self.recurrent is None
         recorder = make_recorder(model.device) if wanted else None
         self.offloader: LayerOffloader | None = None
         if cache is None:
             # One more row of buffers, for padding rows of captured steps.
             rows = config.max_batch + (recorder is not None)
             cache, self.offloader = allocate(
-                model, self.geometry, self.policy, config, head, num_rows=rows
+                model,
+                self.geometry,
+                self.policy,
+                config,
+                head,
+                num_rows=rows,
+                reserved=0 if self.recurrent is None else self.recurrent.nbytes,
             )
         self.cache = cache
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
@@ -137,6 +148,8 @@ class Engine:
             return "graphs=False"
         if self.policy.capturable is not True:
             return str(self.policy.capturable)
+        if self.recurrent is not None:
+            return "the model has layers with a recurrent state"
         recorded = self._runner._recorded
         if recorded is None:
             return f"there are no CUDA graphs on a device of kind {self.model.device.type}"
@@ -175,6 +188,7 @@ class Engine:
             None if self.offloader is None else self.offloader.prefetcher,
             recorder,
             under.keeper,
+            self.recurrent,
         )
 
     def _enter(self, under: RequestPolicy) -> None:
@@ -463,3 +477,22 @@ class Engine:
             sequence.counters += Counters(
                 hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
             )
+
+
+def _without_prefixes(model: Model, config: EngineConfig) -> EngineConfig:
+    """The settings for a hybrid model: no prefix is shared, as states inside a prompt are not kept.
+
+    ConfigError for what such a model cannot have.
+    """
+    if config.offload is not None:
+        raise ConfigError(
+            f"offload={config.offload!r} is not available for model {model.name!r}: the plan of "
+            "its memory does not contain the recurrent state of its layers; leave it out"
+        )
+    if config.prefix_cache:
+        logging.getLogger("keyhole").warning(
+            "model %r has layers with a recurrent state: the prefix cache is off, and requests "
+            "with the same prompt compute it each",
+            model.name,
+        )
+    return replace(config, prefix_cache=False)

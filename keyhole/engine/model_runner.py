@@ -14,6 +14,7 @@ from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPag
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
+from keyhole.cache.recurrent_state import RecurrentChunk, RecurrentState, RecurrentStep
 from keyhole.engine.cuda_graph_runner import CudaGraphRunner, Outputs, Recorder
 from keyhole.engine.decode_inputs import (
     DecodeInputs,
@@ -90,6 +91,7 @@ class Runner:
 
     keeper: the policy whose `on_append` sees written pages; None: `policy`.
     recorder: captures decode steps for replay; None: operations are launched one by one.
+    recurrent: the state of the engine's sequences; None for a model without recurrent layers.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class Runner:
         prefetcher: Prefetcher | None = None,
         recorder: Recorder | None = None,
         keeper: Policy | None = None,
+        recurrent: RecurrentState | None = None,
     ) -> None:
         self._model = model
+        self._recurrent = recurrent
         self._cache = cache
         self._policy = policy
         self._keeper = keeper
@@ -194,6 +198,8 @@ class Runner:
         if victims is not None and batch.step is not None and batch.step.retained is not None:
             self._victims = victims, batch.step.retained.due, plan.decodes
         self._trace(plan, batch)
+        if batch.recurrent is not None:
+            batch.recurrent.commit()
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
@@ -365,7 +371,22 @@ class Runner:
             filled=self._send(_join(filled)) if keep else None,
             prefetcher=self._prefetcher,
             keeper=self._keeper,
+            recurrent=self._recurrent_step(plan),
         )
+
+    def _recurrent_step(self, plan: SchedulerOutput) -> RecurrentStep | None:
+        """The recurrent states of the step's sequences, in the order of the packed row."""
+        if self._recurrent is None:
+            return None
+        slots = np.asarray(
+            [s.slot for s in (*plan.decodes, *(s for s, _ in plan.chunks))], np.int64
+        )
+        sent, row, chunks = self._send(slots), len(plan.decodes), []
+        for i, (sequence, count) in enumerate(plan.chunks, row):
+            begins = sequence.num_computed == 0
+            chunks.append(RecurrentChunk(slice(row, row + count), sent[i : i + 1], begins))
+            row += count
+        return RecurrentStep(self._recurrent, sent[: len(plan.decodes)], chunks)
 
     def _scattered(
         self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor

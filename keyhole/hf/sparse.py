@@ -92,6 +92,11 @@ def _adopt(network: Any) -> Model:
             f"keyhole.sparse cannot run {name!r}: its {own} does not call transformers' attention "
             "interface; keyhole.LLM(model) can"
         )
+    if families.recurrent_layers(network.config):
+        raise ConfigError(
+            f"keyhole.sparse cannot run {name!r}: some of its layers keep a recurrent state, which "
+            "only the engine has; keyhole.LLM(model) can"
+        )
     devices = {parameter.device for parameter in network.parameters()}
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices)))

@@ -88,6 +88,10 @@ class CompressedModel:
                 f"{model.name!r} has layers with a sliding window, whose tokens are dropped "
                 "already: a budget would mean something else in each layer"
             )
+        if model.is_hybrid:
+            raise ModelError(
+                f"{model.name!r} has layers with a recurrent state, which no press can reduce"
+            )
         self._model = model
         self._attend_by("sdpa")
 

@@ -59,7 +59,8 @@ def attention(
             "this model runs under Keyhole, which computes its attention: use it through "
             "keyhole.LLM, or inside keyhole.sparse by generate() or by calling the model itself"
         )
-    batch, layer = keyhole, int(module.layer_idx)  # type: ignore[arg-type]
+    batch = keyhole
+    layer = batch.cache.geometry.number(int(module.layer_idx))  # type: ignore[arg-type]
     layout = batch.cache.geometry.layers[layer]
     own_window = None if layout.chunked else layout.window
     assert sliding_window == own_window, f"layer {layer}: {sliding_window} != {own_window}"
@@ -277,9 +278,11 @@ class PassThrough:
 
         key [1, 1, T, kv_lora_rank] and value [1, 1, T, qk_rope_head_dim] in that case.
         """
-        if self.batch.cache.geometry.layers[layer_idx].shared_values:
+        geometry = self.batch.cache.geometry
+        layer = geometry.number(layer_idx)
+        if geometry.layers[layer].shared_values:
             latent, rope = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            self.batch.latents[layer_idx] = latent, rope
+            self.batch.latents[layer] = latent, rope
         return key, value
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:

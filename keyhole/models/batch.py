@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher
+from keyhole.cache.recurrent_state import RecurrentStep
 from keyhole.policies.base import Policy, Selection, Step
 
 
@@ -83,6 +84,7 @@ class Batch:
     rewrite: the chunk of a step that recomputes stored tokens; such a step has no other chunk.
     observer: receives the queries of every layer. last_layer: where the forward pass may end.
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
+    recurrent: the states of the step's sequences; None for a model without recurrent layers.
     """
 
     cache: PageCache
@@ -102,6 +104,7 @@ class Batch:
     keeper: Policy | None = None
     observer: Observer | None = None
     last_layer: int | None = None
+    recurrent: RecurrentStep | None = None
 
     def prefetch(self, after: int) -> None:
         """Starts loading the selection for layers after `after`, up to the next selection layer."""

@@ -204,6 +204,11 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
         else:
             config, *built = build(place)
         families.check(config, name)
+        if families.recurrent_layers(config):
+            raise ModelError(
+                f"model {name!r} ({config.model_type}) has layers with a recurrent state, whose "
+                "memory is not planned"
+            )
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
         counted = _count(headers, config)

@@ -13,19 +13,18 @@ from keyhole.config import is_count
 from keyhole.errors import ModelError
 
 #: Kinds of layers, as in `layer_types`, whose keys and values are in pages.
-_FULL = {"full_attention", "attention", "global"}
+_FULL = {"full_attention", "attention", "global", "hybrid"}
 _SLIDING = {"sliding_attention", "local"}
 _CHUNKED = {"chunked_attention"}
+_ATTENTION = _FULL | _SLIDING | _CHUNKED
+
+#: Kinds that keep a recurrent state of a sequence; a hybrid layer has keys and values as well.
+_RECURRENT = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
+#: Kinds that keep nothing of earlier tokens.
+_STATELESS = {"mlp", "moe"}
 
 #: What the other kinds of layers are, for the error.
-_OTHER_KINDS = {
-    "linear_attention": "linear attention keeps a recurrent state, not keys and values",
-    "mamba": "a state-space layer keeps a recurrent state, not keys and values",
-    "conv": "a convolution keeps a state, not keys and values",
-    "hybrid": "a layer of attention and a state-space model keeps a recurrent state as well",
-    "recurrent": "a recurrent layer keeps a state, not keys and values",
-    "indexed_attention": "the model selects tokens by its own indexer",
-}
+_OTHER_KINDS = {"indexed_attention": "the model selects tokens by its own indexer"}
 
 #: Families whose modules read a whole text at once.
 _ENCODERS = {
@@ -80,7 +79,7 @@ def check(config: Any, name: str) -> None:
             f"model {name!r} ({family}) is an encoder ({_ENCODERS[family]}): every token sees the "
             "whole text; Keyhole runs decoders, which continue a text"
         )
-    kinds = set(_kinds(config) or ()) - _FULL - _SLIDING - _CHUNKED
+    kinds = set(_kinds(config) or ()) - _ATTENTION - _RECURRENT - _STATELESS
     if kinds:
         reasons = "; ".join(
             f"{kind}: {_OTHER_KINDS.get(kind, 'unknown')}" for kind in sorted(kinds)
@@ -89,6 +88,11 @@ def check(config: Any, name: str) -> None:
     if getattr(config, "num_hidden_layers", None) is None:
         raise ModelError(
             f"model {name!r} ({family}) consists of several models; Keyhole runs models of text"
+        )
+    if not attention_layers(config):
+        raise ModelError(
+            f"model {name!r} ({family}) has no layer of attention: its recurrent state has a fixed "
+            "size, and no keys to select"
         )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
         _check_sizes(_of_layer(config, layer), name)
@@ -104,10 +108,24 @@ def _check_sizes(config: Any, name: str) -> None:
             )
 
 
+def attention_layers(config: Any) -> tuple[int, ...]:
+    """The numbers of the layers that have keys and values."""
+    kinds = _kinds(config)
+    if kinds is None:
+        return tuple(range(int(config.num_hidden_layers)))
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in _ATTENTION)
+
+
+def recurrent_layers(config: Any) -> tuple[int, ...]:
+    """The numbers of the layers that keep a recurrent state of a sequence."""
+    kinds = _kinds(config) or ()
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in _RECURRENT)
+
+
 def layouts(config: Any) -> tuple[LayerLayout, ...]:
-    """Shape of the cache of each layer."""
+    """Shape of the cache of each of `attention_layers`."""
     heads = int(config.num_attention_heads)
-    depth = int(config.num_hidden_layers)
+    layers = attention_layers(config)
     if getattr(config, "kv_lora_rank", None) is not None:  # MLA
         rank, rope = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
         latent = LayerLayout(
@@ -117,11 +135,17 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
             shared_values=True,
             num_query_heads=heads,
         )
-        return (latent,) * depth
-    kinds = _kinds(config) or [""] * depth
+        return (latent,) * len(layers)
+    kinds, windows = _kinds(config), _windows(config)
     return tuple(
-        _layout(config, _of_layer(config, layer), heads, window, kinds[layer] in _CHUNKED)
-        for layer, window in enumerate(_windows(config))
+        _layout(
+            config,
+            _of_layer(config, layer),
+            heads,
+            windows[layer],
+            kinds is not None and kinds[layer] in _CHUNKED,
+        )
+        for layer in layers
     )
 
 

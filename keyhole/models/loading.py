@@ -34,7 +34,7 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import checkpoint, families, own_attention
+from keyhole.models import checkpoint, families, own_attention, recurrent_layers
 from keyhole.models.adapters import merged
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
@@ -105,7 +105,13 @@ class Model:
             itemsize=self.dtype.itemsize,
             calibration=self.calibration,
             stability=self.stability,
+            in_model=families.attention_layers(config) if self.is_hybrid else None,
         )
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep a recurrent state of a sequence."""
+        return bool(families.recurrent_layers(self.network.config))
 
     @functools.cached_property  # read at every token of a prompt
     def vocab_size(self) -> int:
@@ -307,6 +313,7 @@ def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Mode
     config = network.config
     _check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
+    recurrent_layers.adapt(network, name)
     speed_up(network, place)
     max_length, reason = families.max_length(config)
     folder = Path(name)

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from keyhole import kernels
+from keyhole.cache.recurrent_state import LayerState
 from keyhole.errors import ConfigError
 from keyhole.models import families
 from keyhole.models.loading import Model
@@ -49,6 +50,16 @@ class RopeShift:
 
     frequencies: tuple[Tensor, ...]
     rotated_last: tuple[bool, ...]
+
+    @classmethod
+    def for_documents(cls, model: Model) -> Self:
+        """The rotations by which stored documents are placed; ConfigError if they cannot be."""
+        if model.is_hybrid:
+            raise ConfigError(
+                f"model {model.name!r} has layers with a recurrent state, which depends on every "
+                "earlier token: stored documents cannot be joined there"
+            )
+        return cls.of(model)
 
     @classmethod
     def of(cls, model: Model) -> Self:
@@ -78,7 +89,11 @@ class RopeShift:
     def _of(cls, network: Any, device: torch.device) -> Self:
         layouts = families.layouts(network.config)
         rotary = network.base_model.rotary_emb
-        kinds = getattr(network.config, "layer_types", None) or ["full_attention"] * len(layouts)
+        kinds = getattr(network.config, "layer_types", None)
+        if kinds is None:
+            kinds = ["full_attention"] * len(layouts)
+        else:
+            kinds = [kinds[layer] for layer in families.attention_layers(network.config)]
         by_kind = {kind: _frequencies(rotary, kind).to(device) for kind in set(kinds)}
         return cls(
             frequencies=tuple(by_kind[kind] for kind in kinds),
@@ -112,12 +127,13 @@ def _frequencies(rotary: Any, kind: str) -> Tensor:
     return found.double()
 
 
-class _KeyRecorder:
+class _KeyRecorder(LayerState):
     """Passed to transformers as `past_key_values`: keeps what a cache would hold as keys."""
 
     is_compileable = False
 
     def __init__(self) -> None:
+        super().__init__({})
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
@@ -169,9 +185,11 @@ def _problem(fields: str) -> str | None:
         shift = RopeShift._of(network, torch.device("cpu"))
     except AttributeError:
         return "the rotary embedding has no table of frequencies"
+    layers = families.attention_layers(small)
     for layer, layout in enumerate(families.layouts(small)):
         before, after = (
-            torch.cat(keys[layer], -1) if layout.shared_values else keys[layer][0] for keys in found
+            torch.cat(keys[layers[layer]], -1) if layout.shared_values else keys[layers[layer]][0]
+            for keys in found
         )
         if torch.allclose(shift.turn(layer, before, _SHIFT), after, atol=1e-3, rtol=1e-3):
             continue

@@ -46,9 +46,14 @@ _SIZES = {
     "kv_channels": _HEAD_DIM,
     "rotary_dim": _HEAD_DIM // 2,
     **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 0),
+    # Recurrent layers: states, and heads of linear attention.
+    **dict.fromkeys(["mamba_d_state", "ssm_state_size", "mamba_dt_rank"], 8),
+    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"], _HEAD_DIM),
+    "moe_shared_expert_intermediate_size": 48,
 }
 #: Fields that stay below this: numbers of experts, windows (below the lengths of the gate's texts).
 _AT_MOST = {
+    **dict.fromkeys(["mamba_n_groups", "n_groups", "linear_num_key_heads", "linear_num_heads"], 2),
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
     "moe_num_experts": 4,
     **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"], 2),
@@ -57,7 +62,23 @@ _AT_MOST = {
     **dict.fromkeys(["first_k_dense_replace", "moe_num_shared_experts", "num_dense_layers"], 1),
     **dict.fromkeys(["sliding_window", "window_size", "attention_chunk_size"], _WINDOW),
     "floor_scale": _WINDOW,
+    # Blocks in which a recurrence is computed: prompts have several.
+    **dict.fromkeys(["mamba_chunk_size", "chunk_size", "block_size"], _WINDOW),
     "max_position_embeddings": 256,
+}
+
+
+#: Configs that say by other fields than a list which layers have attention, or experts: those of a
+#: small model that has all combinations.
+_ALTERNATING: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "jamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 3,
+        "expert_layer_offset": 1,
+    },
 }
 
 
@@ -69,6 +90,8 @@ def shrink(config: Any) -> Any:
     gate.
     """
     small = copy.deepcopy(config)
+    for name, value in _ALTERNATING.get(small.model_type, {}).items():
+        _set(small, name, value)
     depth = int(small.num_hidden_layers)
     kept = _kept_layers(small, depth)
     for name, value in list(vars(small).items()):
@@ -76,6 +99,7 @@ def shrink(config: Any) -> Any:
             setattr(small, name, [value[i] for i in kept])
     _set(small, "num_hidden_layers", len(kept))
     own = _own_sizes(config, kept)
+    ratio = _value_heads(small)
     _shrink_heads(small)
     for name, size in _SIZES.items():
         value = getattr(small, name, None)
@@ -85,6 +109,7 @@ def shrink(config: Any) -> Any:
         value = getattr(small, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
             _set(small, name, min(value, most))
+    _shrink_recurrence(small, ratio)
     if getattr(small, "word_embed_proj_dim", None) is not None:  # OPT
         small.word_embed_proj_dim = small.hidden_size
     if own:
@@ -105,6 +130,25 @@ def _kept_layers(config: Any, depth: int) -> list[int]:
         if seen[kind] <= 2:
             kept.append(layer)
     return kept[:_MAX_LAYERS] if len(kept) > 2 else list(range(min(depth, 4)))
+
+
+def _value_heads(config: Any) -> int:
+    """Value heads per key head of linear attention."""
+    keys = getattr(config, "linear_num_key_heads", None)
+    return int(config.linear_num_value_heads) // int(keys) if keys else 1
+
+
+def _shrink_recurrence(config: Any, ratio: int) -> None:
+    """Numbers and sizes of the heads of recurrent layers; `ratio` as `_value_heads` had it."""
+    if getattr(config, "linear_num_key_heads", None):
+        config.linear_num_value_heads = config.linear_num_key_heads * ratio
+    if getattr(config, "mamba_num_heads", None):  # Nemotron-H
+        config.mamba_num_heads, config.mamba_head_dim = 4, _HEAD_DIM
+    if getattr(config, "mamba_n_heads", None):
+        if getattr(config, "mamba_d_ssm", None):  # Falcon-H1
+            config.mamba_d_ssm = 4 * _HEAD_DIM
+        inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
+        config.mamba_n_heads, config.mamba_d_head = 4, inner // 4
 
 
 def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:

@@ -54,7 +54,7 @@ class Documents:
         limit_bytes: int | None = None,
         check: str = "open",
     ) -> None:
-        RopeShift.of(engine.model)
+        RopeShift.for_documents(engine.model)
         self._engine = engine
         self.place = str(place or default_place())
         self.store = DocumentStore(

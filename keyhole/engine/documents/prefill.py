@@ -77,7 +77,7 @@ class DocumentPrefill:
         self._pace = pace
         self._head_runner = head_runner
         self._known = prefix
-        self._rope_shift = RopeShift.of(model)
+        self._rope_shift = RopeShift.for_documents(model)
 
     def check(self, context: Context) -> None:
         """Checks that the method supports the documents and the policy.

@@ -79,7 +79,7 @@ def check_model(model: str, policy: Any) -> None:
     config = read_config(locate(model))
     families.check(config, model)
     require(config, model)
-    require_depth(policy, int(config.num_hidden_layers))
+    require_depth(policy, len(families.layouts(config)))
 
 
 @contextmanager

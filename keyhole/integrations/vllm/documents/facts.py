@@ -82,7 +82,7 @@ def prepare(config: VllmConfig) -> None:
             '"documents", the folder or URL of the store'
         )
     model = _model(config)
-    shift = RopeShift.of(model)
+    shift = RopeShift.for_documents(model)
     facts = DocumentFacts(
         place=str(extra.get("documents") or default_place()),
         fingerprint=fingerprint(model),

@@ -1,0 +1,159 @@
+"""The recurrent state of hybrid models: what layers keep instead of keys and values.
+
+Short convolutions (LFM2), state-space layers (Mamba, Mamba-2) and linear attention (gated delta
+nets, lightning attention) keep a state of fixed size: the last inputs of a convolution, a matrix
+per head. It is stored in slots, one per running sequence, under the number that the scheduler gives
+to the sequence (`Sequence.slot`). The first chunk of a prompt begins without a state and overwrites
+the slot, so nothing has to be cleared when a sequence ends, is aborted or is pre-empted.
+
+Keys and values of a token can be written twice, a state cannot be advanced twice: a step that fails
+halfway must not leave some layers ahead of others. Layers therefore work on copies, and
+`RecurrentStep.commit` stores them once all layers have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: A layer's tensors by kind and number, each with the sequences in its first dimension.
+States = dict[tuple[str, int], Tensor]
+
+
+class LayerState:
+    """The state of the sequences in one call of a layer, as transformers' cache offers it.
+
+    states: [n, ...] each; empty at the start of a prompt. The layer changes or replaces them.
+    """
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution, [n, channels, width]; None at the start of a prompt."""
+        return self.states.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a recurrence; None at the start of a prompt."""
+        return self.states.get(("recurrent", state_idx))
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """`get_recurrent_state` under the name that MiniMax uses."""
+        return self.states.get(("recurrent", 0))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Adds inputs [n, channels, t]; returns the earlier ones, or zeros, with these behind."""
+        before = self.states.get(("conv", state_idx))
+        width = conv_kernel_size or conv_states.shape[-1]
+        if before is None:
+            whole = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        else:
+            width = before.shape[-1]
+            whole = torch.cat([before, conv_states], -1)
+        self.states["conv", state_idx] = whole[..., -width:]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Replaces the state of a recurrence; returns it."""
+        self.states["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """`update_recurrent_state` under the name that MiniMax uses."""
+        self.states["recurrent", 0] = linear_cache
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False: no step is taken back."""
+        return False
+
+
+class RecurrentState:
+    """The state of all recurrent layers, for `num_slots` sequences.
+
+    examples: per layer the state of one sequence, [1, ...] each, which gives shapes and dtypes.
+    """
+
+    def __init__(self, examples: Sequence[States], num_slots: int) -> None:
+        self._layers: list[States] = [
+            {key: x.new_zeros(num_slots, *x.shape[1:]) for key, x in states.items()}
+            for states in examples
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(x.nbytes for states in self._layers for x in states.values())
+
+    def read(self, layer: int, slots: Tensor) -> States:
+        """Copies of a layer's states of these slots, int64 [n]."""
+        return {key: x.index_select(0, slots) for key, x in self._layers[layer].items()}
+
+    def write(self, layer: int, slots: Tensor, states: States) -> None:
+        """Stores a layer's states of these slots, int64 [n]."""
+        for key, x in self._layers[layer].items():
+            x.index_copy_(0, slots, states[key].to(x.dtype))
+
+
+@dataclass(frozen=True)
+class RecurrentChunk:
+    """Prompt tokens of one sequence: their rows in the packed row, and its slot, int64 [1].
+
+    begins: whether they are the first of the prompt, which has no state before them.
+    """
+
+    rows: slice
+    slot: Tensor
+    begins: bool
+
+
+@dataclass
+class RecurrentStep:
+    """The states of the sequences of one step.
+
+    decoding: int64 [B], the slots of the sequences that decode a token each, which are the first
+    rows of the packed row; chunks: those of prompts.
+    """
+
+    state: RecurrentState
+    decoding: Tensor
+    chunks: list[RecurrentChunk]
+    _new: list[tuple[int, Tensor, States]] = field(default_factory=list)
+
+    def run(
+        self, layer: int, hidden: Tensor, call: Callable[[Tensor, LayerState], Tensor]
+    ) -> Tensor:
+        """Runs a layer over a packed row [1, T, width]; returns [1, T, width].
+
+        call: the layer for n sequences of t tokens each, [n, t, width], and their state. It is
+        called once for all decoding sequences, and once for each prompt.
+        """
+        parts, count = [], len(self.decoding)
+        if count:
+            there = LayerState(self.state.read(layer, self.decoding))
+            parts.append(call(hidden[0, :count, None], there)[:, 0])
+            self._new.append((layer, self.decoding, there.states))
+        for chunk in self.chunks:
+            there = LayerState({} if chunk.begins else self.state.read(layer, chunk.slot))
+            parts.append(call(hidden[:, chunk.rows], there)[0])
+            self._new.append((layer, chunk.slot, there.states))
+        return torch.cat(parts)[None]
+
+    def commit(self) -> None:
+        """Stores the new states of all layers; once, after the last of them has run."""
+        for layer, slots, states in self._new:
+            self.state.write(layer, slots, states)
+        self._new.clear()
