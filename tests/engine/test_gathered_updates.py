@@ -82,4 +82,8 @@ def test_a_request_alone_waits_for_nothing(
     gathered.put(begun(1))
     gathered.put([Update(1, [5])])
     gathered.put([Update(1, [6])])
-    assert [delivered.get_nowait() for _ in range(3)] == [begun(1), [Update(1, [5])], [Update(1, [6])]]
+    assert [delivered.get_nowait() for _ in range(3)] == [
+        begun(1),
+        [Update(1, [5])],
+        [Update(1, [6])],
+    ]
