@@ -141,15 +141,18 @@ class AsyncLLM:
     """The methods of an `LLM`, to be awaited; hundreds of tasks may wait at once.
 
     The `LLM` stays usable from threads meanwhile.
+
+    stream_interval: seconds that a stream's tokens may wait to be one piece with the next ones when
+    many streams run, which then cost the event loop less; its first piece and its last never wait.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, stream_interval: float = 0.0) -> None:
         if not isinstance(llm, LLM):  # its thread would end, and every request wait for ever
             raise ConfigError(f"AsyncLLM takes an LLM, such as AsyncLLM(LLM('tiny')), not {llm!r}")
         self.llm = llm
         self._inboxes: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
-        self._steps: Steps = StepThread(llm, self._deliver)
+        self._steps: Steps = StepThread(llm, self._deliver, stream_interval)
 
     @property
     def documents(self) -> Documents:

@@ -8,6 +8,7 @@ text of tokens, which the caller can do while the next step runs.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from keyhole.engine.read_trace import TokenReads
 from keyhole.engine.sequence import Result, Sequence, Stats, result_of
 from keyhole.llm import LLM
 
+#: How long tokens wait for each stream beyond the first: a delivery wakes the reader, who writes to
+#: every stream, on the cores that compute.
+_WAIT_PER_STREAM_S = 0.01
 #: Of `LLM`, one that makes a sequence.
 Method = Literal["submit", "submit_chat", "submit_ask"]
 
@@ -52,13 +56,19 @@ class Extras:
     error: BaseException | None = None
     num_silent: int = 0
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has ended."""
+        return self.result is not None or self.error is not None
+
 
 class Update(NamedTuple):
-    """New tokens of request `number`."""
+    """New tokens of request `number`; is_first: it has had none before."""
 
     number: int
     tokens: list[int]
     extras: Extras | None = None
+    is_first: bool = False
 
 
 @dataclass(eq=False)
@@ -74,15 +84,77 @@ class _Request:
     error: BaseException | None = None
 
 
+class _Gathering:
+    """Makes few deliveries of what many steps bring.
+
+    deliver: called with updates by the thread that puts them, or by one of its own. interval: as of
+    `StepThread`.
+    """
+
+    def __init__(self, deliver: Callable[[list[Update]], None], interval: float) -> None:
+        self._deliver, self._interval = deliver, interval
+        self._guard = threading.Lock()  # of what follows, and of the order of deliveries
+        self._held: list[Update] = []
+        self._due = 0.0
+        self._is_watched = False
+
+    def put(self, updates: list[Update]) -> None:
+        """Takes what a step brought."""
+        with self._guard:
+            self._held += updates
+            if time.monotonic() >= self._due or any(map(_begins_or_ends, updates)):
+                self._deliver_held()
+            elif not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="updates", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Delivers what a long step would keep waiting."""
+        while self._is_watched:
+            time.sleep(self._interval)
+            with self._guard:
+                self._is_watched = bool(self._held)
+                if self._held and time.monotonic() >= self._due:
+                    self._deliver_held()
+
+    def _deliver_held(self) -> None:
+        held, self._held = _joined(self._held), []
+        self._due = time.monotonic() + min(self._interval, (len(held) - 1) * _WAIT_PER_STREAM_S)
+        self._deliver(held)
+
+
+def _joined(updates: list[Update]) -> list[Update]:
+    """One update for each request, but for those with more than tokens."""
+    found: dict[int, Update] = {}
+    others = []
+    for update in updates:
+        known = found.get(update.number)
+        if update.extras is not None:
+            others.append(update)
+        elif known is None:
+            found[update.number] = update
+        else:
+            found[update.number] = known._replace(tokens=known.tokens + update.tokens)
+    return [*found.values(), *others]
+
+
+def _begins_or_ends(update: Update) -> bool:
+    return update.is_first or (update.extras is not None and update.extras.is_last)
+
+
 class StepThread:
     """Takes requests, runs steps, and hands out what they bring; ends when there is nothing to do.
 
-    deliver: called in the thread, once for each step, with an update for each request that has
-    something new.
+    deliver: called with an update for each request that has something new, once for each step;
+    never twice at a time. interval: seconds that tokens may wait for those of the next steps, less
+    where few requests run; the first of a request and its end never wait.
     """
 
-    def __init__(self, llm: LLM, deliver: Callable[[list[Update]], None]) -> None:
-        self._llm, self._deliver = llm, deliver
+    def __init__(
+        self, llm: LLM, deliver: Callable[[list[Update]], None], interval: float = 0.0
+    ) -> None:
+        self._llm = llm
+        self._deliver = _Gathering(deliver, interval).put if interval else deliver
         self._guard = threading.Lock()  # of what follows
         self._new: list[_Request] = []
         self._known: dict[int, _Request] = {}
@@ -179,7 +251,7 @@ class StepThread:
             return None
         request.given += len(tokens)
         if not (done or sequence.params.logprobs is not None or sequence.reads is not None):
-            return Update(request.number, tokens)
+            return Update(request.number, tokens, is_first=not given)
         try:
             extras = _extras(sequence, given, len(tokens))
         except Exception as error:  # noqa: BLE001 - the caller gets it
@@ -187,7 +259,7 @@ class StepThread:
             extras = Extras(error=error)
         if done:
             request.sequence = None
-        return Update(request.number, tokens, extras)
+        return Update(request.number, tokens, extras, is_first=not given)
 
     def _fail(self, request: _Request, error: BaseException) -> None:
         if request.sequence is not None:

@@ -82,6 +82,8 @@ def _packed(cls: type[nn.Module]) -> type[nn.Module]:
     keyword, original = _keyword(cls), cls.forward
 
     def forward(self: Any, *args: Any, **named: Any) -> Any:
+        if any(isinstance(given, PassThrough) for given in args):
+            raise ModelError(f"{cls.__name__} keeps a recurrent state in a way of its own")
         past = named.get(keyword)
         if not isinstance(past, PassThrough):
             return original(self, *args, **named)

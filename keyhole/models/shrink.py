@@ -141,14 +141,16 @@ def _value_heads(config: Any) -> int:
 def _shrink_recurrence(config: Any, ratio: int) -> None:
     """Numbers and sizes of the heads of recurrent layers; `ratio` as `_value_heads` had it."""
     if getattr(config, "linear_num_key_heads", None):
-        config.linear_num_value_heads = config.linear_num_key_heads * ratio
+        _set(config, "linear_num_value_heads", config.linear_num_key_heads * ratio)
     if getattr(config, "mamba_num_heads", None):  # Nemotron-H
-        config.mamba_num_heads, config.mamba_head_dim = 4, _HEAD_DIM
+        _set(config, "mamba_num_heads", 4)
+        _set(config, "mamba_head_dim", _HEAD_DIM)
     if getattr(config, "mamba_n_heads", None):
         if getattr(config, "mamba_d_ssm", None):  # Falcon-H1
-            config.mamba_d_ssm = 4 * _HEAD_DIM
+            _set(config, "mamba_d_ssm", 4 * _HEAD_DIM)
         inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
-        config.mamba_n_heads, config.mamba_d_head = 4, inner // 4
+        _set(config, "mamba_n_heads", 4)
+        _set(config, "mamba_d_head", inner // 4)
 
 
 def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:

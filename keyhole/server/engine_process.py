@@ -2,7 +2,7 @@
 
 Steps hold Python's lock for nearly all their time. Parsing requests, turning tokens into text and
 writing to clients would take it from them, so that happens in another process. Both talk over
-a pair of sockets, in messages of plain data: one for each step, whatever the number of requests.
+a pair of sockets, in messages of plain data, each for many requests at once.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ class _CancelledError(KeyholeError):
 
 
 class EngineServer:
-    """Runs what the other process sends, until that closes its end of the sockets."""
+    """Runs what the other process sends, until that closes its end of the sockets.
 
-    def __init__(self, llm: LLM, link: socket.socket) -> None:
+    interval: as of `StepThread`.
+    """
+
+    def __init__(self, llm: LLM, link: socket.socket, interval: float) -> None:
         self._llm, self._link = llm, link
         self._sending = threading.Lock()
-        self._steps = StepThread(llm, self._deliver)
+        self._steps = StepThread(llm, self._deliver, interval)
         self._cancelled: set[int] = set()
 
     def run(self) -> None:

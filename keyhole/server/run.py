@@ -48,7 +48,8 @@ def serve(llm: LLM, config: ServerConfig, ready: Callable[[str], None]) -> None:
             _serve_in_two(llm, config, ready, place)
         else:
             sys.setswitchinterval(_SWITCH_S)
-            _server(AsyncLLM(llm), config, ready, place).run(sockets=[place])
+            served = AsyncLLM(llm, stream_interval=config.stream_interval)
+            _server(served, config, ready, place).run(sockets=[place])
 
 
 def _server(
@@ -84,7 +85,7 @@ def _serve_in_two(
         _answer(llm, config, ready, place, theirs)
     theirs.close()
     place.close()
-    engine = EngineServer(llm, ours)
+    engine = EngineServer(llm, ours, config.stream_interval)
     threading.Thread(target=engine.run, name="requests", daemon=True).start()
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda *_: engine.drain())

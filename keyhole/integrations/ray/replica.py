@@ -68,7 +68,9 @@ class Replica:
         except KeyholeError as error:
             tell_driver(error)
             raise
-        self._app = create_app(AsyncLLM(llm), settings.server_config())
+        config = settings.server_config()
+        served = AsyncLLM(llm, stream_interval=config.stream_interval)
+        self._app = create_app(served, config)
         self._state: State = self._app.state.keyhole
         self._history = self._state.history = SharedHistory()
         self._conversations = conversations
