@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
@@ -76,7 +75,7 @@ class Engine:
         copies: SharedPromptCache | None = None,
     ) -> None:
         if model.is_hybrid:
-            config, copies = _without_prefixes(model, config), None
+            config, copies = recurrent_layers.settings(model.name, config), None
         self.lock = FairLock()
         self.model = model
         self.config = config
@@ -477,22 +476,3 @@ class Engine:
             sequence.counters += Counters(
                 hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
             )
-
-
-def _without_prefixes(model: Model, config: EngineConfig) -> EngineConfig:
-    """The settings for a hybrid model: no prefix is shared, as states inside a prompt are not kept.
-
-    ConfigError for what such a model cannot have.
-    """
-    if config.offload is not None:
-        raise ConfigError(
-            f"offload={config.offload!r} is not available for model {model.name!r}: the plan of "
-            "its memory does not contain the recurrent state of its layers; leave it out"
-        )
-    if config.prefix_cache:
-        logging.getLogger("keyhole").warning(
-            "model %r has layers with a recurrent state: the prefix cache is off, and requests "
-            "with the same prompt compute it each",
-            model.name,
-        )
-    return replace(config, prefix_cache=False)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keyhole.cache.recurrent_state import LayerState, RecurrentState
+from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError, ModelError
 from keyhole.models import families
 from keyhole.models.attention import PassThrough
@@ -47,6 +50,25 @@ def adapt(network: nn.Module, name: str) -> None:
                 f"layer {layer} of model {name!r} keeps a recurrent state in a way of its own, "
                 "which Keyhole does not know"
             )
+
+
+def settings(name: str, config: EngineConfig) -> EngineConfig:
+    """The settings for a model with recurrent layers, without the prefix cache; logs that.
+
+    ConfigError for what such a model cannot have.
+    """
+    if config.offload is not None:
+        raise ConfigError(
+            f"offload={config.offload!r} is not available for model {name!r}: the plan of its "
+            "memory does not contain the recurrent state of its layers; leave it out"
+        )
+    if config.prefix_cache:  # it would need the states inside a prompt, which are not kept
+        logging.getLogger("keyhole").warning(
+            "model %r has layers with a recurrent state: the prefix cache is off, and requests "
+            "with the same prompt compute it each",
+            name,
+        )
+    return replace(config, prefix_cache=False)
 
 
 def new_state(network: Any, num_slots: int) -> RecurrentState | None:
