@@ -20,6 +20,7 @@ _Documents = list[dict[str, Any]]
 #: Counters of an answer, by whether those of several completions are added or averaged.
 _ADDED = ("kv_bytes_read", "other_bytes_read", "moved_bytes", "store_bytes_read", "evicted_pages")
 _MEAN = ("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio")
+_MEAN += ("accepted_length", "acceptance_rate")
 
 
 class AnyAnswer(Protocol):
