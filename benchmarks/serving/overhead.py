@@ -147,12 +147,15 @@ def _batch(
     engine, http = [], []
     used: dict[str, list[float]] = {"generate": [], "client": [], "server": [], "server_http": []}
     tokens = count * arguments.answer
-    for seed in range(arguments.rounds + 1):  # the first one warms up
+
+    def generated(seed: int) -> None:
         prompts = _prompts(llm, count, arguments.prompt, seed)
         begin, before = time.perf_counter(), time.process_time()
         llm.generate(prompts, _params(arguments.answer))
         engine.append(tokens / (time.perf_counter() - begin))
         used["generate"].append((time.process_time() - before) / tokens)
+
+    def served(seed: int) -> None:
         mine, theirs = time.process_time(), _cpu_seconds(server)
         http.append(_load(address, count, arguments, seed=seed)["tokens_per_s"])
         used["client"].append((time.process_time() - mine) / tokens)
@@ -160,6 +163,11 @@ def _batch(
             ("server", "server_http"), _cpu_seconds(server), theirs, strict=False
         ):
             used[name].append((now - then) / tokens)
+
+    for seed in range(arguments.rounds + 1):  # the first one warms up
+        turns = [generated, served]
+        for turn in turns[:: -1 if seed % 2 else 1]:  # what drifts favours neither
+            turn(seed)
         print(f"{count}: engine {engine[-1]:.0f} tokens/s, http {http[-1]:.0f}", file=sys.stderr)
     ratios = [b / a for a, b in zip(engine[1:], http[1:], strict=True)]
     cpu = {f"{name}_us": 1e6 * statistics.median(found[1:]) for name, found in used.items()}

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def main() -> None:
 @contextmanager
 def serving(documents: str | None) -> Iterator[tuple[str, int]]:
     """The address and the process id of `keyhole serve` on the bundled model."""
-    flags = ["--port", "0", "--max-batch", "8", "--memory", "64MiB", "--max-body", "1000000"]
+    flags = ["--port", "0", "--max-batch", "16", "--memory", "64MiB", "--max-body", "1000000"]
     # Some of the wrong requests ask for as much as there can be.
     flags += ["--max-queue", "64", "--max-length", "512"]
     flags += ["--documents", documents] if documents else []
@@ -130,7 +130,7 @@ async def request(session: Any, draw: random.Random) -> tuple[str, str]:
     method, path, sent, good = _KINDS[kind][1](draw)
     leaves, slow = draw.random() < 1 / 3, draw.random() < 0.05
     try:
-        async with asyncio.timeout(draw.uniform(0.001, 0.3) if leaves else None):
+        async with asyncio.timeout(draw.uniform(0.001, 0.2) if leaves else None):
             async with session.request(method, path, **sent) as answer:
                 async for _ in answer.content.iter_any():
                     if slow:
@@ -153,7 +153,7 @@ def _text(draw: random.Random, most: int = 60) -> str:
 def _completion(draw: random.Random) -> Any:
     body = {
         "prompt": _text(draw),
-        "max_tokens": draw.randint(1, 24),
+        "max_tokens": draw.randint(1, 12),
         "stream": draw.random() < 0.5,
         "n": draw.choice([1, 1, 1, 2]),
         "temperature": draw.choice([0, 1]),
@@ -180,7 +180,7 @@ def _document(draw: random.Random) -> Any:
     kind = draw.random()
     if kind < 0.4:
         # 409: another client removed it while it was encoded.
-        return "PUT", path, {"data": _text(draw, 200).encode()}, {201, 409}
+        return "PUT", path, {"data": _text(draw, 60).encode()}, {201, 409}
     if kind < 0.6:
         return "DELETE", path, {}, {200, 404}
     return "GET", draw.choice([path, "/v1/documents", "/v1/documents?query=lamp"]), {}, {200, 404}
@@ -256,8 +256,11 @@ def usage(process: int) -> dict[str, Any]:
 
 def children(process: int) -> list[int]:
     """The processes that a process has started."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def _at_rest(llm: LLM) -> Iterator[None]:
 async def remote(llm: LLM) -> AsyncIterator[RemoteLLM]:
     """The side of HTTP; the block ends when all requests have."""
     here, there = socket.socketpair()
-    engine = EngineServer(llm, there)
+    engine = EngineServer(llm, there, interval=0.05)
     thread = threading.Thread(target=engine.run)
     thread.start()
     served, lost = RemoteLLM(llm, Link(here)), asyncio.Event()
