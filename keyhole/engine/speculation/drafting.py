@@ -23,7 +23,7 @@ from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
 
-class Draft(Protocol):
+class Proposer(Protocol):
     """What proposes tokens."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
@@ -31,8 +31,8 @@ class Draft(Protocol):
         ...
 
 
-def make_draft(name: str) -> Draft:
-    """The draft of this name, which `EngineConfig` has checked."""
+def make_proposer(name: str) -> Proposer:
+    """The proposer of this name, which `EngineConfig` has checked."""
     assert name == "ngram", name
     return PromptLookup()
 
@@ -42,7 +42,7 @@ class Drafting:
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, max_length: int) -> None:
         assert config.draft is not None
-        self._draft = make_draft(config.draft)
+        self._proposer = make_proposer(config.draft)
         self._most = config.num_draft_tokens
         self._max_length = max_length
         self._scheduler = scheduler
@@ -51,7 +51,7 @@ class Drafting:
         """Adds to a step proposed tokens for its decoding sequences, and allocates their pages."""
         for sequence in plan.decodes:
             most = self._wanted(sequence)
-            tokens = self._draft.propose(sequence, most) if most > 0 else []
+            tokens = self._proposer.propose(sequence, most) if most > 0 else []
             count = self._scheduler.reserve_draft(sequence, len(tokens)) if tokens else 0
             if count:
                 plan.drafts[sequence] = tokens[:count]

@@ -40,10 +40,10 @@ class Erring:
         return (token + self._random.randint(1, self._vocab_size - 1)) % self._vocab_size
 
 
-def under_draft(engine: Engine, draft: drafting.Draft) -> Engine:
+def under_draft(engine: Engine, draft: drafting.Proposer) -> Engine:
     """An engine made with draft="ngram", under another draft."""
     assert engine.drafting is not None
-    engine.drafting._draft = draft
+    engine.drafting._proposer = draft
     return engine
 
 

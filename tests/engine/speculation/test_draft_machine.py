@@ -137,4 +137,4 @@ class TestFew(Machine.TestCase):
 
 @pytest.mark.slow
 class TestMachine(Machine.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
