@@ -41,10 +41,10 @@ _PARTS = 4
 def main() -> None:
     """Runs both engines, prints and stores the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--words", type=int, default=2048, help="of each text, answer included")
+    parser.add_argument("--words", type=int, default=2048, help="of each sequence, answer included")
     parser.add_argument("--texts", type=int, default=4, help="decoded together")
     parser.add_argument("--budget", type=int, default=256, help="tokens that a step may read")
-    parser.add_argument("--share", type=float, default=0.5, help="memory, by that of all layers")
+    parser.add_argument("--share", type=float, default=0.5, help="share of all layers' memory")
     parser.add_argument("--note", default="")
     arguments = parser.parse_args()
     line = measure.header("adaptive-layers", torch.device("cpu"), arguments.note)

@@ -65,10 +65,10 @@ _ENVIRONMENT = {
 def main() -> int:
     """Runs every case, prints and stores the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--words", type=int, default=7680, help="of the text, answer included")
+    parser.add_argument("--words", type=int, default=7680, help="of the sequence, answer included")
     parser.add_argument("--seed", type=int, default=0, help="number of the item")
-    parser.add_argument("--share", type=float, default=0.6, help="memory=, by dense KV")
-    parser.add_argument("--compute", type=int, default=7, help="room to compute in, MiB")
+    parser.add_argument("--share", type=float, default=0.6, help="memory=, relative to all KV")
+    parser.add_argument("--compute", type=int, default=7, help="working memory, MiB")
     parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -195,9 +195,9 @@ def main() -> None:
     )
     parser.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: all")
     parser.add_argument("--samples", type=int, help=f"in a cell; default: {_SAMPLES}")
-    parser.add_argument("--hours", type=float, help="stop after these, between two cells")
-    parser.add_argument("--dry-run", action="store_true", help="only say what is to be done")
-    parser.add_argument("--errors", action="store_true", help="only look into wrong answers")
+    parser.add_argument("--hours", type=float, help="stop after this time, between two cells")
+    parser.add_argument("--dry-run", action="store_true", help="only print the plan")
+    parser.add_argument("--errors", action="store_true", help="only examine wrong answers")
     parser.add_argument("--render", action="store_true", help="only write the page")
     parser.add_argument("--note", default="")
     parser.add_argument("--output", type=Path, default=OUTPUT)
@@ -256,7 +256,7 @@ def run(
     copies = SharedPromptCache(_PROMPT_MEMORY)
     for cell in readers_first(cells, file.lines):
         if time.monotonic() - begin >= seconds:
-            print("the time is over; the same command goes on", file=sys.stderr)
+            print("time limit reached; run the same command to continue", file=sys.stderr)
             break
         if cell.task not in workloads:
             workloads = {cell.task: Answered(make_task(cell.task), model)}

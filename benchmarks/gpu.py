@@ -199,7 +199,7 @@ def run_parts(numbers: Iterable[int], out: Path | None, work: Path) -> bool:
         left = _BUDGET_S - (time.monotonic() - begin)
         (part,) = (part for part in parts(out, work, left) if part.number == number)
         if left < part.least_s:
-            print(f"== part {number}: {part.title}: not run: no time left, PART={number}")
+            print(f"== part {number}: {part.title}: skipped, no time left; run PART={number}")
         else:
             good = run(part, min(left, part.limit_s)) and good
     return good
@@ -223,7 +223,7 @@ def run(part: GpuPart, limit_s: float) -> bool:
             good = False
     part.after()
     spent = time.monotonic() - begin
-    print(f"== part {part.number}: {'good' if good else 'FAILED'} in {spent:.0f} s", flush=True)
+    print(f"== part {part.number}: {'passed' if good else 'FAILED'} in {spent:.0f} s", flush=True)
     return good
 
 
@@ -237,7 +237,7 @@ def environment() -> dict[str, str]:
 
 def dry_run(chosen: list[GpuPart]) -> bool:
     """Checks what needs no device: imports, arguments, names of tests, runs of tiny shapes."""
-    print("no CUDA device here: a dry run")
+    print("no CUDA device: dry run")
     good = True
     for part in chosen:
         print(f"== part {part.number}: {part.title}, at most {part.limit_s:.0f} s")
@@ -249,8 +249,8 @@ def dry_run(chosen: list[GpuPart]) -> bool:
         if part.small:
             good = run(in_small, _ALONE_S) and good
         else:
-            print(f"== part {part.number}: not run in small: triton cannot be imported")
-    print("a device would run this" if good else "a device could not run this")
+            print(f"== part {part.number}: small run skipped: triton cannot be imported")
+    print("dry run passed" if good else "dry run FAILED")
     return good
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--note", default="")
-    parser.add_argument("--render", action="store_true", help="only write tables and picture")
+    parser.add_argument("--render", action="store_true", help="only write tables and figure")
     arguments = parser.parse_args()
     if not arguments.render:
         benchmarks.append(OUTPUT, line(arguments.heads, arguments.note))

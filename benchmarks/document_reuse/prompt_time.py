@@ -59,7 +59,7 @@ def main() -> None:
     line["by_recompute"] = ratios(line["results"])
     benchmarks.append(arguments.output, line)
     for name, ratio in line["by_recompute"].items():
-        print(f"{name}: {ratio:.3f} of the time that computing everything takes")
+        print(f"{name}: {ratio:.3f} of the time of computing everything")
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, float]:

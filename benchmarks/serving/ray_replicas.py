@@ -147,7 +147,7 @@ def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) 
 
 
 def _first_token(alone: str, both: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds until the first token of a request alone."""
+    """Milliseconds to the first token of a single request."""
     server, cluster = [], []
     for seed in range(arguments.first_tokens + 3):
         for address, found in ((alone, server), (both, cluster)):
@@ -163,7 +163,7 @@ def _first_token(alone: str, both: str, arguments: argparse.Namespace) -> dict[s
 
 
 def _throughput(alone: str, both: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of streams, as many at once as two replicas run."""
+    """Tokens per second of as many concurrent streams as two replicas run."""
     server, cluster = [], []
     for seed in range(arguments.rounds + 1):  # the first one warms up
         for address, found in ((alone, server), (both, cluster)):

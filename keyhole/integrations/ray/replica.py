@@ -115,7 +115,7 @@ class Replica:
             if parts:
                 return parts.pop()
             await asyncio.Event().wait()  # a client that leaves cancels this task
-            raise AssertionError("nobody sets it")
+            raise AssertionError("the event is never set")
 
         async def send(message: AsgiMessage) -> None:
             messages.put_nowait(message)
