@@ -1,8 +1,8 @@
 """The thread that runs steps for many requests.
 
-Requests come, and what steps bring them leaves, as plain data with a number: the caller may be an
-event loop of this process (`AsyncLLM`) or another process (`keyhole serve`). The thread makes no
-text of tokens, which the caller can do while the next step runs.
+Requests and their updates are plain data identified by a number, so the caller may be an event loop
+of this process (`AsyncLLM`) or another process (`keyhole serve`). The thread does not detokenise;
+the caller does so while the next step runs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from keyhole.engine.read_trace import TokenReads
 from keyhole.engine.sequence import Result, Sequence, Stats, result_of
 from keyhole.llm import LLM
 
-#: How long tokens wait for each stream beyond the first: a delivery wakes the reader, who writes to
-#: every stream, on the cores that compute.
+#: Delay of tokens per stream beyond the first: each delivery wakes the reader, which writes to
+#: every stream and takes time from the cores that compute.
 _WAIT_PER_STREAM_S = 0.01
-#: Of `LLM`, one that makes a sequence.
+#: The methods of `LLM` that create a sequence.
 Method = Literal["submit", "submit_chat", "submit_ask"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A request: the method of `LLM` that makes its sequence, and the arguments.
+    """A request: the method of `LLM` that creates its sequence, and the arguments.
 
-    group: requests of one number have the same prompt; those after the first share its computation.
-    whole: nothing is wanted before the end.
+    group: requests with the same number have the same prompt and compute it once.
+    whole: the caller wants a single update at the end.
     """
 
     method: Method
@@ -42,7 +42,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What an update may have beside tokens; most have none of it.
+    """Optional parts of an update; most updates have none.
 
     logprobs, reads, prompt_token_ids, stats: as in a `Piece`. result, error: how the request ended.
     num_silent: how many of its last tokens have no text, such as an end token.
@@ -63,7 +63,7 @@ class Extras:
 
 
 class Update(NamedTuple):
-    """New tokens of request `number`; is_first: it has had none before."""
+    """New tokens of request `number`; is_first: they are its first."""
 
     number: int
     tokens: list[int]
@@ -73,7 +73,7 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class _Request:
-    """given: tokens that were handed out; is_left: no caller waits any more."""
+    """given: how many tokens were delivered; is_left: the caller has left."""
 
     number: int
     call: Submission
@@ -85,21 +85,21 @@ class _Request:
 
 
 class _Gathering:
-    """Makes few deliveries of what many steps bring.
+    """Combines the updates of several steps into one delivery.
 
-    deliver: called with updates by the thread that puts them, or by one of its own. interval: as of
-    `StepThread`.
+    deliver: called with updates, by the thread that puts them or by a background thread. interval:
+    as in `StepThread`.
     """
 
     def __init__(self, deliver: Callable[[list[Update]], None], interval: float) -> None:
         self._deliver, self._interval = deliver, interval
-        self._guard = threading.Lock()  # of what follows, and of the order of deliveries
+        self._guard = threading.Lock()  # for the fields below and the order of deliveries
         self._held: list[Update] = []
         self._due = 0.0
         self._is_watched = False
 
     def put(self, updates: list[Update]) -> None:
-        """Takes what a step brought."""
+        """Takes the updates of a step."""
         with self._guard:
             self._held += updates
             if time.monotonic() >= self._due or any(map(_begins_or_ends, updates)):
@@ -109,7 +109,7 @@ class _Gathering:
                 threading.Thread(target=self._watch, name="updates", daemon=True).start()
 
     def _watch(self) -> None:
-        """Delivers what a long step would keep waiting."""
+        """Delivers updates that are due while a long step runs."""
         while self._is_watched:
             time.sleep(self._interval)
             with self._guard:
@@ -124,7 +124,7 @@ class _Gathering:
 
 
 def _joined(updates: list[Update]) -> list[Update]:
-    """One update for each request, but for those with more than tokens."""
+    """Merges the updates of each request; those with extras stay separate."""
     found: dict[int, Update] = {}
     others = []
     for update in updates:
@@ -143,11 +143,11 @@ def _begins_or_ends(update: Update) -> bool:
 
 
 class StepThread:
-    """Takes requests, runs steps, and hands out what they bring; ends when there is nothing to do.
+    """Takes requests, runs steps, and delivers updates; the thread ends when there is no work.
 
-    deliver: called with an update for each request that has something new, once for each step;
-    never twice at a time. interval: seconds that tokens may wait for those of the next steps, less
-    where few requests run; the first of a request and its end never wait.
+    deliver: called once per step with an update for each request that has something new; calls
+    never overlap. interval: the most seconds that tokens wait for those of later steps, less if few
+    requests run; a request's first and last tokens never wait.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class StepThread:
     ) -> None:
         self._llm = llm
         self._deliver = _Gathering(deliver, interval).put if interval else deliver
-        self._guard = threading.Lock()  # of what follows
+        self._guard = threading.Lock()  # for the fields below
         self._new: list[_Request] = []
         self._known: dict[int, _Request] = {}
         self._thread: threading.Thread | None = None
@@ -163,11 +163,11 @@ class StepThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is running or waiting."""
         return self._thread is None
 
     def start(self, number: int, call: Submission) -> None:
-        """Takes a request. Its documents are open until it ends."""
+        """Takes a request. Its documents stay open until it ends."""
         request = _Request(number, call)
         with self._guard:
             self._new.append(request)
@@ -177,7 +177,7 @@ class StepThread:
                 self._thread.start()
 
     def leave(self, number: int) -> None:
-        """Frees a request before its next step; nothing is handed out for it any more."""
+        """Frees a request before its next step; it gets no more updates."""
         with self._guard:
             request = self._known.get(number)
             if request is not None:
@@ -194,7 +194,7 @@ class StepThread:
             running = self._step(running + taken)
 
     def _step(self, requests: list[_Request]) -> list[_Request]:
-        """One step for all; the requests that are not done."""
+        """Runs one step for all requests; returns those that have not ended."""
         engine = self._llm.engine
         with engine.lock:
             for request in requests:
@@ -202,7 +202,7 @@ class StepThread:
             if any(one.sequence and not one.sequence.is_finished for one in requests):
                 try:
                     engine.step()
-                except Exception as error:  # noqa: BLE001 - every caller that waits for this step gets it
+                except Exception as error:  # noqa: BLE001 - delivered to every caller of this step
                     for request in requests:
                         self._fail(request, error)
             updates = [update for one in requests if (update := self._update(one)) is not None]
@@ -239,7 +239,7 @@ class StepThread:
         return sequence
 
     def _update(self, request: _Request) -> Update | None:
-        """What is new; a request that is done, or failed, has no sequence after it."""
+        """The new tokens, if any; clears the sequence of a request that has ended."""
         if request.error is not None:
             return Update(request.number, [], Extras(error=request.error))
         sequence = request.sequence
@@ -273,7 +273,7 @@ class StepThread:
 
 
 def _extras(sequence: Sequence, given: int, count: int) -> Extras:
-    """Of `count` tokens after the first `given`; raises the error that ended the request."""
+    """The extras of `count` tokens after the first `given`; raises what ended the request."""
     done, reads = sequence.is_finished, sequence.reads
     wanted = sequence.params.logprobs is not None
     generated = len(sequence.tokens) - len(sequence.prompt)

@@ -62,6 +62,11 @@ def settings(name: str, config: EngineConfig) -> EngineConfig:
             f"offload={config.offload!r} is not available for model {name!r}: the plan of its "
             "memory does not contain the recurrent state of its layers; leave it out"
         )
+    if config.draft is not None:
+        raise ConfigError(
+            f"draft={config.draft!r} is not available for model {name!r}: a recurrent state cannot "
+            "take back a proposed token; leave it out"
+        )
     if config.prefix_cache:  # it would need the states inside a prompt, which are not kept
         logging.getLogger("keyhole").warning(
             "model %r has layers with a recurrent state: the prefix cache is off, and requests "

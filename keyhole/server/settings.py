@@ -1,4 +1,4 @@
-"""How a server listens, whom it lets in and how much it takes."""
+"""A server's address, access and limits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ServerConfig:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can be meant by a host."""
+    """Whether a host name can only mean this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
