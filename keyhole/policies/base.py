@@ -164,6 +164,11 @@ class Policy:
     #: settings, and branch on host values only as `capture_key` says.
     capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
+    #: True if consecutive tokens of a sequence can be rows of one step, each of its own length, and
+    #: each selects what it would select in a step of its own; else the reason why not. The keys of
+    #: all rows are written before the first one selects, and some may be overwritten later.
+    speculative: ClassVar[bool | str] = "the policy does not say that it can check proposed tokens"
+
     #: Settings that change the values of `page_data`, not only its shape. Requests with equal
     #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None

@@ -19,7 +19,10 @@ from keyhole.server.errors import ApiError
 _Documents = list[dict[str, Any]]
 #: Counters of an answer: those of several completions are added, or averaged.
 _ADDED = ("kv_bytes_read", "other_bytes_read", "moved_bytes", "store_bytes_read", "evicted_pages")
-_MEAN = ("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio")
+_MEAN = (
+    *("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio"),
+    *("accepted_length", "acceptance_rate"),
+)
 
 
 class AnyAnswer(Protocol):
