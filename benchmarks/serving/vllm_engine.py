@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from keyhole.bench.settings import SHAPES
 from keyhole.integrations.vllm.adapter import Adapter
 from keyhole.integrations.vllm.backend import attach, model_layers
+from keyhole.integrations.vllm.counters import ReadCounts
 from keyhole.integrations.vllm.settings import read_settings
 from keyhole.integrations.vllm.step_rows import Requests, step_rows
 
@@ -146,13 +147,13 @@ class Engine:
             draw = random.Random(self._count)
             prompt: Any = {"prompt_token_ids": draw.choices(range(256), k=context)}
             engine.add_request(str(self._count), prompt, params)
-        times = []
+        before, times = self._counts(), []
         while engine.has_unfinished_requests():
             begin = time.perf_counter()
             engine.step()
             times.append(1e3 * (time.perf_counter() - begin))
         assert len(times) == steps + _WARM_UP, "every request has a token in every step"
-        return {"step_ms": times[_WARM_UP:], "attended_fraction": self._attended()}
+        return {"step_ms": times[_WARM_UP:], "attended_fraction": _share(before, self._counts())}
 
     def _use(self, policy: dict[str, Any]) -> None:
         """Runs the next steps under a policy. Its adapter is made at its first use.
@@ -180,17 +181,25 @@ class Engine:
 
         self._llm.collective_rpc(use)
 
-    def _attended(self) -> float | None:
-        """Share of the keys that the steps of the current policy have read."""
+    def _counts(self) -> ReadCounts | None:
+        """What all steps have read so far; None without the plugin."""
         if not self._plugin:
             return None
 
-        def read(worker: Any) -> float | None:
+        def read(worker: Any) -> ReadCounts:
             adapter: Adapter = model_layers(worker.vllm_config)[0].impl.adapter
-            return adapter.counters.values.attended_fraction
+            return adapter.counters.values
 
         (found,) = self._llm.collective_rpc(read)
         return found
+
+
+def _share(before: ReadCounts | None, after: ReadCounts | None) -> float | None:
+    """Share of the keys that was read in between. The adapters count in one place."""
+    if before is None or after is None:
+        return None
+    there = after.keys_there - before.keys_there
+    return (after.keys_read - before.keys_read) / there
 
 
 def _all_pages(count: int) -> Any:
